@@ -1,0 +1,85 @@
+"""What goes into the controller's machine and what comes out (PURE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ttp.proto.messages import Downward, Upward
+
+JSONValue = str | int | float | bool | None | tuple["JSONValue", ...] | Mapping[str, "JSONValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """Fixed for the controller's life; times in seconds."""
+
+    job_id: str
+    term: int
+    world_size: int
+    heartbeat_s: float = 1.0
+    lease_s: float = 3.0
+    """A rank whose stream broke or whose heartbeats stopped is dead after this long."""
+    freeze_timeout_s: float = 10.0
+    """How long a rank may take to close its gate before the decision goes on without it."""
+    progress_timeout_s: float = 30.0
+    """Longest silence of all outstanding roll-forwards, writes or the publish before they count as failed."""
+    total_timeout_s: float = 120.0
+    """TTP_OT: bounds a fault from the first freeze to the exit."""
+    register_timeout_s: float = 600.0
+    """Registered ranks are released (Exit) when the world has not assembled by then."""
+    orphan_timeout_s: float = 15.0
+    """The controller leaves when nobody is attached for this long."""
+
+
+# --- in ---
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    message: Upward
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """The stream that carried these ranks ended (an agent's stream: `ranks` empty, `host` set)."""
+
+    ranks: tuple[int, ...]
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; the machine compares `now` with its deadlines."""
+
+
+Event = Received | StreamClosed | Tick
+
+# --- out ---
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Deliver to each of these ranks' streams; a rank without a stream is skipped."""
+
+    ranks: tuple[int, ...]
+    message: Downward
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """One line of the job's story. Event names: registered, assembled, suspect, cleared, death_seen, freeze_sent, frozen,
+    decided, rolled_forward, write_sent, written, publish_sent, published, refused, thawed, exit_sent, finished."""
+
+    event: str
+    fields: Mapping[str, JSONValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The controller's work is over; the driver ends the process once what was sent is delivered."""
+
+    reason: str
+
+
+Effect = Send | Journal | Finish

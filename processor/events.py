@@ -1,0 +1,178 @@
+"""What goes into a processor's machine and what comes out (PURE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.proto.messages import (
+    Cause,
+    CommitRecord,
+    Downward,
+    Phase,
+    PublishOrder,
+    Registration,
+    ShareResult,
+    StateReport,
+    Upward,
+    WriteOrder,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSettings:
+    rank: int
+    heartbeat_s: float = 1.0
+    reconnect_s: float = 0.2
+    """Pause between attempts to reach the controller."""
+    controller_lost_s: float = 15.0
+    """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
+
+
+# --- in ---
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The stream is open; `registration` is what this rank holds right now."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    message: Downward
+
+
+@dataclass(frozen=True, slots=True)
+class GateClosed:
+    """CloseGate was carried out (report.closed) or timed out (not report.closed)."""
+
+    report: StateReport
+
+
+@dataclass(frozen=True, slots=True)
+class RollForwardDone:
+    freeze_id: int
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    order: WriteOrder
+    result: ShareResult
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDone:
+    order: PublishOrder
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFailed:
+    """RollForward, WriteShare or PublishCheckpoint raised."""
+
+    freeze_id: int
+    stage: str
+    tmp_name: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFault:
+    """`train` raised, SIGTERM came, or the agent is gone."""
+
+    cause: Cause
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReturned:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; carries the rank's phase for the heartbeat."""
+
+    phase: Phase
+    step: int
+
+
+Event = (
+    Connected
+    | Disconnected
+    | Received
+    | GateClosed
+    | RollForwardDone
+    | WriteDone
+    | PublishDone
+    | WorkFailed
+    | LocalFault
+    | TrainReturned
+    | Tick
+)
+
+# --- out ---
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: Upward
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a stream to the controller (the driver answers Connected or Disconnected)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGate:
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGate:
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyUpdate:
+    """Roll forward: the local update of record.step, from the side thread."""
+
+    freeze_id: int
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WriteShare:
+    order: WriteOrder
+
+
+@dataclass(frozen=True, slots=True)
+class PublishCheckpoint:
+    order: PublishOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ExitProcess:
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The training thread, waiting at the end of `train`, may leave (dismissed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    text: str
+
+
+Effect = Send | Connect | CloseGate | OpenGate | ApplyUpdate | WriteShare | PublishCheckpoint | ExitProcess | Release | Log

@@ -1,0 +1,339 @@
+"""Every message of the control protocol, as frozen dataclasses (PURE: standard library data modules only).
+
+Owns the vocabulary that controller and processors share. Never imports protobuf, gRPC or torch: `codec.py` turns these
+into bytes and back. Messages name their rank, so one stream may carry several ranks.
+
+Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
+Published, StepFailed, Finished, AgentHello, WorkerExit.
+Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+EXIT_CODE_PERSISTED = 75
+"""Exit status of a survivor that left on the controller's word (EX_TEMPFAIL: try again)."""
+
+
+class Phase(enum.IntEnum):
+    """Where a rank is within step t (design, section 3). Optimizer state is t-1 until DONE, then t."""
+
+    COMPUTE = 0
+    READY = 1
+    UPDATING = 2
+    DONE = 3
+
+
+class CauseKind(enum.Enum):
+    """Why a checkpoint was written or a freeze began."""
+
+    PERIODIC = "periodic"
+    EXITED = "exited"  # the agent saw the process end
+    SILENT = "silent"  # stream broken or heartbeats missing beyond the lease
+    EXCEPTION = "exception"  # the rank's own training code raised
+    PEER_ERROR = "peer_error"  # the rank's collective failed: somebody else is the cause
+    PREEMPTED = "preempted"  # SIGTERM
+    AGENT_LOST = "agent_lost"  # the launcher of the rank is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What happened to which ranks. `text` is for people: a signal's name, an exception's last line."""
+
+    kind: CauseKind
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """All that a READY rank must know to finish step `step`'s update alone; identical on every rank that has it.
+
+    Whoever holds it proves that every rank was READY(step): the spanning collective could not have finished otherwise.
+    """
+
+    step: int
+    grad_norm: float
+    """Global L2 norm of the unscaled gradient, before clipping. NaN or inf when `skipped`."""
+    clip_factor: float
+    """Gradients are multiplied by this (1.0: not clipped)."""
+    skipped: bool
+    """True when an overflow was found: the update changes nothing but the step and the loss scale."""
+    loss_scale: float
+    """The loss scale that step `step`'s gradients carry."""
+    learning_rates: tuple[float, ...]
+    """One per parameter group, in the optimizer's order."""
+    sums: tuple[float, ...]
+    """Small per-step numbers that rode on the spanning collective, summed over ranks (the trainer's loss, for one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """The shards that a rank holds and that always move together, known by a hash of their addresses."""
+
+    group_id: str
+    label: str
+    """For people: `shard 1 of 2: layers.0.wq[0:4096] and 47 more`."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Said by a processor whenever it attaches; a controller can rebuild all it knows from these."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    groups: tuple[ShardGroup, ...]
+    state_step: int
+    """Last step whose update is in the optimizer state (0: none)."""
+    save_dirs: tuple[str, ...]
+    """Checkpoint directories in order of preference, absolute."""
+    layout: str
+    """JSON for the manifest: axes' sizes, replicas, bucket layout hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    rank: int
+    phase: Phase
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """A rank's answer to Freeze. `closed` False: the gate could not be closed in time (a stuck update)."""
+
+    rank: int
+    freeze_id: int
+    closed: bool
+    phase: Phase
+    step: int
+    """The step that `phase` belongs to."""
+    state_step: int
+    """Step of the optimizer state; meaningless while `closed` is False or `torn` is True."""
+    torn: bool
+    """True when an exception left an update half done: this rank's shards must not be used."""
+    backup_step: int
+    """Step of the local copy, -1: none."""
+    records: tuple[CommitRecord, ...]
+    """Commit records that this rank still has, newest last (at least the newest)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultReport:
+    """A processor tells its own rank's fault: an exception out of `train`, SIGTERM, or a lost agent. The rank is alive."""
+
+    rank: int
+    cause: Cause
+    detail: str
+    """Traceback, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`train` returned. The rank stays as a holder until Dismiss."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHello:
+    """A node's launcher attaches; `pids` in the order of `ranks`."""
+
+    host: str
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """The agent saw a worker end (or begin to end). `seen_unix_s`: the agent's clock at that moment."""
+
+    rank: int
+    pid: int
+    text: str
+    """`signal SIGKILL`, `exit code 1`, or `exiting` while the kernel still frees it."""
+    seen_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One written box of one tensor: DCP's chunk and where its bytes are."""
+
+    key: str
+    dtype: str
+    """torch's name without the module: `float32`."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    position: int
+    """Byte offset in `file`."""
+    length: int
+    """Bytes in `file`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """One written non-tensor value (torch.save of plain values, loadable with weights_only)."""
+
+    key: str
+    file: str
+    position: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    name: str
+    nbytes: int
+    sha256: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareResult:
+    """What one writer wrote, durable (fsync) before this is said."""
+
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    blobs: tuple[BlobEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part `index` of `count` of a shard group, cut by bytes the same way on every holder."""
+
+    group_id: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Registration accepted. `survives` is what the job survives, in words."""
+
+    rank: int
+    term: int
+    heartbeat_s: float
+    lease_s: float
+    survives: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Close the gate and report. Doing it twice is harmless."""
+
+    freeze_id: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw:
+    """False alarm: open the gate again."""
+
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RollForward:
+    """Do the local update of `record.step` with this record; answered by RolledForward or StepFailed."""
+
+    freeze_id: int
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RolledForward:
+    rank: int
+    freeze_id: int
+    state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    """Write these parts of step `step` into `directory`/`tmp_name`; answered by Written or StepFailed."""
+
+    freeze_id: int
+    step: int
+    directory: str
+    tmp_name: str
+    """`iter_0000042_tmp_<attempt>`: fresh for every attempt."""
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    rank: int
+    freeze_id: int
+    tmp_name: str
+    parts: tuple[Part, ...]
+    result: ShareResult
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOrder:
+    """Make the attempt visible: metadata, manifest, fsync, rename, tracker; answered by Published or StepFailed."""
+
+    freeze_id: int
+    step: int
+    directory: str
+    tmp_name: str
+    results: tuple[ShareResult, ...]
+    cause: Cause
+    record: CommitRecord | None
+    """Commit record of `step`, if any survivor has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    rank: int
+    freeze_id: int
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A RollForward, WriteOrder or PublishOrder could not be carried out by this rank."""
+
+    rank: int
+    freeze_id: int
+    stage: str
+    """`roll_forward`, `write` or `publish`."""
+    tmp_name: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Leave the process now, with this status (75: persisted or refused, start again)."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """All ranks have finished: leave in peace."""
+
+
+Upward = (
+    Registration
+    | Heartbeat
+    | StateReport
+    | FaultReport
+    | Finished
+    | AgentHello
+    | WorkerExit
+    | RolledForward
+    | Written
+    | Published
+    | StepFailed
+)
+Downward = Welcome | Freeze | Thaw | RollForward | WriteOrder | PublishOrder | Exit | Dismiss

@@ -1,0 +1,55 @@
+"""TTP: a training job that loses nothing when part of it dies.
+
+The public names are loaded on first use, so that `import ttp.controller` (a process without tensors) does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ttp.config import Settings as Settings
+    from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
+    from ttp.optim.replica_optimizer import ClipValue as ClipValue
+    from ttp.optim.replica_optimizer import LossScale as LossScale
+    from ttp.optim.replica_optimizer import StepResult as StepResult
+    from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as TTPOddReplicaOptimizer
+    from ttp.optim.replica_optimizer import TTPReplicaOptimizer as TTPReplicaOptimizer
+    from ttp.persist import ttp_to_persist as ttp_to_persist
+    from ttp.session import ResumePoint as ResumePoint
+    from ttp.session import Session as Session
+    from ttp.session import current_session as current_session
+    from ttp.session import start as start
+
+_HOMES = {
+    "ClipNorm": "ttp.optim.replica_optimizer",
+    "ClipValue": "ttp.optim.replica_optimizer",
+    "LossScale": "ttp.optim.replica_optimizer",
+    "StepResult": "ttp.optim.replica_optimizer",
+    "TTPReplicaOptimizer": "ttp.optim.replica_optimizer",
+    "TTPOddReplicaOptimizer": "ttp.optim.replica_optimizer",
+    "ttp_to_persist": "ttp.persist",
+    "ResumePoint": "ttp.session",
+    "Session": "ttp.session",
+    "Settings": "ttp.config",
+    "current_session": "ttp.session",
+    "start": "ttp.session",
+}
+
+__all__ = sorted([*_HOMES, "errors"])
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return import_module("ttp.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ttp' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""Checkpoints: torch DCP format plus a manifest, written without collectives, published atomically, verified on load."""

@@ -1,0 +1,85 @@
+"""TTP's own settings: the only reader of `os.environ` for TTP's variables.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| ENABLE_TTP | True | False: no controller, no processors, no holding; saving and resuming still work |
+| TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
+| TTP_CONTROLLER_PORT | 0 | port of the controller (0: any free one) |
+| TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
+| TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: tells one start of the job from the next |
+| TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ttp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One process's settings, fixed at start. Times in seconds."""
+
+    enable: bool = True
+    total_timeout_s: float = 120.0
+    controller_port: int = 0
+    heartbeat_s: float = 1.0
+    lease_s: float = 3.0
+    round_id: str = "0"
+    faults: str = ""
+    job_id: str = "ttp"
+    host: str = "localhost"
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.total_timeout_s <= 0:
+            raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0")
+        if not 0 < self.heartbeat_s < self.lease_s:
+            raise ConfigError(
+                f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease"
+            )
+        if not 0 <= self.controller_port < 65536:
+            raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the variables above. Raises ConfigError naming the variable, its value and what was wanted."""
+        import socket
+
+        return cls(
+            enable=enabled(environ),
+            total_timeout_s=_number(environ, "TTP_OT", 120.0),
+            controller_port=int(_number(environ, "TTP_CONTROLLER_PORT", 0)),
+            heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
+            lease_s=_number(environ, "TTP_LEASE_S", 3.0),
+            round_id=environ.get("TTP_ROUND_ID", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            faults=environ.get("TTP_FAULTS", ""),
+            job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
+            host=environ.get("TTP_HOST", socket.gethostname()),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(_number(environ, "MASTER_PORT", 0)),
+        )
+
+
+def enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether ENABLE_TTP allows TTP (default: yes)."""
+    value = environ.get("ENABLE_TTP", "True").strip().lower()
+    if value in ("true", "1", "yes", "on"):
+        return True
+    if value in ("false", "0", "no", "off"):
+        return False
+    raise ConfigError(f"ENABLE_TTP is {environ['ENABLE_TTP']!r}: wanted True or False")
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}: wanted a number") from None

@@ -1,0 +1,1 @@
+"""`ttprun`: torchrun that gives survivors the time to persist."""

@@ -1,0 +1,1 @@
+"""Optimizers that keep every shard of their state on several ranks."""

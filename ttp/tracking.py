@@ -1,0 +1,52 @@
+"""How an optimizer tells where it is within a step (the four phases of the protocol).
+
+Owns the interface only. `ttp.processor.gate.Gate` implements it; `NullTracker` is what an optimizer has when nobody
+watches (`ENABLE_TTP=False`, plain unit tests).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ttp.proto.messages import CommitRecord
+
+
+class UpdateTracker(Protocol):
+    """Called by the training thread, local memory only. `step` counts optimizer updates from 1.
+
+    1. `computing(step)`   gradients of `step` are about to change (first accumulation, zero_grad). Blocks while frozen
+    2. `ready(step)`       this rank's reduced gradients of `step` are final; from here to `end_update` they must not change
+    3. `begin_update(...)` the commit record is here; takes the gate. Blocks while frozen, for good if the job is lost
+    4. `end_update(step)`  the update is finished; gives the gate back
+    `fail_update(step)` instead of 4 when the update raised: the state is torn and must not be used.
+    """
+
+    def computing(self, step: int) -> None: ...
+
+    def ready(self, step: int) -> None: ...
+
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+        """`backup_step`: step of the local copy taken so far, -1 for none."""
+
+    def end_update(self, step: int) -> None: ...
+
+    def fail_update(self, step: int) -> None: ...
+
+
+class NullTracker:
+    """Tracks nothing."""
+
+    def computing(self, step: int) -> None:
+        pass
+
+    def ready(self, step: int) -> None:
+        pass
+
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+        pass
+
+    def end_update(self, step: int) -> None:
+        pass
+
+    def fail_update(self, step: int) -> None:
+        pass
