@@ -1,0 +1,55 @@
+"""Jobs that several real-process tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.chaos.job import Job
+
+SMALL = (
+    "--model_config.num_layers=2",
+    "--model_config.hidden_size=32",
+    "--model_config.ffn_hidden_size=64",
+    "--model_config.num_attention_heads=2",
+    "--model_config.num_query_groups=1",
+    "--model_config.seq_length=32",
+    "--dataset_config.batch_size=2",
+)
+"""A model so small that a test's time is the starting of processes."""
+
+STEPS = 24
+
+RunJob = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
+    """Return a function that gives the finished unbroken job of so many ranks and overrides, trained once a session."""
+    done: dict[tuple[int, tuple[str, ...]], Job] = {}
+
+    def run(ranks: int, *overrides: str) -> Job:
+        key = (ranks, overrides)
+        if key not in done:
+            done[key] = run_to_end(tmp_path_factory.mktemp("whole") / f"dp{ranks}", ranks, *overrides)
+        return done[key]
+
+    yield run
+
+
+def arguments(*overrides: str) -> tuple[str, ...]:
+    return (*SMALL, f"--training_config.training_iters={STEPS}", *overrides)
+
+
+def run_to_end(output: Path, ranks: int, *overrides: str, faults: str = "", status: int = 0, restarts: int = 3) -> Job:
+    """Train one job to its end, demand its exit status and that nothing is left behind, and return it."""
+    launcher = ("--max-restarts", str(restarts))
+    with Job(
+        output, ranks=ranks, overrides=arguments(*overrides), environ={"TTP_FAULTS": faults}, launcher=launcher
+    ) as job:
+        got = job.wait(280)
+    assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
+    assert job.leftovers() == []
+    return job

@@ -1,0 +1,95 @@
+"""Real ranks get real SIGKILLs at chosen places of a step; the job must come back and equal one that nothing happened to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import RunJob, run_to_end
+from ttp.chaos.job import Job
+from ttp.chaos.verdict import compare
+
+
+def published_steps(job: Job) -> list[int]:
+    """Return the step that each start of the job published, in order."""
+    lines = [line for journal in job.journals() for line in journal if line.get("event") == "published"]
+    return [int(line["step"]) for line in lines]
+
+
+def assert_equal(hurt: Job, whole: Job) -> None:
+    verdict = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
+    assert verdict.equal, "\n".join(verdict.differences[:10])
+
+
+def test_kill_at_every_point_of_a_step_loses_nothing(tmp_path: Path, whole_job: RunJob) -> None:
+    """Six kills, one in each place, over all ranks; before the record is out step t-1 is saved, afterwards step t.
+
+    At `record` and `updating` the dead rank had the record; whether a survivor had it too is a race of the collective,
+    so both t-1 and t are right there.
+    """
+    faults = [
+        "kill:rank=1,step=3,point=backward,round=0",
+        "kill:rank=2,step=6,point=ready,round=1",
+        "kill:rank=3,step=9,point=record,round=2",
+        "kill:rank=0,step=12,point=updating,round=3",
+        "kill:rank=1,step=15,point=done,round=4",
+        "kill:rank=0,step=18,point=gathering,round=5",
+    ]
+    hurt = run_to_end(tmp_path / "hurt", 4, faults=";".join(faults), restarts=6)
+    steps = published_steps(hurt)
+    assert len(steps) == 6, hurt.console_tail(80)
+    assert steps[0] == 2 and steps[1] == 5
+    assert steps[2] in (8, 9) and steps[3] in (11, 12)
+    assert steps[4] in (14, 15) and steps[5] == 18
+    assert_equal(hurt, whole_job(4))
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 2), (5, 4), (8, 0)])
+def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: RunJob, ranks: int, victim: int) -> None:
+    """Even sizes by halves, odd ones by the ring; rank 0 is no exception."""
+    hurt = run_to_end(tmp_path / "hurt", ranks, faults=f"kill:rank={victim},step=7,point=updating")
+    assert published_steps(hurt)[0] in (6, 7)
+    assert_equal(hurt, whole_job(ranks))
+
+
+def test_exception_in_one_rank_is_persisted_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
+    """The rank that raised is still a holder; its traceback is in its error log."""
+    hurt = run_to_end(tmp_path / "hurt", 2, faults="raise:rank=1,step=5,point=backward")
+    assert published_steps(hurt) == [4]
+    assert "fault injected at backward" in (hurt.output_dir / "log" / "rank_1" / "error.log").read_text()
+    assert_equal(hurt, whole_job(2))
+
+
+def test_silent_rank_is_declared_dead_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
+    """SIGSTOP sends nothing and closes nothing: only the lease tells."""
+    hurt = run_to_end(tmp_path / "hurt", 2, faults="stop:rank=1,step=5,point=ready")
+    assert published_steps(hurt)[0] in (4, 5)
+    assert_equal(hurt, whole_job(2))
+
+
+def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_job: RunJob) -> None:
+    """Ranks 0 and 2 hold the same half of the shards: the job says so and goes on from the periodic checkpoint."""
+    faults = "kill:rank=0,step=9,point=ready;kill:rank=2,step=9,point=ready"
+    hurt = run_to_end(tmp_path / "hurt", 4, "--training_config.save_interval=6", faults=faults)
+    refused = [line for journal in hurt.journals() for line in journal if line.get("event") == "refused"]
+    assert len(refused) == 1
+    reason = str(refused[0]["reason"])
+    assert "shard" in reason and "0" in reason and "2" in reason
+    resumes = [line for line in hurt.metrics() if line.get("event") == "resume"]
+    assert [int(line["from_step"]) for line in resumes] == [6]
+    assert_equal(hurt, whole_job(4))
+
+
+def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:
+    """ENABLE_TTP=False: no controller, no journal, no dying gasp."""
+    with Job(
+        tmp_path / "plain",
+        ranks=2,
+        overrides=("--training_config.training_iters=8",),
+        environ={"ENABLE_TTP": "False", "TTP_FAULTS": "kill:rank=1,step=5,point=ready"},
+    ) as job:
+        assert job.wait(200) == 1
+    assert job.journals() == []
+    assert not list(job.output_dir.rglob("iter_*"))
+    assert job.leftovers() == []

@@ -1,0 +1,177 @@
+"""The house rules: who may import whom, what is pure, what is public, and that the package list equals the tree."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = {
+    "ttp": "ttp",
+    "controller": "ttp.controller",
+    "processor": "ttp.processor",
+    "trainer": "ttp.trainer",
+    "proto": "ttp.proto",
+}
+
+PURE = [
+    "proto/messages.py",
+    "controller/events.py",
+    "controller/machine.py",
+    "controller/transitions.py",
+    "controller/membership.py",
+    "controller/coverage.py",
+    "controller/decision.py",
+    "processor/events.py",
+    "processor/machine.py",
+    "processor/faults.py",
+    "ttp/optim/layout.py",
+]
+PURE_MAY_IMPORT = {
+    "__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools", "json", "math",
+    "operator", "re", "types", "typing",
+}  # fmt: skip
+
+MAY_IMPORT = {
+    "ttp.proto": ("ttp.proto", "ttp.errors"),
+    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.controller"),
+    "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
+    "ttp.trainer": ("ttp",),
+}
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted(p for p in (ROOT / folder).rglob("*.py") if "_pb2" not in p.name and not under_link(p))
+
+
+def under_link(path: Path) -> bool:
+    return any((ROOT / parent).is_symlink() for parent in path.relative_to(ROOT).parents if parent != Path())
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """Return the absolute names of all modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).rstrip(".")
+            names.add(base)
+    return names
+
+
+@pytest.mark.parametrize("file", PURE)
+def test_pure_file_imports_data_modules_only(file: str) -> None:
+    """No clock, randomness, threads, logging, files, torch or grpc in the cores."""
+    package = FOLDERS[file.split("/")[0]] + "".join(f".{part}" for part in file.split("/")[1:-1])
+    for name in sorted(imported(ROOT / file, package)):
+        if name.startswith("ttp."):
+            parts = [p for p in PURE if p.startswith(name.removeprefix("ttp.").replace(".", "/"))]
+            assert name == "ttp.errors" or parts or f"ttp/{name.split('.', 1)[1].replace('.', '/')}.py" in PURE, (
+                f"{file} imports {name}, which is not pure"
+            )
+        else:
+            assert name.split(".")[0] in PURE_MAY_IMPORT, f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_imports_point_down(package: str) -> None:
+    """trainer -> ttp -> controller, processor -> proto; controller and processor meet only through proto."""
+    folder = package.removeprefix("ttp.")
+    for path in python_files(folder):
+        for name in sorted(imported(path, package)):
+            if name == "ttp" or name.startswith("ttp."):
+                allowed = MAY_IMPORT[package]
+                assert any(name == a or name.startswith(a + ".") for a in allowed), (
+                    f"{path.relative_to(ROOT)} imports {name}"
+                )
+
+
+def test_ttp_does_not_import_the_trainer() -> None:
+    """The bundled trainer is a user like any other."""
+    for path in python_files("ttp"):
+        package = "ttp" + "".join(f".{part}" for part in path.relative_to(ROOT / "ttp").parts[:-1])
+        assert not any(n.startswith("ttp.trainer") for n in imported(path, package)), path
+
+
+def test_only_config_reads_ttp_variables_from_the_environment() -> None:
+    """One reader of TTP's settings (the launcher and the harness hand an environment on, and name it)."""
+    allowed = {"ttp/config.py"}
+    for folder in FOLDERS:
+        for path in python_files(folder):
+            relative = str(path.relative_to(ROOT))
+            if relative in allowed or relative.startswith(("ttp/launch/", "ttp/chaos/job", "trainer/")):
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and node.attr in ("environ", "getenv")
+                    and ast.unparse(node.value) == "os"
+                ):
+                    raise AssertionError(f"{relative}:{node.lineno} reads the environment")
+
+
+def test_package_list_equals_the_tree() -> None:
+    """Every folder with Python in it is shipped."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = set()
+    for folder, package in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            if not under_link(init):
+                parts = init.parent.relative_to(ROOT / folder).parts
+                found.add(".".join([package, *parts]))
+    assert listed == found
+
+
+@pytest.mark.parametrize("folder", ["controller", "processor", "trainer", "proto"])
+def test_mapped_folder_cannot_be_imported_twice(folder: str) -> None:
+    """`import controller` from the root would make a second copy whose enums compare unequal."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and f"ttp.{folder}" in done.stderr
+
+
+def test_controller_loads_without_torch() -> None:
+    """The controller's process starts fast and small."""
+    code = "import sys, ttp.controller.__main__, ttp.controller.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd="/", timeout=60, check=False).returncode == 0
+
+
+def test_public_names_are_frozen() -> None:
+    """What users import changes only on purpose."""
+    import ttp
+
+    assert ttp.__all__ == [
+        "ClipNorm",
+        "ClipValue",
+        "LossScale",
+        "ResumePoint",
+        "Session",
+        "Settings",
+        "StepResult",
+        "TTPOddReplicaOptimizer",
+        "TTPReplicaOptimizer",
+        "current_session",
+        "errors",
+        "start",
+        "ttp_to_persist",
+    ]
+    for name in ttp.__all__:
+        assert getattr(ttp, name) is not None
+
+
+def test_no_file_past_500_lines() -> None:
+    """One idea a file."""
+    for folder in (*FOLDERS, "tests", "benchmarks"):
+        for path in python_files(folder):
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            assert lines <= 500, f"{path.relative_to(ROOT)} has {lines} lines"

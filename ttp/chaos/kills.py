@@ -1,0 +1,127 @@
+"""`make chaos`: one long job, killed again and again at random moments, judged against a job that nothing happened to.
+
+    python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]
+
+Every kill picks its rank and its moment at random (seed printed). The job must come back from each by itself; at the end
+the loss and grad norm of every step and the final weights must be the unbroken job's bits, no committed step may be lost,
+and no process may be left behind. Exit status 0 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ttp.chaos.job import Job, JobError, Kill
+from ttp.chaos.verdict import Comparison, FaultTimeline, compare, lost_steps, timeline
+
+STEPS_BETWEEN = 8
+"""A kill comes within this many steps after the job's first new step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    kill: Kill
+    timeline: FaultTimeline
+    lost: int | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the kills and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.chaos.kills", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--output", default="output/chaos")
+    parser.add_argument("--config", default="gpt_tiny")
+    args, overrides = parser.parse_known_args(argv)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{args.kills} random kills over {args.ranks} ranks; seed {seed}")
+    output = Path(args.output).resolve()
+    shutil.rmtree(output, ignore_errors=True)
+    try:
+        survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)
+    except JobError as error:
+        console.print(f"[red]failed[/] (seed {seed}): {error}")
+        return 1
+    return _report(console, survived, same, leftovers, seed)
+
+
+def run(
+    console: Console, args: Any, overrides: Sequence[str], rng: random.Random, output: Path
+) -> tuple[list[Survived], Comparison, list[str]]:
+    """Train the killed job and the unbroken one and judge them."""
+    steps = (args.kills + 1) * (STEPS_BETWEEN + 2)
+    overrides = ["--training_config.training_iters", str(steps), *overrides]
+    launcher = ["--max-restarts", str(args.kills + 1)]
+    with Job(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher) as hurt:
+        kills = []
+        for number in range(args.kills):
+            kills.append(_kill_once(hurt, rng, args.ranks, number))
+            console.print(f"kill {number + 1}: rank {kills[-1].rank} after step {kills[-1].after_step}")
+        _finish(hurt)
+    with Job(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+        _finish(whole)
+    metrics = hurt.metrics()
+    survived = []
+    for kill, journal in zip(kills, hurt.journals(), strict=False):
+        line = timeline(journal, metrics, kill.unix_s)
+        survived.append(Survived(kill, line, lost_steps(line, kill.after_step)))
+    same = compare(metrics, whole.metrics(), hurt.final(), whole.final())
+    return survived, same, hurt.leftovers() + whole.leftovers()
+
+
+def _kill_once(job: Job, rng: random.Random, ranks: int, number: int) -> Kill:
+    """Wait for the start's first new step, then kill a random rank at a random moment."""
+    job.wait_for(lambda: len(job.journals()) == number + 1 and len(job.pids()) == ranks, f"start {number + 1}", 120)
+    first = job.last_step()
+    job.wait_for_step(first + 1)
+    recent = [float(line["time_ms"]) for line in job.metrics()[-12:] if "time_ms" in line]
+    step_s = statistics.median(recent) / 1e3 if recent else 0.1
+    time.sleep(rng.uniform(0, STEPS_BETWEEN) * step_s)  # the random moment itself
+    return job.kill(rng.randrange(ranks))
+
+
+def _finish(job: Job) -> None:
+    status = job.wait(900)
+    if status != 0:
+        raise JobError(f"the job ended with status {status}\n{job.console_tail()}")
+
+
+def _report(console: Console, survived: list[Survived], same: Comparison, leftovers: list[str], seed: int) -> int:
+    table = Table(
+        "kill", "rank", "last step on record", "published step", "lost", "seen", "frozen", "published", "first new step"
+    )
+    for number, entry in enumerate(survived, 1):
+        line = entry.timeline
+        times = [line.death_seen, line.frozen, line.published, line.first_new_step]
+        words = ["-" if t is None else f"{t:,.0f} ms" for t in times]
+        table.add_row(*map(str, (number, entry.kill.rank, entry.kill.after_step, line.step, entry.lost)), *words)
+    console.print(table)
+    for difference in same.differences[:20]:
+        console.print(f"[red]difference[/]: {difference}")
+    for process in leftovers:
+        console.print(f"[red]left behind[/]: {process}")
+    lost = [entry for entry in survived if entry.lost != 0]
+    good = same.equal and not lost and not leftovers
+    console.print(
+        f"{len(survived)} kills, {len(survived) - len(lost)} without a lost step; {same.steps} steps compared:"
+        f" {'[bold green]EQUAL[/]' if same.equal else '[bold red]NOT EQUAL[/]'} (seed {seed})"
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

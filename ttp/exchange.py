@@ -1,0 +1,42 @@
+"""Small JSON values between all ranks of the job, by torch's collectives: used at start, resume and periodic saves,
+never per step and never at a fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def exchange_json(value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's value, in rank order (all ranks call; one process: its own value)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    world = dist.get_world_size()
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    everyone = torch.zeros(world * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(everyone, padded)
+    rows = everyone.view(world, longest).cpu()
+    return [json.loads(bytes(rows[r, : int(n)].numpy().tobytes())) for r, n in enumerate(sizes.tolist())]
+
+
+def broadcast_json(value: Any, device: torch.device) -> Any:
+    """Return rank 0's value on every rank (all ranks call; the others' value is ignored)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return json.loads(json.dumps(value))
+    first = dist.get_rank() == 0
+    body = json.dumps(value).encode() if first else b""
+    size = torch.tensor([len(body)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    content = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if first:
+        content = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
+    dist.broadcast(content, src=0)
+    return json.loads(content.cpu().numpy().tobytes())

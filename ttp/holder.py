@@ -1,0 +1,122 @@
+"""What a processor writes at a fault: this rank's shards of the optimizer, and the host state that belongs to the same step.
+
+Joins the optimizer with the checkpoint writer. Runs on the processor's work thread while the gate is closed; never uses
+a collective and never waits for the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttp.checkpoint import shards, writer
+from ttp.checkpoint.held import HeldTensor
+from ttp.errors import CheckpointError
+from ttp.optim.replica_optimizer import TTPReplicaOptimizer
+from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
+
+KEPT_STEPS = 3
+"""Host states kept: the step in flight, the one before it (what a dump may choose), and one to spare."""
+
+
+class StepStates:
+    """The trainer's host state after each of the last few steps, by step.
+
+    Written by the training thread, read by the work thread: the lock guards `_states`.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def put(self, step: int, state: Mapping[str, Any]) -> None:
+        """Keep `state` as what step + 1 needs to go on, if step is committed. The mapping must be JSON and not change."""
+        with self._lock:
+            self._states[step] = state
+            for old in sorted(self._states)[:-KEPT_STEPS]:
+                del self._states[old]
+
+    def get(self, step: int) -> Any:
+        """Return the state after `step`, or an empty mapping when the trainer never set one."""
+        with self._lock:
+            if step in self._states or not self._states:
+                return self._states.get(step, {})
+            kept = ", ".join(str(s) for s in sorted(self._states))
+        raise CheckpointError(
+            f"step {step}: no host state is kept (kept: steps {kept}); call session.set_step_state(step, ...) before every"
+            " optimizer.step()"
+        )
+
+
+class OptimizerHolder:
+    """The `StateHolder` of a rank that trains with a replica optimizer."""
+
+    def __init__(
+        self,
+        optimizer: TTPReplicaOptimizer,
+        *,
+        rank: int,
+        world_size: int,
+        host: str,
+        pid: int,
+        save_dirs: Sequence[str],
+        layout: Mapping[str, Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.step_states = StepStates()
+        self._registration = Registration(
+            rank=rank,
+            world_size=world_size,
+            host=host,
+            pid=pid,
+            groups=optimizer.shard_groups(),
+            state_step=0,
+            save_dirs=tuple(save_dirs),
+            layout=json.dumps(layout, sort_keys=True),
+        )
+        self._rank = rank
+        self._layout = dict(layout)
+
+    def registration(self) -> Registration:
+        r = self._registration
+        return Registration(
+            r.rank, r.world_size, r.host, r.pid, r.groups, self.optimizer.current_step, r.save_dirs, r.layout
+        )
+
+    def roll_forward(self, record: CommitRecord) -> int:
+        return self.optimizer.roll_forward(record)
+
+    def write(self, order: WriteOrder) -> ShareResult:
+        return self.write_parts(order.directory, order.tmp_name, order.step, order.parts)
+
+    def write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
+        """Write these parts of `step` into directory/tmp_name. Raises CheckpointError if this rank does not hold them."""
+        holdings = self.optimizer.holdings(step)
+        tensors: list[HeldTensor] = []
+        for part in parts:
+            if part.group_id not in holdings:
+                raise CheckpointError(
+                    f"rank {self._rank}: asked to write shard group {part.group_id}, which it does not hold"
+                )
+            tensors += shards.split_parts(holdings[part.group_id], part.count)[part.index]
+        suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
+        return writer.write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix)
+
+    def publish(self, order: PublishOrder) -> str:
+        return writer.publish(
+            order.directory,
+            order.tmp_name,
+            step=order.step,
+            results=order.results,
+            cause=order.cause,
+            record=order.record,
+            state=self.host_state(order.step),
+            layout=self._layout,
+            expected=self.optimizer.expected_tensors(),
+        )
+
+    def host_state(self, step: int) -> Mapping[str, Any]:
+        """Return all host state that belongs to `step`: the optimizer's and the trainer's."""
+        return {"optimizer": self.optimizer.host_state(step), "trainer": self.step_states.get(step)}
