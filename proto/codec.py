@@ -1,0 +1,347 @@
+"""Turns messages into protobuf and back, field by field.
+
+Owns the map between `messages.py` and `control.proto`. It is total: a message type without a case here is an error of
+the type checker. Never opens a socket and never decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from ttp.proto import control_pb2 as pb
+from ttp.proto import messages as m
+from ttp.proto import status as s
+from ttp.proto.fields import (
+    CodecError,
+    clean,
+    decode_cause,
+    decode_groups,
+    decode_parts,
+    decode_phase,
+    decode_record,
+    decode_share,
+    encode_cause,
+    encode_groups,
+    encode_parts,
+    encode_phase,
+    encode_record,
+    encode_share,
+)
+
+__all__ = [
+    "CodecError",
+    "DownwardParcel",
+    "UpwardParcel",
+    "decode_downward",
+    "decode_status",
+    "decode_upward",
+    "encode_downward",
+    "encode_status",
+    "encode_upward",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class UpwardParcel:
+    """An upward envelope, decoded: messages in the order in which they were said."""
+
+    job_id: str
+    term: int
+    messages: tuple[m.Upward, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DownwardParcel:
+    """A downward envelope, decoded. `message` None: the controller's greeting to the stream itself."""
+
+    job_id: str
+    term: int
+    ranks: tuple[int, ...]
+    message: m.Downward | None
+
+
+def encode_upward(job_id: str, term: int, messages: Sequence[m.Upward]) -> pb.UpwardEnvelope:
+    """Return the envelope that says these messages. Raises CodecError for a value that protobuf cannot carry."""
+    try:
+        return pb.UpwardEnvelope(job_id=job_id, term=term, messages=[_encode_up(message) for message in messages])
+    except (ValueError, TypeError) as error:  # out of range for the field, or a string that is no Unicode
+        raise CodecError(f"cannot send {[type(message).__name__ for message in messages]}: {error}") from error
+
+
+def decode_upward(wire: pb.UpwardEnvelope) -> UpwardParcel:
+    """Raises CodecError when a message is of a kind that is unknown here."""
+    return UpwardParcel(wire.job_id, wire.term, tuple(_decode_up(message) for message in wire.messages))
+
+
+def encode_downward(job_id: str, term: int, ranks: Sequence[int], message: m.Downward | None) -> pb.DownwardEnvelope:
+    """Return the envelope of `message` for these ranks (None: the greeting). Raises CodecError as `encode_upward`."""
+    try:
+        envelope = _encode_down(message)
+        envelope.job_id = job_id
+        envelope.term = term
+        envelope.ranks.extend(ranks)
+    except (ValueError, TypeError) as error:
+        raise CodecError(f"cannot send {type(message).__name__} to ranks {list(ranks)}: {error}") from error
+    return envelope
+
+
+def decode_downward(wire: pb.DownwardEnvelope) -> DownwardParcel:
+    """Raises CodecError when the message is of a kind that is unknown here."""
+    return DownwardParcel(wire.job_id, wire.term, tuple(wire.ranks), _decode_down(wire))
+
+
+def _encode_up(message: m.Upward) -> pb.Upward:
+    match message:
+        case m.Heartbeat(rank, phase, step):
+            return pb.Upward(heartbeat=pb.Heartbeat(rank=rank, phase=encode_phase(phase), step=step))
+        case m.Registration():
+            return pb.Upward(registration=_encode_registration(message))
+        case m.StateReport():
+            return pb.Upward(state_report=_encode_report(message))
+        case m.FaultReport(rank, cause, detail):
+            return pb.Upward(fault_report=pb.FaultReport(rank=rank, cause=encode_cause(cause), detail=clean(detail)))
+        case m.Finished(rank):
+            return pb.Upward(finished=pb.Finished(rank=rank))
+        case m.AgentHello(host, ranks, pids):
+            return pb.Upward(agent_hello=pb.AgentHello(host=host, ranks=ranks, pids=pids))
+        case m.WorkerExit(rank, pid, text, seen):
+            return pb.Upward(worker_exit=pb.WorkerExit(rank=rank, pid=pid, text=clean(text), seen_unix_s=seen))
+        case m.RolledForward(rank, freeze_id, state_step):
+            return pb.Upward(rolled_forward=pb.RolledForward(rank=rank, freeze_id=freeze_id, state_step=state_step))
+        case m.Written(rank, freeze_id, tmp_name, parts, result):
+            written = pb.Written(rank=rank, freeze_id=freeze_id, tmp_name=tmp_name, parts=encode_parts(parts))
+            written.result.CopyFrom(encode_share(result))
+            return pb.Upward(written=written)
+        case m.Published(rank, freeze_id, step, path):
+            return pb.Upward(published=pb.Published(rank=rank, freeze_id=freeze_id, step=step, path=path))
+        case m.StepFailed(rank, freeze_id, stage, tmp_name, error):
+            failed = pb.StepFailed(rank=rank, freeze_id=freeze_id, stage=stage, tmp_name=tmp_name, error=clean(error))
+            return pb.Upward(step_failed=failed)
+        case _:
+            assert_never(message)
+
+
+def _decode_up(wire: pb.Upward) -> m.Upward:
+    match wire.WhichOneof("body"):
+        case "heartbeat":
+            return m.Heartbeat(wire.heartbeat.rank, decode_phase(wire.heartbeat.phase), wire.heartbeat.step)
+        case "registration":
+            return _decode_registration(wire.registration)
+        case "state_report":
+            return _decode_report(wire.state_report)
+        case "fault_report":
+            fault = wire.fault_report
+            return m.FaultReport(fault.rank, decode_cause(fault.cause), fault.detail)
+        case "finished":
+            return m.Finished(wire.finished.rank)
+        case "agent_hello":
+            hello = wire.agent_hello
+            return m.AgentHello(hello.host, tuple(hello.ranks), tuple(hello.pids))
+        case "worker_exit":
+            ended = wire.worker_exit
+            return m.WorkerExit(ended.rank, ended.pid, ended.text, ended.seen_unix_s)
+        case "rolled_forward":
+            rolled = wire.rolled_forward
+            return m.RolledForward(rolled.rank, rolled.freeze_id, rolled.state_step)
+        case "written":
+            written = wire.written
+            parts, share = decode_parts(written.parts), decode_share(written.result)
+            return m.Written(written.rank, written.freeze_id, written.tmp_name, parts, share)
+        case "published":
+            published = wire.published
+            return m.Published(published.rank, published.freeze_id, published.step, published.path)
+        case "step_failed":
+            failed = wire.step_failed
+            return m.StepFailed(failed.rank, failed.freeze_id, failed.stage, failed.tmp_name, failed.error)
+        case _:
+            raise CodecError("an upward message of a kind that is unknown here came in; is the peer newer?")
+
+
+def _encode_down(message: m.Downward | None) -> pb.DownwardEnvelope:
+    match message:
+        case None:
+            return pb.DownwardEnvelope(stream_opened=pb.StreamOpened())
+        case m.Welcome(rank, term, heartbeat_s, lease_s, survives):
+            welcome = pb.Welcome(
+                rank=rank, term=term, heartbeat_s=heartbeat_s, lease_s=lease_s, survives=clean(survives)
+            )
+            return pb.DownwardEnvelope(welcome=welcome)
+        case m.Freeze(freeze_id, cause):
+            return pb.DownwardEnvelope(freeze=pb.Freeze(freeze_id=freeze_id, cause=encode_cause(cause)))
+        case m.Thaw(freeze_id):
+            return pb.DownwardEnvelope(thaw=pb.Thaw(freeze_id=freeze_id))
+        case m.RollForward(freeze_id, record):
+            return pb.DownwardEnvelope(roll_forward=pb.RollForward(freeze_id=freeze_id, record=encode_record(record)))
+        case m.WriteOrder(freeze_id, step, directory, tmp_name, parts):
+            order = pb.WriteOrder(
+                freeze_id=freeze_id, step=step, directory=directory, tmp_name=tmp_name, parts=encode_parts(parts)
+            )
+            return pb.DownwardEnvelope(write_order=order)
+        case m.PublishOrder():
+            return pb.DownwardEnvelope(publish_order=_encode_publish(message))
+        case m.Exit(code, reason):
+            return pb.DownwardEnvelope(exit=pb.Exit(code=code, reason=clean(reason)))
+        case m.Dismiss():
+            return pb.DownwardEnvelope(dismiss=pb.Dismiss())
+        case _:
+            assert_never(message)
+
+
+def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
+    match wire.WhichOneof("body"):
+        case "stream_opened":
+            return None
+        case "welcome":
+            w = wire.welcome
+            return m.Welcome(w.rank, w.term, w.heartbeat_s, w.lease_s, w.survives)
+        case "freeze":
+            return m.Freeze(wire.freeze.freeze_id, decode_cause(wire.freeze.cause))
+        case "thaw":
+            return m.Thaw(wire.thaw.freeze_id)
+        case "roll_forward":
+            return m.RollForward(wire.roll_forward.freeze_id, decode_record(wire.roll_forward.record))
+        case "write_order":
+            w_o = wire.write_order
+            return m.WriteOrder(w_o.freeze_id, w_o.step, w_o.directory, w_o.tmp_name, decode_parts(w_o.parts))
+        case "publish_order":
+            return _decode_publish(wire.publish_order)
+        case "exit":
+            return m.Exit(wire.exit.code, wire.exit.reason)
+        case "dismiss":
+            return m.Dismiss()
+        case _:
+            raise CodecError("a downward message of a kind that is unknown here came in; is the controller newer?")
+
+
+def _encode_registration(message: m.Registration) -> pb.Registration:
+    return pb.Registration(
+        rank=message.rank,
+        world_size=message.world_size,
+        host=message.host,
+        pid=message.pid,
+        groups=encode_groups(message.groups),
+        state_step=message.state_step,
+        save_dirs=message.save_dirs,
+        layout=message.layout,
+    )
+
+
+def _decode_registration(wire: pb.Registration) -> m.Registration:
+    return m.Registration(
+        rank=wire.rank,
+        world_size=wire.world_size,
+        host=wire.host,
+        pid=wire.pid,
+        groups=decode_groups(wire.groups),
+        state_step=wire.state_step,
+        save_dirs=tuple(wire.save_dirs),
+        layout=wire.layout,
+    )
+
+
+def _encode_report(message: m.StateReport) -> pb.StateReport:
+    return pb.StateReport(
+        rank=message.rank,
+        freeze_id=message.freeze_id,
+        closed=message.closed,
+        phase=encode_phase(message.phase),
+        step=message.step,
+        state_step=message.state_step,
+        torn=message.torn,
+        backup_step=message.backup_step,
+        records=[encode_record(record) for record in message.records],
+    )
+
+
+def _decode_report(wire: pb.StateReport) -> m.StateReport:
+    return m.StateReport(
+        rank=wire.rank,
+        freeze_id=wire.freeze_id,
+        closed=wire.closed,
+        phase=decode_phase(wire.phase),
+        step=wire.step,
+        state_step=wire.state_step,
+        torn=wire.torn,
+        backup_step=wire.backup_step,
+        records=tuple(decode_record(record) for record in wire.records),
+    )
+
+
+def _encode_publish(message: m.PublishOrder) -> pb.PublishOrder:
+    return pb.PublishOrder(
+        freeze_id=message.freeze_id,
+        step=message.step,
+        directory=message.directory,
+        tmp_name=message.tmp_name,
+        results=[encode_share(share) for share in message.results],
+        cause=encode_cause(message.cause),
+        record=None if message.record is None else encode_record(message.record),
+    )
+
+
+def _decode_publish(wire: pb.PublishOrder) -> m.PublishOrder:
+    return m.PublishOrder(
+        freeze_id=wire.freeze_id,
+        step=wire.step,
+        directory=wire.directory,
+        tmp_name=wire.tmp_name,
+        results=tuple(decode_share(share) for share in wire.results),
+        cause=decode_cause(wire.cause),
+        record=decode_record(wire.record) if wire.HasField("record") else None,
+    )
+
+
+def encode_status(status: s.JobStatus) -> pb.JobStatus:
+    published = status.published
+    return pb.JobStatus(
+        job_id=status.job_id,
+        term=status.term,
+        world_size=status.world_size,
+        stage=status.stage,
+        survives=clean(status.survives),
+        ranks=[_encode_rank_status(rank) for rank in status.ranks],
+        published=None if published is None else pb.PublishedCheckpoint(step=published.step, path=published.path),
+        pid=status.pid,
+    )
+
+
+def decode_status(wire: pb.JobStatus) -> s.JobStatus:
+    published = s.PublishedCheckpoint(wire.published.step, wire.published.path) if wire.HasField("published") else None
+    return s.JobStatus(
+        job_id=wire.job_id,
+        term=wire.term,
+        world_size=wire.world_size,
+        stage=wire.stage,
+        survives=wire.survives,
+        ranks=tuple(_decode_rank_status(rank) for rank in wire.ranks),
+        published=published,
+        pid=wire.pid,
+    )
+
+
+def _encode_rank_status(rank: s.RankStatus) -> pb.RankStatus:
+    return pb.RankStatus(
+        rank=rank.rank,
+        host=rank.host,
+        pid=rank.pid,
+        attached=rank.attached,
+        phase=encode_phase(rank.phase),
+        step=rank.step,
+        dead=rank.dead,
+        cause=None if rank.cause is None else encode_cause(rank.cause),
+    )
+
+
+def _decode_rank_status(wire: pb.RankStatus) -> s.RankStatus:
+    return s.RankStatus(
+        rank=wire.rank,
+        host=wire.host,
+        pid=wire.pid,
+        attached=wire.attached,
+        phase=decode_phase(wire.phase),
+        step=wire.step,
+        dead=wire.dead,
+        cause=decode_cause(wire.cause) if wire.HasField("cause") else None,
+    )

@@ -1,0 +1,493 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_COMPUTE: _ClassVar[Phase]
+    PHASE_READY: _ClassVar[Phase]
+    PHASE_UPDATING: _ClassVar[Phase]
+    PHASE_DONE: _ClassVar[Phase]
+
+class CauseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CAUSE_KIND_UNSPECIFIED: _ClassVar[CauseKind]
+    CAUSE_KIND_PERIODIC: _ClassVar[CauseKind]
+    CAUSE_KIND_EXITED: _ClassVar[CauseKind]
+    CAUSE_KIND_SILENT: _ClassVar[CauseKind]
+    CAUSE_KIND_EXCEPTION: _ClassVar[CauseKind]
+    CAUSE_KIND_PEER_ERROR: _ClassVar[CauseKind]
+    CAUSE_KIND_PREEMPTED: _ClassVar[CauseKind]
+    CAUSE_KIND_AGENT_LOST: _ClassVar[CauseKind]
+PHASE_COMPUTE: Phase
+PHASE_READY: Phase
+PHASE_UPDATING: Phase
+PHASE_DONE: Phase
+CAUSE_KIND_UNSPECIFIED: CauseKind
+CAUSE_KIND_PERIODIC: CauseKind
+CAUSE_KIND_EXITED: CauseKind
+CAUSE_KIND_SILENT: CauseKind
+CAUSE_KIND_EXCEPTION: CauseKind
+CAUSE_KIND_PEER_ERROR: CauseKind
+CAUSE_KIND_PREEMPTED: CauseKind
+CAUSE_KIND_AGENT_LOST: CauseKind
+
+class UpwardEnvelope(_message.Message):
+    __slots__ = ("job_id", "term", "messages")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    term: int
+    messages: _containers.RepeatedCompositeFieldContainer[Upward]
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ...) -> None: ...
+
+class Upward(_message.Message):
+    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed")
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STATE_REPORT_FIELD_NUMBER: _ClassVar[int]
+    FAULT_REPORT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    AGENT_HELLO_FIELD_NUMBER: _ClassVar[int]
+    WORKER_EXIT_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
+    registration: Registration
+    heartbeat: Heartbeat
+    state_report: StateReport
+    fault_report: FaultReport
+    finished: Finished
+    agent_hello: AgentHello
+    worker_exit: WorkerExit
+    rolled_forward: RolledForward
+    written: Written
+    published: Published
+    step_failed: StepFailed
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ...) -> None: ...
+
+class DownwardEnvelope(_message.Message):
+    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_OPENED_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_FIELD_NUMBER: _ClassVar[int]
+    THAW_FIELD_NUMBER: _ClassVar[int]
+    ROLL_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ORDER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_ORDER_FIELD_NUMBER: _ClassVar[int]
+    EXIT_FIELD_NUMBER: _ClassVar[int]
+    DISMISS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    term: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    stream_opened: StreamOpened
+    welcome: Welcome
+    freeze: Freeze
+    thaw: Thaw
+    roll_forward: RollForward
+    write_order: WriteOrder
+    publish_order: PublishOrder
+    exit: Exit
+    dismiss: Dismiss
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ...) -> None: ...
+
+class StreamOpened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Cause(_message.Message):
+    __slots__ = ("kind", "ranks", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: CauseKind
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    def __init__(self, kind: _Optional[_Union[CauseKind, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class CommitRecord(_message.Message):
+    __slots__ = ("step", "grad_norm", "clip_factor", "skipped", "loss_scale", "learning_rates", "sums")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    grad_norm: float
+    clip_factor: float
+    skipped: bool
+    loss_scale: float
+    learning_rates: _containers.RepeatedScalarFieldContainer[float]
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., skipped: bool = ..., loss_scale: _Optional[float] = ..., learning_rates: _Optional[_Iterable[float]] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ShardGroup(_message.Message):
+    __slots__ = ("group_id", "label", "nbytes")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    label: str
+    nbytes: int
+    def __init__(self, group_id: _Optional[str] = ..., label: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("group_id", "index", "count")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    index: int
+    count: int
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class TensorEntry(_message.Message):
+    __slots__ = ("key", "dtype", "shape", "offsets", "sizes", "file", "position", "length")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    file: str
+    position: int
+    length: int
+    def __init__(self, key: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., file: _Optional[str] = ..., position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class BlobEntry(_message.Message):
+    __slots__ = ("key", "file", "position", "length")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    file: str
+    position: int
+    length: int
+    def __init__(self, key: _Optional[str] = ..., file: _Optional[str] = ..., position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class FileEntry(_message.Message):
+    __slots__ = ("name", "nbytes", "sha256", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    nbytes: int
+    sha256: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., nbytes: _Optional[int] = ..., sha256: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ShareResult(_message.Message):
+    __slots__ = ("files", "tensors", "blobs")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobEntry]
+    def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ...) -> None: ...
+
+class Registration(_message.Message):
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STATE_STEP_FIELD_NUMBER: _ClassVar[int]
+    SAVE_DIRS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    groups: _containers.RepeatedCompositeFieldContainer[ShardGroup]
+    state_step: int
+    save_dirs: _containers.RepeatedScalarFieldContainer[str]
+    layout: str
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("rank", "phase", "step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    phase: Phase
+    step: int
+    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
+
+class StateReport(_message.Message):
+    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_STEP_FIELD_NUMBER: _ClassVar[int]
+    TORN_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_STEP_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    closed: bool
+    phase: Phase
+    step: int
+    state_step: int
+    torn: bool
+    backup_step: int
+    records: _containers.RepeatedCompositeFieldContainer[CommitRecord]
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ...) -> None: ...
+
+class FaultReport(_message.Message):
+    __slots__ = ("rank", "cause", "detail")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    cause: Cause
+    detail: str
+    def __init__(self, rank: _Optional[int] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class AgentHello(_message.Message):
+    __slots__ = ("host", "ranks", "pids")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WorkerExit(_message.Message):
+    __slots__ = ("rank", "pid", "text", "seen_unix_s")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    text: str
+    seen_unix_s: float
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., text: _Optional[str] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+
+class RolledForward(_message.Message):
+    __slots__ = ("rank", "freeze_id", "state_step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    state_step: int
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., state_step: _Optional[int] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("rank", "freeze_id", "tmp_name", "parts", "result")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    TMP_NAME_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    tmp_name: str
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    result: ShareResult
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., tmp_name: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., result: _Optional[_Union[ShareResult, _Mapping]] = ...) -> None: ...
+
+class Published(_message.Message):
+    __slots__ = ("rank", "freeze_id", "step", "path")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    step: int
+    path: str
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class StepFailed(_message.Message):
+    __slots__ = ("rank", "freeze_id", "stage", "tmp_name", "error")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    TMP_NAME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    stage: str
+    tmp_name: str
+    error: str
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., stage: _Optional[str] = ..., tmp_name: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    SURVIVES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    term: int
+    heartbeat_s: float
+    lease_s: float
+    survives: str
+    def __init__(self, rank: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., survives: _Optional[str] = ...) -> None: ...
+
+class Freeze(_message.Message):
+    __slots__ = ("freeze_id", "cause")
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    cause: Cause
+    def __init__(self, freeze_id: _Optional[int] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+
+class Thaw(_message.Message):
+    __slots__ = ("freeze_id",)
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    def __init__(self, freeze_id: _Optional[int] = ...) -> None: ...
+
+class RollForward(_message.Message):
+    __slots__ = ("freeze_id", "record")
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    record: CommitRecord
+    def __init__(self, freeze_id: _Optional[int] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+
+class WriteOrder(_message.Message):
+    __slots__ = ("freeze_id", "step", "directory", "tmp_name", "parts")
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    TMP_NAME_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    step: int
+    directory: str
+    tmp_name: str
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., tmp_name: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class PublishOrder(_message.Message):
+    __slots__ = ("freeze_id", "step", "directory", "tmp_name", "results", "cause", "record")
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    TMP_NAME_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    step: int
+    directory: str
+    tmp_name: str
+    results: _containers.RepeatedCompositeFieldContainer[ShareResult]
+    cause: Cause
+    record: CommitRecord
+    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., tmp_name: _Optional[str] = ..., results: _Optional[_Iterable[_Union[ShareResult, _Mapping]]] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+
+class Exit(_message.Message):
+    __slots__ = ("code", "reason")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Dismiss(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DEAD_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    pid: int
+    attached: bool
+    phase: Phase
+    step: int
+    dead: bool
+    cause: Cause
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+
+class PublishedCheckpoint(_message.Message):
+    __slots__ = ("step", "path")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    path: str
+    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SURVIVES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    term: int
+    world_size: int
+    stage: str
+    survives: str
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    published: PublishedCheckpoint
+    pid: int
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ShutdownRequest(_message.Message):
+    __slots__ = ("job_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ShutdownReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

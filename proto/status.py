@@ -1,0 +1,47 @@
+"""What a controller tells operators, as frozen dataclasses (PURE: standard library data modules only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.proto.messages import Cause, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    rank: int
+    host: str
+    pid: int
+    """0: the rank has not registered yet."""
+    attached: bool
+    """A stream of this rank is open."""
+    phase: Phase
+    step: int
+    """Of the last heartbeat; `phase` belongs to it."""
+    dead: bool
+    cause: Cause | None
+    """The rank's own fault, if one is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCheckpoint:
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One look at a job; ranks in order."""
+
+    job_id: str
+    term: int
+    world_size: int
+    stage: str
+    """Where the controller stands: `assembling`, `watching`, `freezing`, ..."""
+    survives: str
+    """What the job survives, in words; empty until every rank has registered."""
+    ranks: tuple[RankStatus, ...]
+    published: PublishedCheckpoint | None
+    """The last checkpoint that this controller had published."""
+    pid: int
+    """The controller's own process."""
