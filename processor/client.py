@@ -1,0 +1,142 @@
+"""One stream to the controller, over synchronous gRPC (its threads live well with a data loader's forks).
+
+Owns the connection, the greeting's checks (right job, no fenced term), and nothing else: what comes in is handed to a
+listener, what goes out is queued. A stream that has ended is thrown away; the next attempt is a new object with a new
+channel, so that no backoff is inherited. Used by a rank's processor and by a node's agent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from ttp.proto import control_pb2 as pb
+from ttp.proto.codec import CodecError, DownwardParcel, decode_downward, encode_upward
+from ttp.proto.control_pb2_grpc import ControlStub
+from ttp.proto.messages import Upward
+from ttp.proto.transport import grpc, open_channel
+
+Address = str | Callable[[], str | None]
+"""`host:port`, or how to find out (None: not known yet). May block for a moment: asked on the stream's own thread."""
+
+GREETING_TIMEOUT_S = 5.0
+"""A controller that takes the connection but says nothing for this long counts as not reached (stopped, overloaded)."""
+
+
+class StreamListener(Protocol):
+    """Told what happens on a stream, on the stream's thread: must only enqueue."""
+
+    def stream_opened(self, stream: ControlStream) -> None: ...
+
+    def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None: ...
+
+    def stream_closed(self, stream: ControlStream, reason: str) -> None:
+        """Said once per started stream, last."""
+
+
+class ControlStream:
+    """One attempt to talk to the controller; `start`, then `send` after `stream_opened`, then `close`."""
+
+    def __init__(self, address: Address, job_id: str, listener: StreamListener, *, fence: int = 0) -> None:
+        """`fence`: the highest term seen so far; a controller of a lower one is refused."""
+        self._address = address
+        self._job_id = job_id
+        self._listener = listener
+        self._fence = fence
+        self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _call and _closed
+        self._call: grpc.CallIterator[pb.DownwardEnvelope] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ttp-stream", daemon=True)
+        self.term = 0
+        """The controller's term, once the stream is open."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, *messages: Upward) -> None:
+        """Queue one envelope. Raises CodecError for what the wire cannot carry."""
+        self._outbox.put(encode_upward(self._job_id, self.term, messages))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """End the stream; with `drain_s`, let what was queued go out first, for up to that long."""
+        self._outbox.put(None)
+        if drain_s > 0:
+            self._thread.join(drain_s)
+        with self._lock:
+            self._closed = True
+            if self._call is not None:
+                _cancel(self._call)
+        if drain_s > 0:
+            self._thread.join(drain_s)
+
+    def _run(self) -> None:
+        reason = "the controller ended the stream"
+        try:
+            address = self._address if isinstance(self._address, str) else self._address()
+            unknown = "the controller's address is not known yet"
+            reason = unknown if address is None else self._talk(address) or reason
+        except grpc.RpcError as error:
+            reason = _describe(error)
+        except CodecError as error:
+            reason = str(error)
+        except Exception as error:  # the caller's address function; a stream must always say that it has ended
+            reason = f"the controller's address cannot be found: {type(error).__name__}: {error}"
+        finally:
+            self._outbox.put(None)
+            self._listener.stream_closed(self, reason)
+
+    def _talk(self, address: str) -> str:
+        """Read the stream to its end; return why it was given up, or empty."""
+        with open_channel(address) as channel:
+            call = ControlStub(channel).Attach(self._requests())
+            with self._lock:
+                self._call = call
+                if self._closed:
+                    _cancel(call)
+            timer = threading.Timer(GREETING_TIMEOUT_S, _cancel, (call,))
+            timer.daemon = True
+            timer.start()
+            try:
+                for envelope in call:
+                    timer.cancel()
+                    refusal = self._take(address, decode_downward(envelope))
+                    if refusal:
+                        _cancel(call)
+                        return refusal
+            finally:
+                timer.cancel()
+                self._outbox.put(None)
+        return ""
+
+    def _take(self, address: str, parcel: DownwardParcel) -> str:
+        if parcel.job_id != self._job_id:
+            return f"{address} is the controller of job {parcel.job_id!r}, wanted {self._job_id!r}; check its address"
+        if self.term == 0:
+            if parcel.term < self._fence:
+                return (
+                    f"the controller at {address} has term {parcel.term}, but term {self._fence} was seen: it is fenced"
+                )
+            self.term = parcel.term
+            self._listener.stream_opened(self)
+        if parcel.term != self.term:
+            return f"the controller at {address} changed its term from {self.term} to {parcel.term} within a stream"
+        if parcel.message is not None:
+            self._listener.stream_received(self, parcel)
+        return ""
+
+    def _requests(self) -> Iterator[pb.UpwardEnvelope]:
+        while (envelope := self._outbox.get()) is not None:
+            yield envelope
+
+
+def _cancel(call: grpc.CallIterator[pb.DownwardEnvelope]) -> None:
+    call.cancel()  # type: ignore[no-untyped-call]
+
+
+def _describe(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

@@ -1,0 +1,329 @@
+"""Runs a rank's processor: the machine on its own thread, the stream and the work beside it.
+
+Threads of one processor: `ttp-processor` owns the machine (events in by a queue, effects out), `ttp-work` carries out
+orders, `ttp-stream` reads the controller's words, `ttp-voice` logs. The training thread only enqueues, or waits for the
+verdict.
+
+Never touches the optimizer's state, never calls a collective, and never needs the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
+
+from ttp.errors import ProtocolError
+from ttp.processor.client import Address, ControlStream
+from ttp.processor.events import (
+    ApplyUpdate,
+    CloseGate,
+    Connect,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    ExitProcess,
+    GateClosed,
+    LocalFault,
+    Log,
+    OpenGate,
+    ProcessorSettings,
+    PublishCheckpoint,
+    Received,
+    Release,
+    Send,
+    Tick,
+    TrainReturned,
+    WriteShare,
+)
+from ttp.processor.gate import Gate
+from ttp.processor.ports import StateHolder
+from ttp.processor.voice import Voice
+from ttp.processor.worker import Worker
+from ttp.proto.codec import CodecError, DownwardParcel
+from ttp.proto.messages import Cause, CauseKind, Upward
+
+TICK_S = 0.2
+"""Longest time between two ticks: bounds how late a lost parent process is noticed."""
+
+AT_ONCE_S = 0.02
+"""A freeze that takes longer goes to the work thread."""
+
+FLUSH_TIMEOUT_S = 2.0
+"""A process that exits waits this long for its own streams: the training thread may be stuck with their locks held."""
+
+
+class Machine(Protocol):
+    """The pure machine, `ttp.processor.machine`."""
+
+    def initial(self, settings: ProcessorSettings, now: float) -> Any: ...
+
+    def transition(self, state: Any, event: Event, now: float) -> tuple[Any, tuple[Effect, ...]]: ...
+
+    def next_deadline(self, state: Any) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    stream: ControlStream
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    stream: ControlStream
+    parcel: DownwardParcel
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    stream: ControlStream
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class Processor:
+    """One rank's processor. The training thread calls `start`, `fault`, `wait_for_verdict`, `finished`, `stop`."""
+
+    def __init__(
+        self,
+        settings: ProcessorSettings,
+        address: Address,
+        job_id: str,
+        holder: StateHolder,
+        gate: Gate,
+        *,
+        freeze_timeout_s: float = 5.0,
+        watch_parent: bool = False,
+        on_exit: Callable[[str], None] | None = None,
+        exit_process: Callable[[int], None] = os._exit,
+        machine: Machine | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`freeze_timeout_s`: how long an update in progress is waited for before the gate is reported as not closed.
+
+        watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
+        on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
+        """
+        self._settings = settings
+        self._address = address
+        self._job_id = job_id
+        self._holder = holder
+        self._gate = gate
+        self._on_exit = on_exit
+        self._exit_process = exit_process
+        self._machine = machine if machine is not None else _default_machine()
+        self._clock = clock
+        self._parent = os.getppid() if watch_parent else None
+        self._queue: queue.SimpleQueue[Event | _Opened | _Incoming | _Closed | _Stop] = queue.SimpleQueue()
+        self._released = threading.Event()
+        self._voice = Voice(settings.rank)
+        self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
+        self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
+        self._state: Any = None
+        self._running = False
+        self._stream: ControlStream | None = None
+        self._stream_open = False
+        self._highest_term = 0
+
+    # --- any thread ---
+
+    def start(self) -> None:
+        """Start the threads; the controller is reached in the background."""
+        self._voice.start()
+        self._worker.start()
+        self._thread.start()
+
+    def fault(self, cause: Cause, detail: str) -> None:
+        """`train` raised on the calling training thread: tell the controller. Follow with `wait_for_verdict`."""
+        self._gate.abandon()
+        self._queue.put(LocalFault(cause, detail))
+
+    def preempted(self, text: str = "SIGTERM") -> None:
+        """This rank was asked to leave. Safe in a signal handler."""
+        self._queue.put(LocalFault(Cause(CauseKind.PREEMPTED, (self._settings.rank,), text), ""))
+
+    def wait_for_verdict(self) -> None:
+        """Stay as a holder until the controller has decided. Returns when released or stopped; else the process ends."""
+        self._released.wait()
+
+    def finished(self) -> None:
+        """`train` returned: stay as a holder until every rank has finished. Ends as `wait_for_verdict`."""
+        self._queue.put(TrainReturned())
+        self._released.wait()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the threads; what was said to the controller goes out first. Call it once, not from the processor's threads."""
+        self._queue.put(_Stop())
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            self._worker.stop(timeout_s)
+            self._voice.stop(timeout_s)
+        self._released.set()
+
+    # --- listener of the stream, on the stream's thread ---
+
+    def stream_opened(self, stream: ControlStream) -> None:
+        self._queue.put(_Opened(stream))
+
+    def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
+        self._queue.put(_Incoming(stream, parcel))
+
+    def stream_closed(self, stream: ControlStream, reason: str) -> None:
+        self._queue.put(_Closed(stream, reason))
+
+    # --- the driver's thread ---
+
+    def _run(self) -> None:
+        self._running = True
+        now = self._clock()
+        self._state = self._machine.initial(self._settings, now)
+        self._step(self._tick(), now)
+        next_tick = now + TICK_S
+        while self._running:
+            due = min(next_tick, self._deadline())
+            with contextlib.suppress(queue.Empty):
+                self._take(self._queue.get(timeout=max(0.0, due - self._clock())))
+            now = self._clock()
+            if now >= due and self._running:  # also when events keep coming
+                next_tick = now + TICK_S
+                self._watch_parent()
+                self._step(self._tick(), now)
+        if self._stream is not None:
+            self._stream.close(drain_s=1.0)
+
+    def _deadline(self) -> float:
+        """The machine's deadline; one that a tick did not move is tried again a little later, not at full speed."""
+        deadline = self._machine.next_deadline(self._state)
+        return float("inf") if deadline is None else max(deadline, self._clock() + 0.002)
+
+    def _tick(self) -> Tick:
+        return Tick(self._gate.phase, self._gate.step)
+
+    def _take(self, item: Event | _Opened | _Incoming | _Closed | _Stop) -> None:
+        now = self._clock()
+        match item:
+            case _Stop():
+                self._running = False
+            case _Opened(stream):
+                if stream is self._stream:
+                    self._stream_open = True
+                    self._highest_term = max(self._highest_term, stream.term)
+                    self._step(Connected(self._holder.registration()), now)
+            case _Incoming(stream, parcel):
+                if stream is self._stream and parcel.message is not None and self._settings.rank in parcel.ranks:
+                    self._step(Received(parcel.message), now)
+            case _Closed(stream, reason):
+                if stream is self._stream:
+                    self._stream = None
+                    self._stream_open = False
+                    self._step(Disconnected(reason), now)
+            case _:
+                self._step(item, now)
+
+    def _step(self, event: Event, now: float) -> None:
+        try:
+            self._state, effects = self._machine.transition(self._state, event, now)
+        except ProtocolError as error:  # the state is unchanged
+            self._voice.say(logging.ERROR, str(error))
+            return
+        except Exception:  # a bug must not take the rank's protection away with this thread
+            self._voice.say(logging.ERROR, f"the processor's machine failed on {event}: {traceback.format_exc()}")
+            return
+        for effect in effects:
+            if self._running:
+                self._carry_out(effect, now)
+
+    def _carry_out(self, effect: Effect, now: float) -> None:
+        match effect:
+            case Send(message):
+                self._send(message)
+            case Connect():
+                self._connect()
+            case CloseGate(freeze_id):
+                self._close_gate(freeze_id, now)
+            case OpenGate() | ApplyUpdate() | WriteShare() | PublishCheckpoint():
+                self._worker.submit(effect)
+            case ExitProcess(code, reason):
+                self._leave(code, reason)
+            case Release():
+                self._released.set()
+            case Log(text):
+                self._voice.say(logging.INFO, text)
+            case _:
+                assert_never(effect)
+
+    def _send(self, message: Upward) -> None:
+        if self._stream is None or not self._stream_open:
+            self._voice.say(logging.DEBUG, f"no stream, not sent: {type(message).__name__}")
+            return
+        try:
+            self._stream.send(message)
+        except CodecError as error:
+            self._voice.say(logging.ERROR, str(error))
+
+    def _connect(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream_open = False
+        self._stream = ControlStream(self._address, self._job_id, self, fence=self._highest_term)
+        self._stream.start()
+
+    def _close_gate(self, freeze_id: int, now: float) -> None:
+        """Most freezes find no update in progress and are answered at once, even while the work thread writes."""
+        if not self._gate.has_drain:
+            report = self._gate.freeze(freeze_id, AT_ONCE_S)
+            if report.closed:
+                self._step(GateClosed(report), now)
+                return
+        self._worker.submit(CloseGate(freeze_id))
+
+    def _watch_parent(self) -> None:
+        if self._parent is None or os.getppid() == self._parent:
+            return
+        text = f"the launcher (pid {self._parent}) is gone"
+        self._parent = None
+        self._step(LocalFault(Cause(CauseKind.AGENT_LOST, (self._settings.rank,), text), ""), self._clock())
+
+    def _leave(self, code: int, reason: str) -> None:
+        """End the process, whatever its training thread is stuck in."""
+        self._running = False
+        self._voice.say(logging.INFO, f"leaving with exit status {code}: {reason}")
+        farewell = threading.Thread(target=self._say_farewell, args=(reason,), name="ttp-farewell", daemon=True)
+        farewell.start()
+        farewell.join(FLUSH_TIMEOUT_S)
+        self._exit_process(code)
+        self._released.set()  # reached in tests only
+
+    def _say_farewell(self, reason: str) -> None:
+        try:
+            if self._on_exit is not None:
+                self._on_exit(reason)
+        except Exception:  # the process leaves all the same
+            self._voice.say(logging.ERROR, f"the exit hook failed: {traceback.format_exc()}")
+        self._voice.stop(FLUSH_TIMEOUT_S)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # a closed or broken pipe: nobody reads it any more
+                continue
+
+
+def _default_machine() -> Machine:
+    from ttp.processor import machine
+
+    return machine

@@ -1,0 +1,331 @@
+"""The gate that every optimizer update passes, and where a rank's phase is kept.
+
+The training thread goes through `computing`, `ready`, `begin_update`, `end_update` (the interface of an update tracker);
+it touches local memory and takes one lock per update, nothing else. The processor's threads close the gate (`freeze`),
+read what this rank holds, roll its state forward, and open it again (`thaw`).
+
+What holds, whatever the threads' timing:
+
+1. After `freeze` has returned a report with `closed`, nothing that the training thread does through the gate changes
+   the optimizer's state, the reduced gradients, or the phase, until `thaw`. The report is taken inside the lock.
+2. `ready` waits while closed, like the others. A rank that reported COMPUTE(t) must not go on into the collective that
+   makes commit record t: another rank could get the record and update, and this one could not follow.
+3. From the first byte of a roll forward the gate is final: the training thread would run the same update again, so it
+   waits for the end of the process.
+4. An update that raised leaves the state torn, and the gate never lets another update begin.
+
+The lock belongs to the training thread from `begin_update` to `end_update`, so closing waits for an update in progress
+by waiting for the lock. It is not fair; therefore `_barred` is raised before the wait, and whoever takes the lock looks
+at it. It is re-entrant only so that a thread may give back what it owns without knowing whether it owns it (`abandon`).
+
+Never logs, never sends, never waits for another rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ttp.errors import ProtocolError
+from ttp.proto.messages import CommitRecord, Phase, StateReport
+
+_COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
+
+_PASSING_S = 1.0
+"""A thread that finds the gate closed holds the lock for a moment, to look; nobody else holds it for less than an update."""
+
+
+class Gate:
+    """One rank's gate. Training thread: the tracker methods and `abandon`. Processor's threads: the rest."""
+
+    __slots__ = (
+        "_acquire",
+        "_backup_step",
+        "_barred",
+        "_control",
+        "_drain",
+        "_final",
+        "_freeze_id",
+        "_in_update",
+        "_lock",
+        "_open",
+        "_phase",
+        "_previous_record",
+        "_rank",
+        "_record",
+        "_release",
+        "_state_step",
+        "_step",
+        "_torn",
+        "drain_error",
+    )
+
+    def __init__(self, rank: int, *, state_step: int = 0, drain: Callable[[float], bool] | None = None) -> None:
+        """`state_step`: the step of the optimizer state now (0: untrained).
+
+        `drain(timeout_s) -> bool`: waits until the device has finished the last update (its event has passed); True when
+        it has. None on devices where `end_update` is the end.
+        """
+        self._rank = rank
+        self._drain = drain
+        self._lock = threading.RLock()  # guards phase, steps, records, torn: every change of them
+        self._acquire = self._lock.acquire
+        self._release = self._lock.release
+        self._control = threading.Lock()  # guards _freeze_id, _barred, _open, _final against each other
+        self._open = threading.Event()
+        self._open.set()
+        self._barred = False
+        self._final = False
+        self._freeze_id = -1
+        self._phase = _COMPUTE
+        self._step = state_step + 1
+        self._state_step = state_step
+        self._backup_step = -1
+        self._record: CommitRecord | None = None
+        self._previous_record: CommitRecord | None = None
+        self._torn = False
+        self._in_update = False  # written and read by the training thread alone
+        self.drain_error = ""
+
+    # --- training thread ---
+
+    def computing(self, step: int) -> None:
+        """Gradients of `step` are about to change. Waits while closed."""
+        self._pass()
+        self._step = step
+        self._phase = _COMPUTE
+        self._release()
+
+    def ready(self, step: int) -> None:
+        """This rank's reduced gradients of `step` are final. Waits while closed."""
+        self._pass()
+        self._step = step
+        self._phase = _READY
+        self._release()
+
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+        """Take the gate for `step`'s update; waits while closed, for good once the state was rolled forward.
+
+        Raises ProtocolError when an update is in progress already, or an earlier one failed.
+        """
+        if self._in_update:
+            raise self._misuse("begin_update", step, "an update is in progress already; call end_update first")
+        self._acquire()
+        if self._barred:
+            self._release()
+            self._pass()
+        self._in_update = True
+        self._previous_record = self._record
+        self._record = record
+        self._backup_step = backup_step
+        self._step = step
+        self._phase = _UPDATING
+
+    def end_update(self, step: int) -> None:
+        """The update is finished: the state is `step`'s. Gives the gate back. Raises ProtocolError without an update."""
+        if not self._in_update:
+            raise self._misuse("end_update", step, "no update is in progress; call begin_update first")
+        self._state_step = step
+        self._phase = _DONE
+        self._in_update = False
+        self._release()
+
+    def fail_update(self, step: int) -> None:
+        """The update raised half way: the state is torn, and no update begins any more."""
+        if not self._in_update:
+            raise self._misuse("fail_update", step, "no update is in progress")
+        self._tear()
+        self._in_update = False
+        self._release()
+
+    def abandon(self) -> None:
+        """An exception took the training thread out of `train`: give back what it holds.
+
+        An update that it left without `end_update` or `fail_update` counts as failed.
+        """
+        if self._in_update:
+            self._tear()
+            self._in_update = False
+        try:
+            self._release()
+        except RuntimeError:
+            return  # it did not own the lock: nothing was left open
+
+    def resumed(self, step: int, record: CommitRecord | None = None) -> None:
+        """A checkpoint of `step` was loaded; `record` is that step's. Waits while closed."""
+        self._pass()
+        self._phase = _COMPUTE
+        self._step = step + 1
+        self._state_step = step
+        self._record = record
+        self._previous_record = None
+        self._backup_step = -1
+        self._release()
+
+    def _pass(self) -> None:
+        """Take the lock with the gate open."""
+        while True:
+            self._acquire()
+            if not self._barred:
+                return
+            self._release()
+            if self._open.is_set() and self._torn:
+                raise self._misuse("update", self._step, "an earlier update failed half way; restart from a checkpoint")
+            self._open.wait()
+
+    def _tear(self) -> None:
+        with self._control:  # a thaw at the same moment must see it
+            self._torn = True
+            self._barred = True
+
+    def _misuse(self, call: str, step: int, why: str) -> ProtocolError:
+        return ProtocolError(f"rank {self._rank}, {call}({step}): {why} (phase {self._phase.name}, step {self._step})")
+
+    # --- processor's threads ---
+
+    def freeze(self, freeze_id: int, timeout_s: float) -> StateReport:
+        """Close the gate and say what this rank holds. Doing it twice is harmless; the latest freeze is the one in force.
+
+        Waits up to `timeout_s` for an update in progress to end and for the device to finish it. Without success the
+        report has `closed` False, and the gate stays closed behind the stuck update.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._control:
+            self._freeze_id = freeze_id
+            self._open.clear()
+            self._barred = True
+        if not self._acquire(timeout=max(0.0, timeout_s)):
+            return self._report(freeze_id, closed=False)
+        try:
+            in_force = self._is_in_force(freeze_id)
+            drained = in_force and self._drained(deadline)
+            return self._report(freeze_id, closed=drained)
+        finally:
+            self._release()
+
+    def thaw(self, freeze_id: int) -> bool:
+        """Open the gate again if `freeze_id` is the freeze in force; say whether it is open now.
+
+        Ignored after a roll forward. A torn rank is let out of its wait, but begins no update.
+        """
+        with self._control:
+            if self._final or freeze_id != self._freeze_id:
+                return self._open.is_set()
+            self._barred = self._torn
+            self._open.set()
+            return True
+
+    def start_roll_forward(self, record: CommitRecord) -> None:
+        """Make the gate final; from here the state may change. Answered by `rolled_forward` or `roll_forward_failed`.
+
+        The same thread calls both. Raises ProtocolError, and changes nothing, unless the gate is closed with this rank
+        READY at the record's step.
+        """
+        if not self._acquire(timeout=_PASSING_S):
+            raise self._misuse("roll_forward", record.step, "the gate is not closed: an update is in progress")
+        try:
+            with self._control:
+                if not self._barred or self._open.is_set():
+                    raise self._misuse("roll_forward", record.step, "the gate is open; freeze first")
+                if self._torn:
+                    raise self._misuse("roll_forward", record.step, "an update failed half way, the state is torn")
+                if self._phase is not _READY or self._step != record.step or self._state_step != record.step - 1:
+                    raise self._misuse(
+                        "roll_forward", record.step, f"wanted READY({record.step}); the state is {self._state_step}'s"
+                    )
+                self._final = True
+        except ProtocolError:
+            self._release()
+            raise
+        self._previous_record = self._record
+        self._record = record
+        self._phase = _UPDATING
+
+    def rolled_forward(self, step: int) -> None:
+        """The roll forward is finished: the state is `step`'s, for the last time."""
+        self._state_step = step
+        self._phase = _DONE
+        self._release()
+
+    def roll_forward_failed(self) -> None:
+        """The roll forward raised half way: the state is torn."""
+        self._torn = True
+        self._release()
+
+    @property
+    def closed(self) -> bool:
+        """The gate is closed, and no update is in progress: the state stands still."""
+        if not self._acquire(timeout=_PASSING_S):
+            return False
+        try:
+            return not self._open.is_set()
+        finally:
+            self._release()
+
+    @property
+    def has_drain(self) -> bool:
+        """Closing may have to wait for a device."""
+        return self._drain is not None
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def step(self) -> int:
+        """The step that `phase` belongs to."""
+        return self._step
+
+    @property
+    def state_step(self) -> int:
+        """Step of the optimizer state, while no update is in progress."""
+        return self._state_step
+
+    @property
+    def torn(self) -> bool:
+        return self._torn
+
+    @property
+    def final(self) -> bool:
+        """The state was rolled forward: the training thread never passes again."""
+        return self._final
+
+    @property
+    def backup_step(self) -> int:
+        return self._backup_step
+
+    @property
+    def records(self) -> tuple[CommitRecord, ...]:
+        """The last two commit records, newest last."""
+        return tuple(record for record in (self._previous_record, self._record) if record is not None)
+
+    def _is_in_force(self, freeze_id: int) -> bool:
+        with self._control:
+            return self._freeze_id == freeze_id and not self._open.is_set()
+
+    def _drained(self, deadline: float) -> bool:
+        """The device has finished the last update. A device that answers with an error leaves the state unusable: torn."""
+        if self._drain is None:
+            return True
+        try:
+            return self._drain(max(0.0, deadline - time.monotonic()))
+        except RuntimeError as error:  # torch's device errors
+            self.drain_error = str(error)
+            self._tear()
+            return True
+
+    def _report(self, freeze_id: int, *, closed: bool) -> StateReport:
+        """Not closed means: still UPDATING as far as the state goes, be it the thread's update or the device's."""
+        stuck_step = self._step if self._phase is _UPDATING else self._state_step
+        return StateReport(
+            rank=self._rank,
+            freeze_id=freeze_id,
+            closed=closed,
+            phase=self._phase if closed else _UPDATING,
+            step=self._step if closed else stuck_step,
+            state_step=self._state_step,
+            torn=self._torn,
+            backup_step=self._backup_step,
+            records=self.records,
+        )
