@@ -1,0 +1,83 @@
+"""`python -m ttp.trainer --config NAME_OR_PATH [--section.key value ...]`: the command line.
+
+Owns arguments, `--help` and exit statuses: 0 trained, 1 an error while training, 2 a wrong command line or configuration,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from ttp.errors import ConfigError, TTPError
+
+from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says and return the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in args or "-h" in args:
+        print(help_text())
+        return 0
+    try:
+        name, rest = _take_config(args)
+        config = load_config(name, parse_overrides(rest))
+    except ConfigError as exc:
+        print(f"ttp.trainer: {exc}", file=sys.stderr)
+        return 2
+    from .train import run  # torch is loaded only when there is something to train
+    from .world import world_from_env
+
+    try:
+        run(config, world_from_env())
+    except TTPError as exc:
+        print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def help_text() -> str:
+    """Return the usage and every key with its type, default and meaning."""
+    lines = [
+        "usage: ttprun [torchrun's arguments] -m ttp.trainer [--config NAME_OR_PATH] [--section.key value ...]",
+        "       python -m ttp.trainer ...    alone, as one rank",
+        "",
+        f"--config takes a preset ({', '.join(presets())}; default: {DEFAULT_CONFIG}) or the path of a YAML file with these sections.",
+        "Any key can be given on the command line too; values are YAML:",
+        "    --training_config.training_iters 200 --optimizer_config.betas='[0.9, 0.99]'",
+    ]
+    section = ""
+    for key, kind, default, doc in describe():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            lines += ["", f"{section}:"]
+        lines.append(f"  --{key} ({kind}; {'required' if default == 'required' else f'default {default}'})")
+        lines += textwrap.wrap(doc, 110, initial_indent="        ", subsequent_indent="        ")
+    return "\n".join(lines)
+
+
+def _take_config(args: Sequence[str]) -> tuple[str, list[str]]:
+    """Split off `--config NAME` or `--config=NAME`. Raises ConfigError when it has no value or comes twice."""
+    names, rest = [], []
+    pending = list(args)
+    while pending:
+        arg = pending.pop(0)
+        if arg == "--config":
+            if not pending or pending[0].startswith("--"):
+                raise ConfigError(f"argument --config: wanted a preset ({', '.join(presets())}) or a path after it")
+            names.append(pending.pop(0))
+        elif arg.startswith("--config="):
+            names.append(arg.removeprefix("--config="))
+        else:
+            rest.append(arg)
+    if len(names) > 1:
+        raise ConfigError(f"argument --config was given {len(names)} times: wanted one")
+    return (names[0] if names else DEFAULT_CONFIG), rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,385 @@
+"""What a training run is told: five frozen sections, each checked where it is defined.
+
+Owns the keys, their types, defaults, ranges and the checks across keys. Never reads a file, the command line or the
+environment (`config_file.py` does), and never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ttp.errors import ConfigError
+
+BYTE_VALUES = 256
+"""Token ids of byte-level text."""
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def check(ok: bool, key: str, value: object, wanted: str) -> None:
+    """Raise ConfigError naming the key, its value and what was wanted, unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{key} is {value!r}: wanted {wanted}")
+
+
+def _positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradClipConfig:
+    grad_clip_type: Literal["ClipGlobalNorm", "GradClipByValue"] = "ClipGlobalNorm"
+    """ClipGlobalNorm scales all gradients when their global L2 norm exceeds clip_value; GradClipByValue clamps each element."""
+    clip_value: float = 1.0
+    """Largest norm, or largest absolute element."""
+
+    def __post_init__(self) -> None:
+        key = "training_config.grad_clip_kwargs.clip_value"
+        check(_positive(self.clip_value), key, self.clip_value, "a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    seed: int = 42
+    """Fixes weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda", "npu", "musa"] = "auto"
+    """auto takes the first accelerator that is there, else the CPU."""
+    deterministic: bool = True
+    """Only kernels that give the same bits every time: what makes a resumed run equal an unbroken one."""
+    cpu_threads: int | None = None
+    """Threads of one rank's CPU kernels; null: torch's choice (OMP_NUM_THREADS). Other counts give other bits."""
+    output_dir: str = "./output"
+    """Where logs, metrics and checkpoints go."""
+    training_iters: int = 10
+    """Optimizer updates to do in all, resumed ones included."""
+    log_interval: int = 1
+    """A log line every so many steps."""
+    save_interval: int | None = None
+    """A checkpoint every so many steps and after the last one; null: only at faults."""
+    save_dirs: tuple[str, ...] | None = None
+    """Checkpoint folders in order of preference (a full one falls through to the next); null: output_dir/checkpoints."""
+    loss_scale: float | None = None
+    """Initial dynamic loss scale, for float16; null: none."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the loss scale doubles; 0: the scale stays as it is."""
+    grad_clip_kwargs: GradClipConfig | None = field(default_factory=GradClipConfig)
+    """Gradient clipping; null: none."""
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """The gradient is that of the mean, or of the sum, of the losses of a step's tokens. Logs show the mean either way."""
+    use_distributed_optimizer: bool = True
+    """False: every rank holds the whole optimizer state (as many replicas as ranks)."""
+    resume: str = "auto"
+    """auto: from the newest valid checkpoint of output_dir, if any; never; or a checkpoint's path."""
+    local_copy_os: bool = False
+    """Keep a copy of the last step's optimizer state: more memory, more steps to choose from at a fault."""
+
+    def __post_init__(self) -> None:
+        at = "training_config."
+        check(0 <= self.seed < 2**63, at + "seed", self.seed, "0 to 2**63 - 1")
+        check(
+            self.cpu_threads is None or self.cpu_threads >= 1,
+            at + "cpu_threads",
+            self.cpu_threads,
+            "1 or more, or null",
+        )
+        check(self.output_dir.strip() != "", at + "output_dir", self.output_dir, "a folder")
+        check(self.training_iters >= 1, at + "training_iters", self.training_iters, "1 or more")
+        check(self.log_interval >= 1, at + "log_interval", self.log_interval, "1 or more")
+        save = self.save_interval
+        check(save is None or save >= 1, at + "save_interval", save, "1 or more, or null for none")
+        folders = self.save_dirs
+        check(
+            folders is None or (len(folders) > 0 and all(f.strip() for f in folders)),
+            at + "save_dirs",
+            folders,
+            "folders, or null",
+        )
+        scale = self.loss_scale
+        check(scale is None or _positive(scale), at + "loss_scale", scale, "a finite number above 0, or null for none")
+        check(self.loss_scale_window >= 0, at + "loss_scale_window", self.loss_scale_window, "0 or more")
+        check(self.resume.strip() != "", at + "resume", self.resume, "auto, never or a checkpoint's path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are divided into."""
+    expert_model_parallel_size: int = 1
+    """Ranks that the experts of a layer are divided over (taken from the data-parallel axis)."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks of each pipeline stage; null: one."""
+    sequence_parallel: bool = False
+    """Divide activations along the sequence between tensor-parallel ranks."""
+    optimizer_replicas: int = 2
+    """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
+
+    def __post_init__(self) -> None:
+        at = "parallel_config."
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            check(getattr(self, name) >= 1, at + name, getattr(self, name), "1 or more")
+        chunks = self.virtual_pipeline_model_parallel_size
+        check(chunks is None or chunks >= 1, at + "virtual_pipeline_model_parallel_size", chunks, "1 or more, or null")
+        check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        ep, chunks = self.expert_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        dp, rest = divmod(world_size, tp * pp)
+        if rest or dp == 0:
+            raise ConfigError(
+                f"{world_size} ranks are not tensor {tp} x pipeline {pp} x data parallel: {world_size} is not a multiple of"
+                f" {tp * pp}; start a multiple of {tp * pp} ranks, or change parallel_config"
+            )
+        if dp % ep:
+            raise ConfigError(
+                f"{world_size} ranks = tensor {tp} x pipeline {pp} x data {dp}, and expert parallel {ep} does not divide the"
+                f" data-parallel size {dp}; change parallel_config.expert_model_parallel_size"
+            )
+        beyond = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "expert_model_parallel_size": ep,
+        }
+        beyond["virtual_pipeline_model_parallel_size"] = chunks or 1
+        beyond["sequence_parallel"] = 1 + int(self.sequence_parallel)
+        for name, size in beyond.items():
+            if size > 1:
+                value = getattr(self, name)
+                raise ConfigError(
+                    f"parallel_config.{name} is {value!r}: this trainer has the data-parallel axis only, as yet;"
+                    f" wanted {False if value is True else 1}"
+                )
+        return dp
+
+    def replicas(self, data_parallel_size: int, use_distributed_optimizer: bool) -> int:
+        """Return how many ranks hold each optimizer shard (a lone rank: 1). Raises ConfigError when it cannot be."""
+        if not use_distributed_optimizer:
+            return data_parallel_size
+        if data_parallel_size == 1:
+            return 1
+        replicas, dp = self.optimizer_replicas, data_parallel_size
+        if replicas > dp or (dp % replicas and replicas != 2):
+            raise ConfigError(
+                f"parallel_config.optimizer_replicas is {replicas}: wanted 2, or a divisor of the data-parallel size, {dp}"
+            )
+        return replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    num_layers: int
+    """Decoder blocks."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Query heads."""
+    params_dtype: DType = "float32"
+    """Type of the parameters; the optimizer keeps float32 masters of shorter ones."""
+    compute_dtype: DType = "float32"
+    """Type of the matrix products: params_dtype, or a shorter one (by autocast)."""
+    position_embedding_type: Literal["rope", "absolute"] = "rope"
+    """rope rotates queries and keys; absolute learns a vector for each position."""
+    rotary_base: float = 10000.0
+    """Base of the rotary wave lengths."""
+    untie_embeddings_and_output_weights: bool = True
+    """False: the token embedding is the output matrix too."""
+    ffn_hidden_size: int | None = None
+    """Width inside the feed-forward; null: 4 x hidden, and 8/3 x hidden rounded up to a multiple of 64 for swiglu."""
+    group_query_attention: bool = False
+    """Several query heads share one key and value head."""
+    num_query_groups: int | None = None
+    """Key and value heads with group_query_attention; null without it."""
+    seq_length: int = 128
+    """Tokens in a training sequence."""
+    vocab_size: int = BYTE_VALUES
+    """Token ids; byte-level text uses the first 256."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """swiglu has a third, gating matrix; gelu_tanh is GPT-2's approximation."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    norm_eps: float = 1e-5
+    use_bias: bool = False
+    """Biases in the linear layers (LayerNorm has its own always)."""
+    hidden_dropout: float = 0.0
+    """Dropout of the embeddings and of each block's two contributions."""
+    attention_dropout: float = 0.0
+    """Dropout of the attention weights."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; the two output matrices of a block have it divided by sqrt(2 x num_layers)."""
+
+    def __post_init__(self) -> None:
+        at = "model_config."
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "ffn_hidden_size"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, at + name, value, "1 or more")
+        for name in ("hidden_dropout", "attention_dropout"):
+            check(0 <= getattr(self, name) < 1, at + name, getattr(self, name), "0 <= p < 1")
+        for name in ("rotary_base", "norm_eps", "init_std"):
+            check(_positive(getattr(self, name)), at + name, getattr(self, name), "a finite number above 0")
+        heads = self.num_attention_heads
+        if self.hidden_size % heads:
+            raise ConfigError(
+                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}"
+            )
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise ConfigError(
+                f"{at}hidden_size / num_attention_heads is {self.head_size}: wanted an even size, rope rotates pairs;"
+                " change either, or set position_embedding_type: absolute"
+            )
+        self._check_groups(at)
+        if self.params_dtype not in ("float32", self.compute_dtype):
+            raise ConfigError(
+                f"{at}params_dtype is {self.params_dtype!r} and compute_dtype {self.compute_dtype!r}: wanted float32"
+                " parameters, or both the same"
+            )
+
+    def _check_groups(self, at: str) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if not self.group_query_attention:
+            if groups not in (None, heads):
+                raise ConfigError(
+                    f"{at}num_query_groups is {groups}, but group_query_attention is off: turn it on, or say null"
+                )
+        elif groups is None or groups < 1 or heads % groups:
+            raise ConfigError(f"{at}num_query_groups is {groups}: wanted a divisor of num_attention_heads, {heads}")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return -(-8 * self.hidden_size // (3 * 64)) * 64
+        return 4 * self.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetConfig:
+    batch_size: int = 1
+    """Sequences in a micro-batch of one rank."""
+    micro_batch_num: int = 1
+    """Micro-batches of one rank in a step (gradient accumulation)."""
+    dataset_dir: str | None = None
+    """A text file, or a folder whose files are read in sorted order; null: the text of Python's own manual."""
+    shuffle: bool = True
+    """Draw the sequences of each epoch in a seeded random order."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_batch_num"):
+            check(getattr(self, name) >= 1, f"dataset_config.{name}", getattr(self, name), "1 or more")
+        folder = self.dataset_dir
+        check(folder is None or folder.strip() != "", "dataset_config.dataset_dir", folder, "a file, a folder or null")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    warmup_steps: int = 0
+    """Steps of linear growth to learning_rate."""
+    decay_steps: int | None = None
+    """Step at which end_learning_rate is reached, warm-up included; null: training_iters."""
+    use_cosine: bool = True
+    """Decay along half a cosine, else along a line."""
+    end_learning_rate: float = 0.0
+    """Learning rate from decay_steps on."""
+
+    def __post_init__(self) -> None:
+        at = "optimizer_config.learning_rate_scheduler_kwargs."
+        check(self.warmup_steps >= 0, at + "warmup_steps", self.warmup_steps, "0 or more")
+        check(
+            self.decay_steps is None or self.decay_steps >= 1,
+            at + "decay_steps",
+            self.decay_steps,
+            "1 or more, or null",
+        )
+        end = self.end_learning_rate
+        check(math.isfinite(end) and end >= 0, at + "end_learning_rate", end, "a finite number, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    optimizer_type: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights directly, Adam through the gradient."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Of matrices and embeddings; norms and biases have none."""
+    learning_rate_scheduler_kwargs: ScheduleConfig | None = None
+    """Warm-up and decay; null: constant."""
+
+    def __post_init__(self) -> None:
+        at = "optimizer_config."
+        check(all(0 <= beta < 1 for beta in self.betas), at + "betas", list(self.betas), "two numbers, 0 <= beta < 1")
+        check(_positive(self.eps), at + "eps", self.eps, "a finite number above 0")
+        rate, decay = self.learning_rate, self.weight_decay
+        check(math.isfinite(rate) and rate >= 0, at + "learning_rate", rate, "a finite number, 0 or more")
+        check(math.isfinite(decay) and decay >= 0, at + "weight_decay", decay, "a finite number, 0 or more")
+        schedule = self.learning_rate_scheduler_kwargs
+        if schedule is not None and schedule.end_learning_rate > rate:
+            raise ConfigError(
+                f"{at}learning_rate_scheduler_kwargs.end_learning_rate is {schedule.end_learning_rate!r}: wanted at most"
+                f" {at}learning_rate, {rate!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All that a run is told. The world size is checked when it is known (`ParallelConfig.data_parallel_size`)."""
+
+    model_config: ModelConfig
+    training_config: TrainingConfig = field(default_factory=TrainingConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    dataset_config: DatasetConfig = field(default_factory=DatasetConfig)
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        vocab = self.model_config.vocab_size
+        check(
+            vocab >= BYTE_VALUES, "model_config.vocab_size", vocab, f"{BYTE_VALUES} or more: the text is read as bytes"
+        )
+        if self.model_config.compute_dtype == "float16" and self.training_config.loss_scale is None:
+            raise ConfigError(
+                "model_config.compute_dtype is 'float16': its gradients vanish without training_config.loss_scale"
+            )
+        schedule = self.optimizer_config.learning_rate_scheduler_kwargs
+        if schedule is not None and schedule.warmup_steps >= self.decay_steps:
+            key = "optimizer_config.learning_rate_scheduler_kwargs.warmup_steps"
+            check(
+                False,
+                key,
+                schedule.warmup_steps,
+                f"fewer than the {self.decay_steps} steps of warm-up and decay together",
+            )
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate stops falling."""
+        schedule = self.optimizer_config.learning_rate_scheduler_kwargs
+        if schedule is None or schedule.decay_steps is None:
+            return self.training_config.training_iters
+        return schedule.decay_steps
+
+    def batch_size(self, data_parallel_size: int) -> int:
+        """Return the sequences of one step, over all ranks."""
+        return self.dataset_config.batch_size * self.dataset_config.micro_batch_num * data_parallel_size
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Return a config dataclass as plain values, for JSON."""
+    from dataclasses import asdict
+
+    return asdict(config)

@@ -1,0 +1,196 @@
+"""GPT: a decoder of pre-norm blocks, from GPT-2 to Llama by configuration.
+
+Owns the model's mathematics on one device. Knows nothing of ranks, optimizers or files.
+
+Shape suffixes: B batch, T tokens, D hidden size, H query heads, K key and value heads, E head size, F feed-forward size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class GPT(nn.Module):
+    """tokens_BT -> logits_BTV."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions: nn.Embedding | None = None
+        if config.position_embedding_type == "absolute":
+            self.positions = nn.Embedding(config.seq_length, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = build_norm(config)
+        self.output: nn.Linear | None = None
+        if config.untie_embeddings_and_output_weights:
+            self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        length = tokens_BT.shape[1]
+        x_BTD = self.embedding(tokens_BT)
+        rotation = None
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(torch.arange(length, device=tokens_BT.device))
+        else:
+            rotation = rotary_angles(length, self.config.head_size, self.config.rotary_base, tokens_BT.device)
+        x_BTD = F.dropout(x_BTD, self.config.hidden_dropout, self.training)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, rotation)
+        head_VD = self.embedding.weight if self.output is None else self.output.weight
+        return F.linear(self.norm(x_BTD), head_VD)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = build_norm(config)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation)
+        x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
+        return x_BTD + F.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), self.dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Causal attention; H / K query heads share a key and value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = config.num_attention_heads, config.kv_heads, config.head_size
+        self.dropout = config.attention_dropout
+        self.wq = nn.Linear(config.hidden_size, self.heads * self.head_size, bias=config.use_bias)
+        self.wk = nn.Linear(config.hidden_size, self.kv_heads * self.head_size, bias=config.use_bias)
+        self.wv = nn.Linear(config.hidden_size, self.kv_heads * self.head_size, bias=config.use_bias)
+        self.wo = nn.Linear(self.heads * self.head_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        q_BHTE = self.wq(x_BTD).unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
+        k_BKTE = self.wk(x_BTD).unflatten(-1, (self.kv_heads, self.head_size)).transpose(1, 2)
+        v_BKTE = self.wv(x_BTD).unflatten(-1, (self.kv_heads, self.head_size)).transpose(1, 2)
+        if rotation is not None:
+            q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        return cast(torch.Tensor, self.wo(y_BHTE.transpose(1, 2).flatten(2)))
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or down(silu(gate(x)) * up(x)) for swiglu."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.gate: nn.Linear | None = None
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.hidden_size, config.ffn_size, bias=config.use_bias)
+        self.up = nn.Linear(config.hidden_size, config.ffn_size, bias=config.use_bias)
+        self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        h_BTF = self.up(x_BTD)
+        h_BTF = F.gelu(h_BTF, approximate=self.approximate) if self.gate is None else F.silu(self.gate(x_BTD)) * h_BTF
+        return cast(torch.Tensor, self.down(h_BTF))
+
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""(cos_TE, sin_TE), float32; element e turns with element e + E/2."""
+
+
+def rotary_angles(length: int, head_size: int, base: float, device: torch.device, first: int = 0) -> Rotation:
+    """Return the rotation of the positions [first, first + length). Source: Su et al., RoFormer (2021), section 3.2.2."""
+    rates_E = base ** (-torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
+    angles_TE = torch.outer(torch.arange(first, first + length, dtype=torch.float32, device=device), rates_E)
+    angles_TE = torch.cat((angles_TE, angles_TE), dim=-1)
+    return angles_TE.cos(), angles_TE.sin()
+
+
+def rotate(x_BHTE: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate each pair of elements by its position's angle, in float32; keeps the type."""
+    cos_TE, sin_TE = rotation
+    x = x_BHTE.float()
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE).to(x_BHTE.dtype)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    if config.normalization == "RMSNorm":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Return the mean or sum of the tokens' cross entropies in nats, computed in float32."""
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction=reduction)
+
+
+def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
+    """Return a model on `device` in params_dtype, its weights fixed by `seed`."""
+    with torch.device("meta"):
+        model = GPT(config).to(DTYPES[config.params_dtype])
+    model = model.to_empty(device=device)
+    initialize(model, seed)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: GPT, seed: int) -> None:
+    """Fill every parameter: norms with one, biases with zero, matrices from a normal distribution.
+
+    Each depends on (seed, its own name) alone, and is drawn on the CPU in float32: neither the order of the parameters nor
+    the device nor how they are spread over ranks changes a bit. Source: Radford et al., GPT-2 (2019), section 2.3.
+    """
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            into_residual = name.endswith(("attention.wo.weight", "feed_forward.down.weight"))
+            std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def name_seed(seed: int, *names: object) -> int:
+    """Return a 63-bit seed from `seed` and what it is for."""
+    text = ":".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of weights, without building the model."""
+    hidden, ffn, kv = config.hidden_size, config.ffn_size, config.kv_heads * config.head_size
+    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
+    up_matrices = 2 if config.activation == "swiglu" else 1
+    block = 2 * norm + 2 * hidden * hidden + 2 * hidden * kv + (up_matrices + 1) * hidden * ffn
+    if config.use_bias:
+        block += 2 * hidden + 2 * kv + up_matrices * ffn + hidden
+    total = config.vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
+    if config.position_embedding_type == "absolute":
+        total += config.seq_length * hidden
+    return total + config.num_layers * block + norm

@@ -1,0 +1,319 @@
+"""The training loop, and how a run is put together from the configuration.
+
+Owns the order of things within a step. Data parallel only; the replica optimizer does all communication of a step. Uses
+nothing of ttp but what `import ttp` gives, so that any other trainer can do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ttp
+
+from .config import Config, plain
+from .data import Sequences, Text, micro_batch_starts, open_sequences
+from .devices import bind, choose_device, make_deterministic, seed_all
+from .logs import RunLog, open_logs
+from .metrics import MetricsFile, StepMetrics
+from .model import DTYPES, GPT, build_model, count_parameters, name_seed, token_loss
+from .schedule import learning_rate
+from .world import World, check_agreement, joined
+
+log = logging.getLogger("ttp.trainer")
+
+
+def run(config: Config, world: World) -> None:
+    """Train as configured: from nothing, or from where the newest checkpoint stands (every rank calls)."""
+    dp_size = config.parallel_config.data_parallel_size(world.size)
+    replicas = config.parallel_config.replicas(dp_size, config.training_config.use_distributed_optimizer)
+    output_dir = Path(config.training_config.output_dir).resolve()
+    with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
+        text, sequences = open_sequences(config)
+        kind = choose_device(config.training_config.device)
+        device = bind(kind, world.local_rank)
+        if config.training_config.cpu_threads is not None:
+            torch.set_num_threads(config.training_config.cpu_threads)
+        if config.training_config.deterministic:
+            make_deterministic()
+        with joined(world, kind, device):
+            check_agreement("configuration", json.dumps(plain(config), sort_keys=True), device)
+            check_agreement("text", f"{text.size} {text.fingerprint()}", device)
+            trainer = Trainer(config, world, dp_size, replicas, device, text, sequences, run_log, output_dir)
+            trainer.train()
+            trainer.close()
+
+
+class Trainer:
+    """One rank's part of a run. Building it resumes the run; `train` does the remaining steps; `close` ends it."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        dp_size: int,
+        replicas: int,
+        device: torch.device,
+        text: Text,
+        sequences: Sequences,
+        run_log: RunLog,
+        output_dir: Path,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.device = device
+        self.sequences = sequences
+        self.run_log = run_log
+        self.output_dir = output_dir
+        self.dp_size = dp_size
+        self.samples_per_step = config.batch_size(dp_size)
+        self.order = {
+            "text": text.fingerprint(),
+            "seq_length": config.model_config.seq_length,
+            "seed": config.training_config.seed,
+            "shuffle": config.dataset_config.shuffle,
+        }
+        """All that decides which text a position stands for."""
+        self.metrics = MetricsFile(output_dir / "metrics.jsonl") if world.rank == 0 else None
+        self.model = build_model(config.model_config, config.training_config.seed, device)
+        self.optimizer = build_optimizer(config, self.model, dp_size, replicas)
+        save_dirs = config.training_config.save_dirs or (str(output_dir / "checkpoints"),)
+        layout = {"data_parallel_size": dp_size, "model_config": plain(config.model_config)}
+        self.session = ttp.start(self.optimizer, save_dirs=save_dirs, layout=layout, log_dir=output_dir / "log")
+        self._describe(text, replicas)
+        self.step, self.consumed = self._resume()
+
+    # --- start ---
+
+    def _describe(self, text: Text, replicas: int) -> None:
+        if self.world.rank != 0:
+            return
+        model = self.config.model_config
+        log.info(
+            "model: %s parameters, %d layers, hidden %d, %s, compute in %s",
+            f"{count_parameters(model):,}",
+            model.num_layers,
+            model.hidden_size,
+            model.params_dtype,
+            model.compute_dtype,
+        )
+        log.info(
+            "text: %s, %s bytes, %s sequences of %d tokens; a step takes %d",
+            text.name,
+            f"{text.size:,}",
+            f"{self.sequences.count:,}",
+            model.seq_length,
+            self.samples_per_step,
+        )
+        single = " (a lone rank: a fault costs the steps since the last checkpoint)" if replicas == 1 else ""
+        log.info(
+            "ranks: %d, data parallel on %s; optimizer replicas: %d%s", self.dp_size, self.device.type, replicas, single
+        )
+
+    def _resume(self) -> tuple[int, int]:
+        """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
+        point = self.session.resume(self.config.training_config.resume)
+        facts = {"unix_s": time.time(), "world_size": self.world.size, "seed": self.config.training_config.seed}
+        if point is None:
+            if self.metrics is not None:
+                self.metrics.append({"event": "start", "from_step": 0, **facts})
+            return 0, 0
+        state = point.state
+        lacking = [name for name in ("consumed_samples", "epoch", "loss_divisor", "order") if name not in state]
+        if lacking:
+            raise ttp.errors.CheckpointMismatch(
+                f"{point.path}: its trainer state has no {', '.join(lacking)}: it was not written by this trainer;"
+                " resume from another checkpoint, or use resume: never and an empty output_dir"
+            )
+        changed = [name for name, value in self.order.items() if state["order"].get(name) != value]
+        if changed and self.world.rank == 0:
+            log.warning(
+                "resuming with another %s than the checkpoint's: the text goes on elsewhere", ", ".join(changed)
+            )
+        if self.metrics is not None:
+            recovered = _recovered_line(point)
+            filled = self.metrics.resumed(
+                point.step, {"path": point.path, "skipped": list(point.skipped), **facts}, recovered
+            )
+            log.info("going on after step %d of %s", point.step, point.path)
+            if filled:
+                log.info("step %d was committed, but its line was lost: recovered from the checkpoint", point.step)
+        return point.step, int(state["consumed_samples"])
+
+    # --- the loop ---
+
+    @ttp.ttp_to_persist
+    def train(self) -> None:
+        """Do the steps that remain (all ranks). Raises whatever ends the training early, after TTP is done with it."""
+        last = self.config.training_config.training_iters
+        with self.run_log.errors(self.world.rank), self.run_log.progress(last, self.step):
+            if self.step >= last and self.world.rank == 0:
+                log.info("nothing to do: %d of %d steps are done", self.step, last)
+            while self.step < last:
+                self._do_step()
+            self._finish()
+
+    def _do_step(self) -> None:
+        began = time.perf_counter()
+        step, config = self.step + 1, self.config.training_config
+        rate = learning_rate(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        loss = self._accumulate(step)
+        epoch = self.sequences.epoch(self.consumed)
+        consumed = self.consumed + self.samples_per_step
+        state = {"consumed_samples": consumed, "epoch": epoch, "loss_divisor": self._loss_divisor, "order": self.order}
+        self.session.set_step_state(step, state)
+        result = self.optimizer.step(sums=[loss])
+        self.step, self.consumed = step, consumed
+        metrics = StepMetrics(
+            step=step,
+            epoch=epoch,
+            loss=result.sums[0] / self._loss_divisor,
+            grad_norm=result.grad_norm,
+            learning_rates=(rate,) * len(self.optimizer.param_groups),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
+            tokens=self.samples_per_step * self.config.model_config.seq_length,
+            time_s=time.perf_counter() - began,
+            consumed_samples=consumed,
+        )
+        if (
+            self.metrics is not None
+        ):  # before anything that waits for another rank: the line must not be lost to its death
+            self.metrics.append(metrics.line(unix_s=time.time()))
+        last = step == config.training_iters
+        self.run_log.step(metrics, line=last or step % config.log_interval == 0)
+        if config.save_interval is not None and (last or step % config.save_interval == 0):
+            path = self.session.save(step)
+            if self.world.rank == 0:
+                log.info("step %d saved in %s", step, path)
+
+    @property
+    def _loss_divisor(self) -> int:
+        """What the sum over ranks and micro-batches of the reduced losses is divided by, to give the mean of a token."""
+        micro_batches = self.dp_size * self.config.dataset_config.micro_batch_num
+        if self.config.training_config.loss_reduction == "mean":
+            return micro_batches
+        return self.samples_per_step * self.config.model_config.seq_length
+
+    def _accumulate(self, step: int) -> float:
+        """Do forward and backward of this rank's micro-batches; return the sum of their losses."""
+        data = self.config.dataset_config
+        starts = list(
+            micro_batch_starts(
+                self.consumed,
+                batch_size=data.batch_size,
+                micro_batch_num=data.micro_batch_num,
+                dp_rank=self.world.rank,
+                dp_size=self.dp_size,
+            )
+        )
+        losses = []
+        for first in starts:
+            # Randomness belongs to the step and its data, not to the process: a restart draws the same.
+            seed_all(name_seed(self.config.training_config.seed, "dropout", step, first))
+            tokens_BT, targets_BT = (t.to(self.device) for t in self.sequences.batch(first, data.batch_size))
+            hold = contextlib.nullcontext() if first == starts[-1] else self.optimizer.no_sync()
+            with hold:
+                with self._autocast():
+                    logits_BTV = self.model(tokens_BT)
+                loss = token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction)
+                self.optimizer.scale_loss(loss).backward()
+            losses.append(loss.detach())
+        return sum(loss.item() for loss in losses)  # read at the end: an accelerator is not made to wait in between
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        model = self.config.model_config
+        if model.compute_dtype == model.params_dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[model.compute_dtype])
+
+    # --- end ---
+
+    def _finish(self) -> None:
+        """Leave the last step and a hash of the final weights in final.json (rank 0)."""
+        if self.world.rank != 0:
+            return
+        final = {"step": self.step, "consumed_samples": self.consumed, "weights_sha256": hash_weights(self.model)}
+        path = self.output_dir / "final.json"
+        unfinished = path.with_suffix(".json.tmp")
+        unfinished.write_text(json.dumps(final) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+        log.info("done: %d steps, weights %s", self.step, final["weights_sha256"])
+
+    def close(self) -> None:
+        """End the session and the files."""
+        self.session.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> ttp.TTPReplicaOptimizer:
+    """Return the replica optimizer over the model's parameters: norms and biases without weight decay."""
+    training, settings = config.training_config, config.optimizer_config
+    decay: list[tuple[str, torch.nn.Parameter]] = []
+    keep: list[tuple[str, torch.nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        (keep if "norm" in name or name.endswith("bias") else decay).append((name, parameter))
+    groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": keep, "weight_decay": 0.0}]
+    clip: ttp.ClipNorm | ttp.ClipValue | None = None
+    if training.grad_clip_kwargs is not None:
+        by_norm = training.grad_clip_kwargs.grad_clip_type == "ClipGlobalNorm"
+        clip = (ttp.ClipNorm if by_norm else ttp.ClipValue)(training.grad_clip_kwargs.clip_value)
+    loss_scale = None
+    if training.loss_scale is not None:
+        window = training.loss_scale_window
+        loss_scale = ttp.LossScale(training.loss_scale, dynamic=window > 0, growth_interval=max(1, window))
+    family = ttp.TTPOddReplicaOptimizer if dp_size % replicas else ttp.TTPReplicaOptimizer
+    optimizer = family(
+        groups,
+        base=getattr(torch.optim, settings.optimizer_type),
+        replicas=replicas,
+        clip=clip,
+        loss_scale=loss_scale,
+        local_copy=training.local_copy_os,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    mean = training.loss_reduction == "mean"
+    optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1
+    return optimizer
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """Return a sha256 over the names, shapes and bits of all parameters, in name order."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _recovered_line(point: ttp.ResumePoint) -> Mapping[str, Any] | None:
+    """Return the metrics line of the resumed step from its commit record, if the checkpoint has one."""
+    record, state = point.record, point.state
+    if record is None:
+        return None
+    metrics = StepMetrics(
+        step=record.step,
+        epoch=int(state["epoch"]),
+        loss=record.sums[0] / state["loss_divisor"],
+        grad_norm=record.grad_norm,
+        learning_rates=record.learning_rates,
+        loss_scale=record.loss_scale,
+        skipped=record.skipped,
+        consumed_samples=int(state["consumed_samples"]),
+    )
+    return metrics.line(unix_s=time.time())
