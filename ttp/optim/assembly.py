@@ -1,0 +1,122 @@
+"""Putting a replica optimizer together: check the parameters, lay their memory out in buckets, agree across ranks.
+
+Owns what happens once, at construction. Never runs during a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ttp.errors import ConfigError, LayoutError
+from ttp.optim.layout import Layout, ParamSpec
+from ttp.optim.wires import BucketMemory
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedParam:
+    name: str
+    param: torch.nn.Parameter
+    group: int
+
+
+def named_groups(
+    params: Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[NamedParam]]:
+    """Return torch's param group dicts (parameters without names) and all parameters with names, in order.
+
+    Raises ConfigError for what cannot be trained this way, naming the parameter.
+    """
+    given = list(params)
+    if not given:
+        raise ConfigError("the optimizer got no parameters; pass model.named_parameters()")
+    raw: list[dict[str, Any]] = (
+        [item for item in given if isinstance(item, dict)] if isinstance(given[0], dict) else [{"params": given}]
+    )
+    groups: list[dict[str, Any]] = []
+    named: list[NamedParam] = []
+    for index, group in enumerate(raw):
+        members = [_pair(item) for item in group["params"]]
+        named.extend(NamedParam(name, param, index) for name, param in members)
+        groups.append({**group, "params": [param for _, param in members]})
+    devices = {entry.param.device for entry in named}
+    for entry in named:
+        _check_param(entry)
+    if len(devices) != 1:
+        raise ConfigError(f"parameters are on {sorted(map(str, devices))}; wanted one device")
+    return groups, named
+
+
+def specs(named: Sequence[NamedParam]) -> list[ParamSpec]:
+    return [
+        ParamSpec(entry.name, tuple(entry.param.shape), entry.group, str(entry.param.dtype).removeprefix("torch."))
+        for entry in named
+    ]
+
+
+def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device) -> None:
+    """Make sure that all ranks cut the same parameters the same way, before a mismatch can hang a collective.
+
+    Collective. Raises LayoutError on every rank, naming the ranks that differ from rank 0.
+    """
+    if group is None or layout.world == 1:
+        return
+    mine = torch.tensor([int(layout.digest()[:15], 16)], dtype=torch.int64, device=device)
+    digests = [torch.zeros_like(mine) for _ in range(layout.world)]
+    dist.all_gather(digests, mine, group=group)
+    different = [other for other, digest in enumerate(digests) if digest.item() != digests[0].item()]
+    if different:
+        raise LayoutError(
+            f"rank {rank}: ranks {different} cut the optimizer state differently from rank 0; give every rank the same "
+            f"parameters (names, shapes, dtypes, groups, order), replicas, bucket_bytes and hosts"
+        )
+
+
+@torch.no_grad()
+def allocate(
+    layout: Layout, rank: int, params: Sequence[torch.nn.Parameter], grad_dtype: torch.dtype | None, group: Any
+) -> list[BucketMemory]:
+    """Move the parameters into contiguous buckets, with rank 0's values on every rank, and allocate the gradients.
+
+    Collective. Parameters keep their identity and shape; their memory becomes a view of the bucket.
+    """
+    held = len(layout.held(rank))
+    memory = []
+    for bucket in layout.buckets:
+        dtype = getattr(torch, bucket.dtype)
+        device = params[bucket.params[0]].device
+        flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        for index, offset in zip(bucket.params, bucket.offsets, strict=True):
+            param = params[index]
+            view = flat[offset : offset + param.numel()].view(param.shape)
+            view.copy_(param)
+            param.data = view
+        if group is not None and layout.world > 1:
+            dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
+        grads = torch.zeros(bucket.numel, dtype=grad_dtype or dtype, device=device)
+        reduced = torch.zeros(held, bucket.shard_numel, dtype=torch.float32, device=device)
+        memory.append(BucketMemory(flat, grads, reduced))
+    return memory
+
+
+def _pair(item: object) -> tuple[str, torch.nn.Parameter]:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and torch.is_tensor(item[1]):
+        return item[0], item[1]
+    raise ConfigError(
+        f"params has a {type(item).__name__}; wanted (name, parameter) pairs as of model.named_parameters(): the names "
+        f"are the addresses of the state"
+    )
+
+
+def _check_param(entry: NamedParam) -> None:
+    param = entry.param
+    if not param.requires_grad or not param.is_leaf:
+        raise ConfigError(f"parameter {entry.name!r} takes no gradient (frozen, or not a leaf); leave it out")
+    if param.dtype not in _DTYPES:
+        raise ConfigError(f"parameter {entry.name!r} is {param.dtype}; wanted float32, bfloat16 or float16")

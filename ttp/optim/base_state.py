@@ -1,0 +1,137 @@
+"""The user's torch optimizer, run on flat FP32 pieces of parameters.
+
+Owns how a base optimizer is built over pieces and how its state comes to exist before the first step, with exactly the
+values that it would have had by itself: so a checkpoint of step 0 has the same keys as any other, and a loader has
+tensors to fill. Never communicates.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ttp.errors import ConfigError
+
+_FUSED = ("Adam", "AdamW", "SGD")
+"""Bases whose fused kernel is the default where torch has one for the device."""
+_NOT_ELEMENT_WISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
+
+def base_defaults(
+    base: type[Optimizer], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments for `base` and all its hyper-parameters with them, the fused kernel chosen where torch has one for `device`.
+
+    Raises ConfigError for a base whose update of an element depends on other elements, or that cannot start from
+    existing state; whatever `base` itself raises for wrong arguments passes through.
+    """
+    if base.__name__ in _NOT_ELEMENT_WISE:
+        raise ConfigError(
+            f"base {base.__name__} is not element-wise: its update of an element depends on others, so its state cannot "
+            f"be cut into shards; use AdamW, SGD, Adagrad, RMSprop or the like"
+        )
+    probe = torch.nn.Parameter(torch.zeros(1, device=device))
+    chosen = dict(kwargs)
+    if base.__name__ in _FUSED and not any(name in chosen for name in _KERNEL_CHOICES):
+        try:
+            base([probe], **{**chosen, "fused": True})
+            chosen["fused"] = True
+        except (RuntimeError, TypeError):
+            pass  # no fused kernel for this device (or in this torch): the base's own default
+    defaults = dict(base([probe], **chosen).defaults)
+    if defaults.get("differentiable"):
+        raise ConfigError("differentiable=True cannot work on shards; leave it out")
+    return chosen, defaults
+
+
+def create_state(base: Optimizer) -> None:
+    """Give every parameter of `base` its fresh state. Parameters carry FP32 values and `grad`; both keep their bits.
+
+    Raises ConfigError when the fresh state cannot be known, or cannot be cut into shards.
+    """
+    if isinstance(base, torch.optim.SGD):
+        _create_momentum(base)
+    elif hasattr(base, "_init_group"):
+        # Every optimizer of torch creates its state lazily in `_init_group(group, list, list, ...)`.
+        lists = len(inspect.signature(base._init_group).parameters) - 1
+        for group in base.param_groups:
+            base._init_group(group, *([] for _ in range(lists)))
+    else:
+        _create_by_probing(base)
+    _check_state(base)
+
+
+def _create_momentum(base: torch.optim.SGD) -> None:
+    """Zeros are what SGD's first step makes of no buffer, as long as dampening is 0: buf = momentum * 0 + grad."""
+    for group in base.param_groups:
+        if not group["momentum"]:
+            continue
+        if group["dampening"]:
+            raise ConfigError(
+                f"SGD with dampening {group['dampening']} treats its first step differently from a step with a zero "
+                f"buffer; use dampening=0"
+            )
+        for param in group["params"]:
+            base.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+@torch.no_grad()
+def _create_by_probing(base: Optimizer) -> None:
+    """Let a base that we do not know make its state in a step of zero gradients that moves nothing; undo the step count."""
+    params = [param for group in base.param_groups for param in group["params"]]
+    kept = [(param, param.detach().clone(), param.grad) for param in params]
+    settings = [dict(group) for group in base.param_groups]
+    for param in params:
+        param.zero_()
+        param.grad = torch.zeros_like(param)
+    for group in base.param_groups:
+        group.update({name: 0.0 for name in ("lr", "weight_decay") if name in group})
+    base.step()
+    for group, setting in zip(base.param_groups, settings, strict=True):
+        group.update(setting)
+    for param, values, grad in kept:
+        param.copy_(values)
+        param.grad = grad
+        for key, value in base.state[param].items():
+            if torch.is_tensor(value) and value.dim() == 0 and key == "step":
+                value.zero_()
+            elif torch.is_tensor(value) and bool(value.any()):
+                raise ConfigError(
+                    f"base {type(base).__name__}: the fresh value of its state {key!r} is not zero and cannot be known; "
+                    f"give the class an `_init_group(group)` method that creates the state"
+                )
+
+
+def _check_state(base: Optimizer) -> None:
+    for group in base.param_groups:
+        for param in group["params"]:
+            for key, value in base.state[param].items():
+                if value is None or (torch.is_tensor(value) and value.shape in (param.shape, torch.Size(()))):
+                    continue
+                got = f"shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+                raise ConfigError(
+                    f"base {type(base).__name__}: its state {key!r} is {got}; wanted a tensor of the parameter's shape or "
+                    f"a 0-d tensor, so that it can be cut into shards"
+                )
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group without its parameters, tensors (a tensor learning rate) as numbers."""
+    return {
+        key: value.item() if torch.is_tensor(value) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Put saved values back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own."""
+    for group, old in zip(groups, saved, strict=True):
+        for key, value in old.items():
+            if key in group and key != "params" and key not in _KERNEL_CHOICES:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value

@@ -1,0 +1,189 @@
+"""Gradient buckets: contiguous memory that backward writes into, reduced bucket by bucket while backward runs on.
+
+Owns the hooks on the parameters, the gradients' memory, and the order of launches: bucket k only after bucket k - 1,
+whatever the order of the hooks, so that every rank issues the same collectives in the same order. Never looks at
+optimizer state, never decides what a step does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ttp.optim.lane import Lane
+from ttp.optim.layout import Layout
+from ttp.optim.wires import BucketMemory, Wires, Works
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where one parameter's gradient goes."""
+
+    name: str
+    param: torch.nn.Parameter
+    view: torch.Tensor
+    bucket: int
+    stale: bool = True
+    """The view holds nothing of the step at hand: it was reduced, or never written."""
+    arrived: bool = False
+    """The gradient is final: backward outside no_sync has reached this parameter."""
+
+
+class GradBuckets:
+    """Hooks, gradients and launches. All methods are for the training thread (and backward's hooks within it)."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[torch.nn.Parameter],
+        memory: Sequence[BucketMemory],
+        wires: Wires,
+        lane: Lane,
+        touched: Callable[[], None],
+        launched: Callable[[], None],
+    ) -> None:
+        """`touched` is called before reduced gradients may change, `launched` when a step's first bucket is launched."""
+        self._memory, self._wires, self._lane = memory, wires, lane
+        self._touched, self._launched = touched, launched
+        self._places = [
+            _Place(
+                layout.params[index].name,
+                params[index],
+                _view(memory[bucket.index].grads, params[index], offset),
+                bucket.index,
+            )
+            for bucket in layout.buckets
+            for index, offset in zip(bucket.params, bucket.offsets, strict=True)
+        ]
+        # Gradients can be views of the bucket only where they have its dtype; else they are added to it and dropped.
+        self._direct = all(place.view.dtype == place.param.dtype for place in self._places)
+        self._missing = [0] * len(memory)
+        self._next = 0
+        self._scattering: deque[tuple[int, Works]] = deque()
+        self._exchanging: deque[tuple[int, Works]] = deque()
+        self._synchronised = True
+        self._begin()
+        self._hooks = [
+            place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._arrive(place))
+            for place in self._places
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward add to the gradients without reducing them."""
+        before, self._synchronised = self._synchronised, False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    def zero(self) -> None:
+        """Forget all gradients and point every parameter's grad at its place in a bucket."""
+        if self._next:
+            self.finish()  # other ranks may have launched more of a step that is thrown away: stay in order
+        for memory in self._memory:
+            memory.grads.zero_()
+        for place in self._places:
+            place.stale = False
+            place.param.grad = place.view if self._direct else None
+
+    def finish(self) -> None:
+        """Reduce what is left, and wait; then `reduced` of every bucket is final and the gradients are used up.
+
+        A parameter that backward did not reach counts as a zero gradient. On an accelerator the current stream waits,
+        not the thread.
+        """
+        for place in self._places:
+            if place.bucket >= self._next and (place.stale or (self._direct and place.param.grad is None)):
+                place.view.zero_()
+        while self._next < len(self._memory):
+            self._launch()
+        while self._scattering:
+            self._exchange()
+        while self._exchanging:
+            bucket, works = self._exchanging.popleft()
+            _wait(works)
+            self._wires.settle(self._memory[bucket])
+        self._lane.join()
+        self._begin()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begin(self) -> None:
+        self._next = 0
+        self._missing = [0] * len(self._memory)
+        for place in self._places:
+            place.stale, place.arrived = True, False
+            place.param.grad = None
+            self._missing[place.bucket] += 1
+
+    def _arrive(self, place: _Place) -> None:
+        """Take in one parameter's gradient, right after backward has accumulated it."""
+        self._touched()
+        if place.arrived:
+            raise RuntimeError(
+                f"parameter {place.name!r} got a second gradient after its bucket was released for reduction; run all "
+                f"backward passes of a step but the last inside optimizer.no_sync() (and use_reentrant=False in "
+                f"activation checkpointing of shared parameters)"
+            )
+        self._collect(place)
+        if not self._synchronised:
+            return
+        place.arrived = True
+        self._missing[place.bucket] -= 1
+        while self._next < len(self._memory) and not self._missing[self._next]:
+            self._launch()
+        while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
+            self._exchange()
+
+    def _collect(self, place: _Place) -> None:
+        grad = place.param.grad
+        assert grad is not None, "a post-accumulate hook ran without a gradient"
+        if self._direct:
+            if grad is not place.view:
+                place.view.copy_(grad.detach())
+                place.param.grad = place.view
+        else:
+            if place.stale:
+                place.view.copy_(grad.detach())
+            else:
+                place.view.add_(grad.detach())
+            place.param.grad = None
+        place.stale = False
+
+    def _launch(self) -> None:
+        """Start reducing the next bucket."""
+        if self._next == 0:
+            self._launched()
+        memory = self._memory[self._next]
+        if self._lane.ordered:
+            with self._lane.side():
+                _wait(self._wires.scatter(memory))
+                _wait(self._wires.exchange(memory))
+                self._wires.settle(memory)
+        else:
+            self._scattering.append((self._next, self._wires.scatter(memory)))
+        self._next += 1
+
+    def _exchange(self) -> None:
+        """Wait for the oldest reduce-scatter and start its exchange."""
+        bucket, works = self._scattering.popleft()
+        _wait(works)
+        self._exchanging.append((bucket, self._wires.exchange(self._memory[bucket])))
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        work.wait()
+
+
+def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
+    return flat[offset : offset + param.numel()].view(param.shape)

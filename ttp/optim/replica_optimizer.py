@@ -1,0 +1,372 @@
+"""TTPReplicaOptimizer and TTPOddReplicaOptimizer: ZeRO-1 with copies, around any element-wise torch optimizer.
+
+Owns the order of one step: reduce, ready, agree, update, gather. Holds every shard of the FP32 state on R ranks, tells a
+tracker the phases of the protocol, and can finish a step from another thread with nothing but a commit record. Never
+writes checkpoints, never talks to a controller.
+
+    backward          buckets are reduced while it runs                                    state = t - 1
+    step: ready(t)    this rank's reduced gradients are final
+          agree       one small all-reduce: squares, overflow, the caller's sums; everyone builds the same CommitRecord
+          begin_update, local update of the held shards (no collective), end_update        state = t
+          gather      masters -> low-precision parameters, all-gather within the row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ttp.checkpoint.held import HeldTensor
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
+from ttp.optim.assembly import allocate, check_agreement, named_groups, specs
+from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters
+from ttp.optim.buckets import GradBuckets
+from ttp.optim.lane import Lane
+from ttp.optim.layout import Layout
+from ttp.optim.shards import HeldShards
+from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
+from ttp.optim.wires import make_wires
+from ttp.proto.messages import CommitRecord, ShardGroup
+from ttp.tracking import NullTracker, UpdateTracker
+
+__all__ = ["ClipNorm", "ClipValue", "LossScale", "StepResult", "TTPOddReplicaOptimizer", "TTPReplicaOptimizer"]
+
+NamedParams = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
+
+
+class TTPReplicaOptimizer(Optimizer):
+    """A torch optimizer whose state lies on `replicas` ranks each: two halves of the data-parallel group for R=2.
+
+    1. `loss = optimizer.scale_loss(loss)`, `loss.backward()`; all passes of a step but the last within `no_sync()`
+    2. `result = optimizer.step(sums=[loss])`; then the LR scheduler's step, which works on `param_groups`
+    3. `optimizer.zero_grad()`
+
+    Every rank calls all of them in step. After `step` the gradients are used up (`p.grad` is None). A parameter that
+    backward does not reach counts as a zero gradient. A step whose gradient is not finite is skipped on every rank.
+    """
+
+    ring = False
+
+    def __init__(
+        self,
+        params: NamedParams,
+        base: type[Optimizer] = torch.optim.AdamW,
+        *,
+        group: Any = None,
+        replicas: int = 2,
+        clip: ClipNorm | ClipValue | None = None,
+        loss_scale: LossScale | None = None,
+        micro_batches: int = 1,
+        bucket_bytes: int = 25 * 2**20,
+        grad_dtype: torch.dtype | None = None,
+        local_copy: bool = False,
+        hosts: Sequence[str] | None = None,
+        timeout: timedelta | None = None,
+        **base_kwargs: Any,
+    ) -> None:
+        """Cut the state and build the groups (a collective over `group`; rank 0's parameters become everyone's).
+
+        `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
+        group, WORLD unless given. `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
+        (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
+        `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart. `base_kwargs` go to `base`.
+
+        Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
+        cannot be used.
+        """
+        groups, named = named_groups(params)
+        device = named[0].param.device
+        kwargs, defaults = base_defaults(base, base_kwargs, device)
+        self._built = False
+        super().__init__(groups, defaults)
+        self._built = True
+        self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        world, rank = (self._group.size(), self._group.rank()) if self._group is not None else (1, 0)
+        self.clip = clip
+        self.gradient_divisor = float(world * micro_batches)
+        """The summed gradient is divided by this and by the loss scale within the update."""
+        self.on_point: Callable[[str, int], None] | None = None
+        """Called with a point's name and the step, for fault injection: see `_point`."""
+        self.current_step = 0
+        """Updates that are in the state."""
+        self._rule = loss_scale
+        self._scale = ScaleState(loss_scale.initial if loss_scale else 1.0)
+        self._tracker: UpdateTracker = NullTracker()
+        self._computing = self._ready = 0
+        self._backup_step = -1
+
+        element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
+        self.layout = Layout.build(
+            specs(named), world, replicas, max(1, bucket_bytes // element), ring=self.ring, hosts=hosts
+        )
+        check_agreement(self.layout, self._group, rank, device)
+        tensors = [entry.param for entry in named]
+        memory = allocate(self.layout, rank, tensors, grad_dtype, self._group)
+        self._memory, self._rank, self._device = memory, rank, device
+        self._lane = Lane(device)
+        self._wires = make_wires(self.layout, self._group, rank, timeout)
+        self._shards = HeldShards(self.layout, rank, memory, local_copy)
+        self._shards.create_base(base, kwargs, [hyper_parameters(g) for g in self.param_groups])
+        self._local_copy = local_copy
+        self._at_ready = [hyper_parameters(g) for g in self.param_groups]
+        self._divisor = self.gradient_divisor
+        self._host_state = self._host_backup = self._describe()
+        self._buckets = GradBuckets(self.layout, tensors, memory, self._wires, self._lane, self._touch, self._launched)
+
+    # --- the training thread ---
+
+    def attach(self, tracker: UpdateTracker) -> None:
+        """Tell `tracker` the phases of every step from now on."""
+        self._tracker = tracker
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by the loss scale; the update divides by it again."""
+        return loss if self._rule is None else loss * self._scale.scale
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate without reducing: for all backward passes of a step but the last."""
+        return self._buckets.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Start a step: clear the buckets and make every grad a view of its bucket (whatever `set_to_none`)."""
+        self._touch(force=True)
+        self._buckets.zero()
+
+    @torch.no_grad()
+    def step(self, sums: Sequence[float] | torch.Tensor | None = None) -> StepResult:  # type: ignore[override]
+        """Finish the step's reductions, agree with all ranks, update the held shards, gather the parameters.
+
+        `sums`: small numbers (a loss, a token count) that ride along and come back summed over the ranks; as many on
+        every rank. Collective: every rank of the group calls it.
+        """
+        step = self.current_step + 1
+        self._touch()
+        self._buckets.finish()
+        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+        self._divisor = self.gradient_divisor
+        self._lane.mark_ready()
+        self._ready = step
+        self._tracker.ready(step)
+        self._point("ready", step)
+        record = self._agree(step, sums)
+        self._point("record", step)
+        self._tracker.begin_update(step, record, step - 1 if self._local_copy else -1)
+        try:
+            # While this thread waited at the gate, another one may have rolled this very step forward.
+            if self.current_step != step:
+                self._apply(record)
+                self._lane.mark_updated()
+        except BaseException:
+            self._tracker.fail_update(step)
+            raise
+        self._tracker.end_update(step)
+        self._point("done", step)
+        self._gather(step)
+        return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the layout is fixed when the optimizer is built."""
+        if self._built:
+            raise ConfigError("parameters cannot be added to a built layout; build a new optimizer with all groups")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: this rank has shards only; a checkpoint is written from `holdings` by every holder."""
+        raise CheckpointError(
+            "a rank holds only shards; save with a ttp session (or read `holdings()`), not state_dict()"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse: see `state_dict`."""
+        raise CheckpointError(
+            "a rank holds only shards; load with a ttp session (or `load_begin`), not load_state_dict()"
+        )
+
+    def masters_from_params(self) -> None:
+        """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict)."""
+        self._shards.masters_from_params()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, so that another optimizer may have them."""
+        self._buckets.close()
+
+    # --- any thread that has the gate ---
+
+    def roll_forward(self, record: CommitRecord) -> int:
+        """Do the local update of `record.step` in place of the training thread; return the new state step.
+
+        Uses the hyper-parameters of the moment the gradients became ready, and the record's learning rates.
+        Raises ProtocolError, with nothing changed, unless this rank stands READY at that step.
+        """
+        with self._lane.after_ready(), torch.no_grad():
+            self._apply(record)
+            self._lane.mark_updated()
+        self._lane.drain()
+        return self.current_step
+
+    def drain(self) -> None:
+        """Block until the newest update has finished on the device (at once on a CPU)."""
+        self._lane.drain()
+
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        """Return what this rank holds, for its registration."""
+        return tuple(
+            ShardGroup(self.layout.group_id(shard), self.layout.label(shard), _nbytes(tensors))
+            for shard, tensors in self._held(backup=False)
+        )
+
+    def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
+        """Return views of the state of `step` (the newest unless given) by group id. Raises CheckpointError if not held."""
+        backup = self._from_backup(step)
+        return {self.layout.group_id(shard): tensors for shard, tensors in self._held(backup)}
+
+    def host_state(self, step: int | None = None) -> dict[str, Any]:
+        """Return the JSON-able part of the state of `step`, equal on every rank: loss scale and hyper-parameters."""
+        return self._host_backup if self._from_backup(step) else self._host_state
+
+    def layout_json(self) -> str:
+        return self.layout.to_json()
+
+    # --- loading (the training thread) ---
+
+    def load_begin(self) -> list[HeldTensor]:
+        """Return views of all the state, to be filled in place; parameters and steps are stale until `load_end`."""
+        return self._shards.targets()
+
+    def load_end(self, step: int, host_state: dict[str, Any]) -> None:
+        """Take the filled state as that of `step` and refresh the parameters. Collective.
+
+        Raises CheckpointMismatch when `host_state` belongs to another arrangement of param groups.
+        """
+        saved = host_state["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(self.param_groups)}; "
+                f"group the parameters as in the run that wrote it"
+            )
+        restore_hyper_parameters(self.param_groups, saved)
+        if self._rule is not None:
+            scale = host_state["loss_scale"]
+            self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]))
+        self._shards.spread_scalars()
+        self.current_step = step
+        self._computing = self._ready = 0
+        self._backup_step = -1
+        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+        self._host_state = self._host_backup = self._describe()
+        with torch.no_grad():
+            self._gather(step)
+
+    # --- inside ---
+
+    def _touch(self, force: bool = False) -> None:
+        """Say that gradients are about to change, once a step; waits while frozen. The reduced ones are void from here."""
+        step = self.current_step + 1
+        if force or self._ready or self._computing != step:
+            self._tracker.computing(step)
+            self._computing, self._ready = step, 0
+
+    def _point(self, name: str, step: int) -> None:
+        """Points in order: backward, ready, record, updating, done, gathering."""
+        if self.on_point is not None:
+            self.on_point(name, step)
+
+    def _launched(self) -> None:
+        self._point("backward", self.current_step + 1)
+
+    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> CommitRecord:
+        """The spanning collective: squares and overflow over all shards, each counted once, and the caller's sums."""
+        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
+        squares = self._shards.square_sum()
+        finite = squares.isfinite()
+        head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double()])
+        vector = torch.cat([head, extra])
+        if self._group is not None:
+            dist.all_reduce(vector, group=self._group)
+        total, overflow, *summed = vector.tolist()
+        scale = self._scale.scale
+        skipped = overflow > 0
+        norm = math.inf if skipped else math.sqrt(total) / (scale * self._divisor)
+        factor = 1.0 if skipped else clip_factor(self.clip, norm)
+        rates = tuple(float(group["lr"]) for group in self._at_ready)
+        return CommitRecord(step, norm, factor, skipped, scale, rates, tuple(summed))
+
+    def _apply(self, record: CommitRecord) -> None:
+        """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
+        if self.current_step != record.step - 1 or self._ready != record.step:
+            raise ProtocolError(
+                f"update of step {record.step}: the state is that of step {self.current_step} and reduced gradients are "
+                f"{f'ready for step {self._ready}' if self._ready else 'not ready'}; wanted state {record.step - 1} "
+                f"and gradients of {record.step}"
+            )
+        if self._local_copy:
+            self._shards.copy_now()
+            self._host_backup, self._backup_step = self._host_state, self.current_step
+        if not record.skipped:
+            factor = record.clip_factor / (record.loss_scale * self._divisor)
+            clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
+            with torch.autocast(self._device.type, enabled=False):
+                self._shards.update(
+                    factor, clamp, self._at_ready, record.learning_rates, lambda: self._point("updating", record.step)
+                )
+        else:
+            self._point("updating", record.step)
+        self._scale = self._scale.after(record.skipped, self._rule)
+        self.current_step = record.step
+        self._ready = 0
+        self._host_state = self._describe(record.learning_rates)
+
+    def _gather(self, step: int) -> None:
+        """Round the masters into the parameters and share them within the row, bucket by bucket."""
+        works = []
+        for bucket, memory in enumerate(self._memory):
+            self._shards.masters_to_params(bucket)
+            works.extend(self._wires.gather(memory))
+        self._point("gathering", step)
+        for work in works:
+            work.wait()
+
+    def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
+        """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""
+        groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in self._at_ready]
+        for group, rate in zip(groups, learning_rates or (), strict=False):
+            group["lr"] = rate
+        scale = {"scale": self._scale.scale, "good_steps": self._scale.good_steps}
+        return {"step": self.current_step, "loss_scale": scale, "param_groups": groups}
+
+    def _held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
+        """Return (shard, tensors); without shards that are nothing but padding."""
+        found = [(shard, self._shards.held_tensors(shard, backup)) for shard in self.layout.held(self._rank)]
+        return [(shard, tensors) for shard, tensors in found if tensors]
+
+    def _from_backup(self, step: int | None) -> bool:
+        if step is None or step == self.current_step:
+            return False
+        if step == self._backup_step:
+            return True
+        copy = f"a local copy of step {self._backup_step}" if self._backup_step >= 0 else "no local copy"
+        raise CheckpointError(
+            f"rank {self._rank} holds step {self.current_step} and {copy}; step {step} was wanted; "
+            f"roll forward first, or take another holder"
+        )
+
+
+class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
+    """The same with the ring layout: two replicas over any number of ranks from 2 (3, 5, 7, ...)."""
+
+    ring = True
+
+
+def _nbytes(tensors: Sequence[HeldTensor]) -> int:
+    return sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors)

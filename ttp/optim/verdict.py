@@ -1,0 +1,93 @@
+"""What one step decides besides the update itself: clipping, the loss scale, and the result that a caller sees.
+
+Owns plain values and arithmetic on Python floats, so that every rank computes the same bits. Never touches tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ttp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClipNorm:
+    """Scale the gradient down to a global L2 norm of `max_norm` (torch.nn.utils.clip_grad_norm_'s formula)."""
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ConfigError(f"ClipNorm.max_norm is {self.max_norm}; wanted a number above 0, or clip=None")
+
+
+@dataclass(frozen=True, slots=True)
+class ClipValue:
+    """Clamp every element of the averaged gradient to [-value, value]."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            raise ConfigError(f"ClipValue.value is {self.value}; wanted a number above 0, or clip=None")
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """Loss scaling for FP16. Dynamic: back off at an overflow, grow after `growth_interval` good steps (as GradScaler)."""
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.initial) and self.initial > 0):
+            raise ConfigError(f"LossScale.initial is {self.initial}; wanted a finite number above 0")
+        if self.growth_interval < 1 or self.growth_factor < 1 or not 0 < self.backoff_factor <= 1:
+            raise ConfigError(
+                f"LossScale got growth_interval {self.growth_interval}, growth_factor {self.growth_factor}, "
+                f"backoff_factor {self.backoff_factor}; wanted >= 1, >= 1, and above 0 up to 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """The loss scale now, and the good steps since it last changed."""
+
+    scale: float = 1.0
+    good_steps: int = 0
+
+    def after(self, skipped: bool, rule: LossScale | None) -> ScaleState:
+        """Return the state after one more step."""
+        if rule is None or not rule.dynamic:
+            return self
+        if skipped:
+            return ScaleState(max(self.scale * rule.backoff_factor, 1e-30), 0)
+        if self.good_steps + 1 < rule.growth_interval:
+            return ScaleState(self.scale, self.good_steps + 1)
+        grown = self.scale * rule.growth_factor
+        return ScaleState(grown if grown <= 3.0e38 else self.scale, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `step` tells the training loop; equal on every rank."""
+
+    step: int
+    grad_norm: float
+    """Global L2 norm of the averaged, unscaled gradient before clipping; inf when `skipped`."""
+    clip_factor: float
+    skipped: bool
+    loss_scale: float
+    """The scale that this step's gradients carried."""
+    sums: tuple[float, ...]
+
+
+def clip_factor(clip: ClipNorm | ClipValue | None, grad_norm: float) -> float:
+    """Return what gradients are multiplied by; 1.0 when they are not clipped by norm."""
+    if not isinstance(clip, ClipNorm):
+        return 1.0
+    return min(1.0, clip.max_norm / (grad_norm + 1e-6))

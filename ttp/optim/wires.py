@@ -1,0 +1,198 @@
+"""The collectives of one bucket: reduce its gradients to the holders of each shard, gather its parameters back.
+
+Owns the process groups of the two layouts and what goes over them. Works on the tensors it is given, in three steps that
+the caller orders: `scatter`, `exchange` (only after the works of `scatter` are done), `settle` (only after the works of
+`exchange`). Never decides when, never touches optimizer state. Replicas of a shard end up with the same bits because
+each element is summed in one place, or in one order, before it is copied.
+
+    even   reduce-scatter in the row, then the sum with the partners of the column: (1 - R/d) n + 2 (R - 1)/R * nR/d
+           elements sent a rank; with R=2 that is n, a full reduce-scatter sends (1 - 1/d) n
+    ring   reduce-scatter over all ranks, then each reduced shard is copied to the successor: (1 - 1/d) n + n/d = n
+    back   all-gather of the low-precision shards in the row: (1 - 1/shards) n
+
+16-bit gradients travel in 16 bits and are added to the partners' in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ttp.optim.layout import Layout
+
+Works = list[Any]
+"""Handles of asynchronous collectives (torch.distributed.Work); empty when nothing is on the wire."""
+
+# torch 2.13 renamed these two; the old names warn there, the new ones do not exist in 2.6.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMemory:
+    """One bucket's tensors on this rank, all 1-D and contiguous."""
+
+    params: torch.Tensor
+    """Low-precision parameters, whole bucket."""
+    grads: torch.Tensor
+    """Gradients in the wire's dtype, whole bucket. Used as scratch while they are reduced."""
+    reduced: torch.Tensor
+    """[held shards, shard_numel] FP32: the sum over all ranks, in the order of Layout.held."""
+
+
+class Wires(Protocol):
+    """The three steps of a reduction, and the gather."""
+
+    def scatter(self, memory: BucketMemory) -> Works: ...
+
+    def exchange(self, memory: BucketMemory) -> Works: ...
+
+    def settle(self, memory: BucketMemory) -> None: ...
+
+    def gather(self, memory: BucketMemory) -> Works: ...
+
+
+class Row:
+    """The ranks that reduce-scatter and all-gather together. A group of one is no group."""
+
+    def __init__(self, group: Any, members: Sequence[int], rank: int, timeout: timedelta | None) -> None:
+        self.slot = list(members).index(rank)
+        self.size = len(members)
+        self._group = _subgroup(group, members, timeout)
+        # A process group numbers its ranks in ascending order; the row's order of shards may differ (placement).
+        ascending = sorted(members)
+        self._slots = [list(members).index(member) for member in ascending]
+        self._in_order = list(members) == ascending
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slot of a bucket."""
+        return flat.view(self.size, -1)[self.slot]
+
+    def scatter(self, out: torch.Tensor, flat: torch.Tensor) -> Works:
+        """Sum `flat` over the row, this rank's slot into `out` (which may be that slot itself)."""
+        if self.size == 1:
+            if out.data_ptr() != flat.data_ptr():
+                out.copy_(flat)
+            return []
+        if self._in_order:
+            return [_reduce_scatter(out, flat, group=self._group, async_op=True)]
+        slots = flat.view(self.size, -1)
+        return [dist.reduce_scatter(out, [slots[s] for s in self._slots], group=self._group, async_op=True)]
+
+    def gather(self, flat: torch.Tensor) -> Works:
+        """Fill every slot of `flat` from its rank."""
+        if self.size == 1:
+            return []
+        if self._in_order:
+            return [_all_gather(flat, self.own(flat), group=self._group, async_op=True)]
+        slots = flat.view(self.size, -1)
+        return [dist.all_gather([slots[s] for s in self._slots], self.own(flat), group=self._group, async_op=True)]
+
+
+class EvenWires:
+    """R rows of d/R ranks; the ranks of a column hold the same shard."""
+
+    def __init__(self, layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> None:
+        column = layout.holders(layout.held(rank)[0])
+        self._row = Row(group, layout.row(rank), rank, timeout)
+        self._replicas = len(column)
+        self._column = _subgroup(group, column, timeout)
+        self._received: dict[int, torch.Tensor] = {}
+
+    def scatter(self, memory: BucketMemory) -> Works:
+        same = memory.grads.dtype == memory.reduced.dtype
+        return self._row.scatter(memory.reduced[0] if same else self._row.own(memory.grads), memory.grads)
+
+    def exchange(self, memory: BucketMemory) -> Works:
+        if self._replicas == 1:
+            return []
+        if memory.grads.dtype == memory.reduced.dtype:
+            return [dist.all_reduce(memory.reduced[0], group=self._column, async_op=True)]
+        own = self._row.own(memory.grads)
+        if self._replicas * own.element_size() <= memory.reduced.element_size():
+            # Two 16-bit shards are just as large as the FP32 shard that their sum will fill: no memory of its own.
+            received = memory.reduced[0].view(own.dtype)[: self._replicas * own.numel()]
+        else:
+            received = own.new_empty(self._replicas * own.numel())
+        self._received[id(memory)] = received
+        return [_all_gather(received, own, group=self._column, async_op=True)]
+
+    def settle(self, memory: BucketMemory) -> None:
+        if memory.grads.dtype == memory.reduced.dtype:
+            return
+        if self._replicas == 1:
+            memory.reduced[0].copy_(self._row.own(memory.grads))
+            return
+        parts = self._received.pop(id(memory)).view(self._replicas, -1)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        memory.reduced[0].copy_(total)
+
+    def gather(self, memory: BucketMemory) -> Works:
+        return self._row.gather(memory.params)
+
+
+class RingWires:
+    """One row of all ranks; shard j is copied from rank j to its successor."""
+
+    def __init__(self, layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> None:
+        self._row = Row(group, layout.row(rank), rank, timeout)
+        self._previous = layout.held(rank)[1]
+        self._ring = _subgroup(group, range(layout.world), timeout)
+        self._from = _global_rank(group, self._previous)
+        self._to = _global_rank(group, layout.successor[rank])
+
+    def scatter(self, memory: BucketMemory) -> Works:
+        same = memory.grads.dtype == memory.reduced.dtype
+        return self._row.scatter(memory.reduced[0] if same else self._row.own(memory.grads), memory.grads)
+
+    def exchange(self, memory: BucketMemory) -> Works:
+        if memory.grads.dtype == memory.reduced.dtype:
+            give, take = memory.reduced[0], memory.reduced[1]
+        else:
+            # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
+            give, take = self._row.own(memory.grads), self._taken(memory)
+        pair = [
+            dist.P2POp(dist.isend, give, self._to, group=self._ring),
+            dist.P2POp(dist.irecv, take, self._from, group=self._ring),
+        ]
+        return list(dist.batch_isend_irecv(pair))
+
+    def settle(self, memory: BucketMemory) -> None:
+        if memory.grads.dtype != memory.reduced.dtype:
+            memory.reduced[0].copy_(self._row.own(memory.grads))
+            memory.reduced[1].copy_(self._taken(memory))
+
+    def gather(self, memory: BucketMemory) -> Works:
+        return self._row.gather(memory.params)
+
+    def _taken(self, memory: BucketMemory) -> torch.Tensor:
+        return memory.grads.view(self._row.size, -1)[self._previous]
+
+
+def make_wires(layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> Wires:
+    """Build the process groups (a collective: every rank of `group`, in the same order) and return the wires."""
+    kind = RingWires if layout.ring else EvenWires
+    return kind(layout, group, rank, timeout)
+
+
+def _subgroup(group: Any, members: Sequence[int], timeout: timedelta | None) -> Any:
+    """Make a process group of its own for `members` (ranks within `group`); None for a single rank.
+
+    Of its own, because buckets are launched from hooks: on the caller's group their order relative to the caller's own
+    collectives could differ from rank to rank. Only the members take part in making it.
+    """
+    if len(members) < 2:
+        return None
+    ranks = [_global_rank(group, member) for member in members]
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    return int(dist.get_global_rank(group, rank))
