@@ -1,0 +1,111 @@
+"""ttprun's command line is torchrun's, with a group more."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from torch.distributed import run as torchrun
+
+from ttp.launch.arguments import make_parser
+from ttp.launch.main import choose_rendezvous, store_host
+
+OWN_FLAGS = ["--ttp-death-poll", "--ttp-ot", "--ttp_death_poll", "--ttp_ot"]
+LINES = [
+    ["train.py"],
+    ["--standalone", "--nproc-per-node", "4", "train.py", "--lr", "1"],
+    ["--nnodes=2", "--node_rank=1", "--nproc_per_node=8", "--master_addr=10.0.0.1", "--master_port=29501", "-m", "pkg"],
+    [
+        "--nnodes",
+        "1:4",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "h:1",
+        "--rdzv-id",
+        "j",
+        "--max-restarts",
+        "7",
+        "x",
+    ],
+    ["--no-python", "--log-dir", "logs", "--redirects", "3", "--tee", "0:1", "bash", "-c", "true"],
+    ["--nnodes", "1", "--monitor-interval", "1", "--role", "r", "train.py", "--ttp-ot", "not-ours"],
+]
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    return {text for action in parser._actions for text in action.option_strings}
+
+
+def test_the_flags_are_torchruns_and_ours() -> None:
+    """Nothing of torchrun's is missing, and our own are frozen."""
+    assert sorted(flags(make_parser()) - flags(torchrun.get_args_parser())) == OWN_FLAGS
+    assert flags(torchrun.get_args_parser()) <= flags(make_parser())
+
+
+@pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
+@pytest.mark.parametrize("enabled", ["True", "False"])
+def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the default number of restarts, and that too with ENABLE_TTP=False."""
+    monkeypatch.setenv("ENABLE_TTP", enabled)
+    ours = vars(make_parser().parse_args(line))
+    theirs = vars(torchrun.get_args_parser().parse_args(line))
+    assert ours.pop("ttp_ot") is None and ours.pop("ttp_death_poll") == 0.002
+    if "--max-restarts" not in line:
+        assert theirs["max_restarts"] == 0
+        theirs["max_restarts"] = 3 if enabled == "True" else 0
+    assert ours == theirs
+
+
+def test_torchs_variable_for_restarts_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PET_MAX_RESTARTS is torchrun's way to set it from outside."""
+    monkeypatch.setenv("PET_MAX_RESTARTS", "9")
+    assert int(make_parser().parse_args(["train.py"]).max_restarts) == 9
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
+def test_a_bad_time_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the flag, what was given and what is wanted."""
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args([f"--ttp-ot={value}", "train.py"])
+    assert caught.value.code == 2
+    assert f"--ttp-ot/--ttp_ot: '{value}': wanted seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
+def test_the_rendezvous_is_chosen_as_torchrun_does(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with what torchrun hands to its own launcher."""
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(args: argparse.Namespace) -> None:
+        seen.append(argparse.Namespace(**vars(args)))
+        raise Stop
+
+    monkeypatch.setattr(torchrun, "config_from_args", stop)
+    with pytest.raises(Stop):
+        torchrun.run(torchrun.get_args_parser().parse_args(line))  # type: ignore[no-untyped-call]
+    ours = torchrun.get_args_parser().parse_args(line)
+    choose_rendezvous(ours)
+    names = ["rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "nnodes", "node_rank"]
+    assert [getattr(ours, name) for name in names] == [getattr(seen[0], name) for name in names]
+    chosen = (ours.rdzv_id == "none", seen[0].rdzv_id == "none")
+    assert chosen[0] == chosen[1] and (ours.rdzv_backend != "c10d" or ours.rdzv_id)
+
+
+@pytest.mark.parametrize(
+    ("line", "host"),
+    [
+        (["train.py"], "127.0.0.1"),
+        (["--nnodes=2", "--master_addr=10.0.0.1", "--master_port=29501", "train.py"], "10.0.0.1"),
+        (["--nnodes=2", "--local-addr=10.0.0.2", "--master_addr=10.0.0.1", "train.py"], "10.0.0.2"),
+    ],
+)
+def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], host: str) -> None:
+    """One node needs no name resolution; several use what the user gave."""
+    args = torchrun.get_args_parser().parse_args(line)
+    choose_rendezvous(args)
+    config = torchrun.config_from_args(args)[0]
+    assert store_host(config) == host

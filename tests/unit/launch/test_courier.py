@@ -1,0 +1,149 @@
+"""Finding the controller in the workers' store, and telling it of deaths."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ttp.launch.courier import ControllerEntry, Courier, controller_key
+from ttp.launch.deathwatch import Death
+from ttp.launch.rendezvous import JobStore
+
+DEADLINE_S = 20.0
+
+
+class FakeLink:
+    """Remembers what a controller was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, str]] = []
+        self.closed = False
+
+    def worker_exit(self, rank: int, pid: int, text: str) -> None:
+        self.told.append((rank, pid, text))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Switchboard:
+    """Opens fake links; counts them by address."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, FakeLink] = {}
+        self.opened = threading.Condition()
+        self.error: Exception | None = None
+        self.attempts = 0
+
+    def __call__(self, address: str, pids: Mapping[int, int]) -> FakeLink:
+        with self.opened:
+            self.attempts += 1
+            self.opened.notify_all()
+            if self.error is not None:
+                raise self.error
+            self.links[address] = FakeLink()
+            return self.links[address]
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def switchboard() -> Switchboard:
+    return Switchboard()
+
+
+@pytest.fixture
+def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
+    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    yield made
+    made.close()
+
+
+def death(text: str) -> Death:
+    return Death(1, 71, 1.0, 1.0, text, None, False)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Poll a condition; fail after a generous time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
+    """Another round's entry is not taken for it."""
+    store.set(controller_key(6), "old:1 11")
+    courier.start()
+    assert not courier.connected and courier.entry is None
+    store.set(controller_key(7), "host:8000 12")
+    until(lambda: courier.connected)
+    assert courier.entry == ControllerEntry("host:8000", 12)
+    assert list(switchboard.links) == ["host:8000"]
+
+
+def test_deaths_before_and_after_the_controller_are_told_in_order(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """A worker may die before rank 0 has published its controller."""
+    courier.report(death("exiting"))
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    courier.report(death("signal SIGKILL"))
+    assert switchboard.links["host:8000"].told == [(1, 71, "exiting"), (1, 71, "signal SIGKILL")]
+
+
+def test_a_new_controller_under_the_same_key_is_told_all_and_the_old_link_closed(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """A standby that has become active publishes itself in the place of the dead one."""
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    courier.report(death("exiting"))
+    store.set(controller_key(7), "other:9000 13")
+    until(lambda: "other:9000" in switchboard.links and switchboard.links["host:8000"].closed)
+    assert switchboard.links["other:9000"].told == [(1, 71, "exiting")]
+
+
+def test_an_unreachable_controller_is_known_but_not_connected(
+    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is still to be ended with the job; reports do not raise into the death watch."""
+    switchboard.error = ConnectionError("refused")
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.entry is not None)
+    courier.report(death("exiting"))
+    assert not courier.connected
+
+
+def test_a_controller_published_in_the_last_moment_is_known_at_the_end(
+    store: TCPStore, switchboard: Switchboard
+) -> None:
+    """Rank 0 publishes and dies before the next look: the controller must not be left behind."""
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier.start()
+    store.set(controller_key(7), "host:8000 12")
+    courier.close()
+    assert courier.entry == ControllerEntry("host:8000", 12)
+    assert not courier.connected
+
+
+def test_a_garbled_entry_is_not_used(
+    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named in the log; a good one that follows is taken."""
+    store.set(controller_key(7), "nonsense")
+    courier.start()
+    until(lambda: "wanted `host:port pid`" in caplog.text)
+    store.set(controller_key(7), "host:8000 12")
+    until(lambda: courier.connected)

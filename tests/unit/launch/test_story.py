@@ -1,0 +1,117 @@
+"""What an operator reads about a fault, and which failure is called its root."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from ttp.launch.deathwatch import Death
+from ttp.launch.story import (
+    Fault,
+    describe,
+    exception_text,
+    first_failure,
+    outcome_text,
+    ranks_text,
+    root_cause_first,
+)
+
+
+def death(rank: int, status: int | None, seen_s: float) -> Death:
+    text = "exiting" if status is None else f"exit code {status}" if status >= 0 else "signal SIGKILL"
+    return Death(rank, 100 + rank, seen_s, seen_s, text, status, status is not None)
+
+
+def failure(rank: int, exitcode: int, error_file: str = "") -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=error_file)
+
+
+def write_error(path: Path, message: str, unix_s: float) -> str:
+    """Write an error file as torch's `@record` does, at a given moment."""
+    extra = {"py_callstack": "Traceback ...", "timestamp": str(int(unix_s))}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    os.utime(path, (unix_s, unix_s))
+    return str(path)
+
+
+def root_of(failures: dict[int, ProcessFailure]) -> int:
+    return ChildFailedError("job", failures).get_first_failure()[0]
+
+
+def test_the_first_to_fail_is_the_cause() -> None:
+    """Neither a clean end nor one that is still unknown is a failure."""
+    assert first_failure({0: death(0, 0, 1.0), 1: death(1, None, 2.0)}) is None
+    found = first_failure({0: death(0, 1, 5.0), 1: death(1, -9, 4.0), 2: death(2, 0, 1.0)})
+    assert found is not None and found.rank == 1
+
+
+def test_a_survivor_is_the_cause_only_if_nobody_else_failed() -> None:
+    """Another node's fault shows here as survivors that persisted."""
+    found = first_failure({0: death(0, 75, 1.0), 1: death(1, -9, 4.0)})
+    assert found is not None and found.rank == 1
+    found = first_failure({0: death(0, 75, 1.0), 1: death(1, 75, 0.5)})
+    assert found is not None and found.rank == 1
+
+
+def test_lines_name_ranks_pids_and_causes() -> None:
+    """The exact words, since people search for them."""
+    assert describe(death(2, -9, 1.0)) == "rank 2 (pid 102) ended: signal SIGKILL"
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert ranks_text([]) == "no rank"
+    deaths = {0: death(0, 75, 3.0), 1: death(1, 75, 3.1), 2: death(2, -9, 1.0), 3: death(3, 1, 2.0)}
+    assert outcome_text(deaths) == ("rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: persisted (exit code 75)")
+
+
+def test_the_killed_rank_is_torchs_root_cause_within_the_same_second() -> None:
+    """torch compares whole seconds and takes the first of equals; after a hold it reads all at one moment."""
+    failures = root_cause_first(
+        {0: failure(0, 75), 1: failure(1, 75), 2: failure(2, -9), 3: failure(3, 1)},
+        {0: 10.2, 1: 10.3, 2: 10.5, 3: 10.4},
+    )
+    assert list(failures) == [3, 2, 0, 1]
+    assert root_of(failures) == 3
+    assert failures[3].timestamp == 10
+
+
+def test_the_first_exception_is_the_root_though_its_process_ended_later(tmp_path: Path) -> None:
+    """Rank 1 raised at 10.0 and took three seconds to leave; rank 0 fell over it meanwhile."""
+    failures = root_cause_first(
+        {0: failure(0, 1, write_error(tmp_path / "0.json", "RuntimeError: reset by peer", 11.0)),
+         1: failure(1, 1, write_error(tmp_path / "1.json", "ValueError: boom", 10.0))},
+        {0: 12.0, 1: 13.0},
+    )  # fmt: skip
+    assert root_of(failures) == 1
+    assert exception_text(failures[1]).startswith("ValueError: boom (traceback: ")
+
+
+def test_an_error_file_does_not_outrun_a_kill_by_rounding(tmp_path: Path) -> None:
+    """The file's own timestamp is cut to whole seconds: 10.52 would become 10, before the kill at 10.5."""
+    failures = root_cause_first(
+        {1: failure(1, 1, write_error(tmp_path / "1.json", "RuntimeError: reset by peer", 10.52)), 2: failure(2, -9)},
+        {1: 10.9, 2: 10.5},
+    )
+    assert root_of(failures) == 2
+
+
+def test_a_persisted_rank_that_recorded_an_exception_can_be_the_root(tmp_path: Path) -> None:
+    """It raised, was held, persisted, and left with 75 like the others."""
+    failures = root_cause_first(
+        {0: failure(0, 75), 1: failure(1, 75, write_error(tmp_path / "1.json", "ValueError: boom", 10.0))},
+        {0: 9.0, 1: 13.0},
+    )
+    assert root_of(failures) == 1
+
+
+def test_a_killed_worker_has_no_exception_to_quote() -> None:
+    """torch puts a placeholder where there is no file."""
+    assert exception_text(failure(0, -9)) == ""
+
+
+def test_a_fault_has_one_deadline() -> None:
+    """What is left never goes below zero."""
+    fault = Fault("rank 2 died", 100.0, 220.0)
+    assert fault.left_s(100.0) == 120.0 and fault.left_s(219.0) == 1.0 and fault.left_s(500.0) == 0.0

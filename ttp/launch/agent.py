@@ -1,0 +1,147 @@
+"""The elastic agent that holds: torch's own, except that a dead worker does not take its peers along at once.
+
+torch's agent sends SIGTERM to every worker as soon as one has failed. Here the survivors keep running until they have
+written their checkpoint and left (exit code 75), or until the fault's deadline; then torch's agent goes on as ever:
+restarts are counted, logged and limited by it.
+
+Built on the methods that `SimpleElasticAgent` declares for its subclasses. They begin with an underscore; these are the
+only such names that TTP uses (run with torch 2.13):
+`_start_workers`, `_stop_workers`, `_monitor_workers`, `_shutdown`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+
+from ttp.launch.controllers import START_VARIABLE
+from ttp.launch.processes import children_leading_sessions, end_workers
+from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.round import EXPIRED_GRACE_S, Launching, Round
+from ttp.launch.story import exception_text, outcome_text, ranks_text, root_cause_first
+
+log = logging.getLogger("ttp.launch")
+
+
+class HoldAgent(LocalElasticAgent):
+    """Runs one node's workers, start after start, and holds the survivors of a fault.
+
+    `spec.rdzv_handler` must be a FreshStoreRendezvous. `agent_arguments` go to LocalElasticAgent.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, launching: Launching, **agent_arguments: Any) -> None:
+        if not isinstance(spec.rdzv_handler, FreshStoreRendezvous):
+            raise TypeError(f"HoldAgent needs a FreshStoreRendezvous, got {type(spec.rdzv_handler).__name__}")
+        super().__init__(spec, logs_specs, **agent_arguments)
+        self._rendezvous_handler = spec.rdzv_handler
+        self._launching = launching
+        self._round: Round | None = None
+        self._restarts = 0
+        # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
+        # workers in uninterruptible sleep, when told to, at the same occasion.
+        self._always_ask_torch = callable(spec.entrypoint) or bool(
+            os.environ.get("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT")
+        )
+
+    # --- what torch's agent calls, in the order in which it does ---
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers (after each rendezvous) and watch them."""
+        job_store = self._rendezvous_handler.job_store
+        start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
+        os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
+        try:
+            local_pids: dict[int, int] = super()._start_workers(worker_group)
+        except BaseException:
+            # torch forgets those that it had started before the one that failed.
+            end_workers(children_leading_sessions(), signal.SIGKILL, 0.0)
+            raise
+        pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
+        nodes = worker_group.group_world_size or 1
+        self._round = Round(
+            self._launching,
+            job_id=self._rendezvous_handler.get_run_id(),
+            job_store=job_store,
+            start_id=start_id,
+            pids=pids,
+            nodes=nodes,
+            hosts_rank_zero=0 in pids,
+        )
+        log.info(
+            "start %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
+            job_store.round_number, ranks_text(pids), worker_group.workers[0].world_size, nodes,
+            ", ".join(str(pids[rank]) for rank in sorted(pids)), job_store.host, job_store.port,
+        )  # fmt: skip
+        return local_pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Say how the workers are (every monitor interval). torch's own method ends all as soon as one has failed: it is
+        asked only when nobody is left to be held."""
+        round_ = self._round
+        if round_ is None:
+            return self._ask_torch(worker_group)
+        if round_.failed():
+            round_.hold()
+        elif round_.living() and not self._always_ask_torch:
+            return RunResult(state=WorkerState.HEALTHY)
+        if round_.failed() or not round_.living():
+            round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
+        result = self._ask_torch(worker_group)
+        return self._explain(result, round_, worker_group.spec.max_restarts) if result.is_failed() else result
+
+    def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        """Stop the workers before a restart or at a failed job's end; some may live when other nodes cause the restart."""
+        round_ = self._round
+        if round_ is not None and round_.living():
+            round_.hold(why="the set of nodes changes (another node's fault, or a node that wants to join)")
+            round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **kwargs: Any) -> None:
+        """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
+
+        Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. A second
+        signal to the launcher ends them at once.
+        """
+        round_, self._round = self._round, None
+        if round_ is None:
+            super()._shutdown(death_sig, timeout, **kwargs)
+            return
+        try:
+            if round_.has_controller:
+                death_sig = signal.SIGTERM
+            round_.end_workers(death_sig, round_.grace_s(timeout))
+        except (SignalException, KeyboardInterrupt):
+            log.warning("second signal: ending the workers at once")
+            round_.end_workers(signal.SIGKILL, 0.0)
+        finally:
+            super()._shutdown(death_sig, timeout, **kwargs)
+            round_.close()
+
+    # --- telling ---
+
+    def _explain(self, result: RunResult, round_: Round, max_restarts: int) -> RunResult:
+        """Put the true root cause first, and say in one line what happened and what comes."""
+        deaths = round_.deaths()
+        failures = root_cause_first(result.failures, {rank: death.seen_unix_s for rank, death in deaths.items()})
+        what = outcome_text(deaths)
+        root = next(iter(failures), None)
+        if root is not None and (raised := exception_text(failures[root])):
+            what = f"{what}; rank {root} raised {raised}"
+        self._restarts += 1
+        if self._restarts <= max_restarts:
+            log.warning("restarting (%d of %d restarts): %s", self._restarts, max_restarts, what)
+        else:
+            log.error("no restart left (of %d): %s", max_restarts, what)
+        return RunResult(state=result.state, return_values=result.return_values, failures=failures)

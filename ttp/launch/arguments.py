@@ -1,0 +1,60 @@
+"""ttprun's command line: torchrun's own parser, and TTP's flags in a group of their own."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+
+from torch.distributed.run import get_args_parser
+
+from ttp.config import enabled
+from ttp.launch.deathwatch import POLL_S
+
+MAX_RESTARTS = 3
+"""Default of --max-restarts: coming back is the point (torchrun's is 0)."""
+
+
+def make_parser() -> ArgumentParser:
+    """Make the parser; with `ENABLE_TTP=False` every default is torchrun's."""
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = "ttprun"
+    parser.description = (
+        "torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
+        f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun."
+    )
+    group = parser.add_argument_group("ttp", "TTP's own options (ignored with ENABLE_TTP=False)")
+    group.add_argument(
+        "--ttp-ot",
+        "--ttp_ot",
+        type=_positive,
+        default=None,
+        metavar="SECONDS",
+        help="bound of a fault: survivors are ended after it (default: the variable TTP_OT, or 120)",
+    )
+    group.add_argument(
+        "--ttp-death-poll",
+        "--ttp_death_poll",
+        type=_positive,
+        default=POLL_S,
+        metavar="SECONDS",
+        help=f"time between two looks at every worker for a beginning death (default: {POLL_S})",
+    )
+    if enabled() and "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=MAX_RESTARTS)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line (None: this process's). Exits with status 2 and a message on a bad one."""
+    return make_parser().parse_args(argv)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"{text!r}: wanted seconds above 0")
+    return value

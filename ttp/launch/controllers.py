@@ -1,0 +1,86 @@
+"""The end of this start's controllers on this node: asked first, killed if they stay.
+
+Never touches a process that it cannot prove to be a controller of this very start: the proof is its command line
+(`ttp.controller`) together with this start's unique id in the environment that it inherited from its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ttp.launch.courier import ControllerEntry
+from ttp.launch.processes import all_processes, command_line, environment, wait_until_gone
+
+log = logging.getLogger("ttp.launch")
+
+MODULE = "ttp.controller"
+START_VARIABLE = "TTP_START_ID"
+"""Set by the launcher for its workers: unique to one start on one node of one job."""
+LEAVE_S = 3.0
+"""Time for a controller to leave when it is asked to."""
+
+RequestShutdown = Callable[[str], object]
+"""`request_shutdown(address)`: ask the controller at `host:port` to leave. May raise: it is killed then."""
+
+
+def is_controller(pid: int) -> bool:
+    """Say whether a process was started as a controller: `python -m ttp.controller...`, or its installed script."""
+    return any(word == MODULE or word.startswith(f"{MODULE}.") for word in command_line(pid))
+
+
+def controllers_of(start_id: str) -> list[int]:
+    """Find the controllers that this start's workers on this node have started, published or not, standbys included."""
+    entry = f"{START_VARIABLE}={start_id}"
+    return [
+        stat.pid
+        for stat in all_processes()
+        if not stat.gone and is_controller(stat.pid) and entry in environment(stat.pid)
+    ]
+
+
+def end_controllers(
+    start_id: str,
+    published: ControllerEntry | None,
+    request_shutdown: RequestShutdown,
+    *,
+    patience_s: float = 0.0,
+    leave_s: float = LEAVE_S,
+) -> list[int]:
+    """End every controller of this start on this node; called when all its workers have ended.
+
+    `patience_s`: how long they may first finish by themselves; other nodes' ranks may still be writing.
+    Returns the processes that had to be killed. Does nothing without `/proc`: a controller leaves by itself in the end.
+    """
+    found = _remaining(controllers_of(start_id), patience_s)
+    for pid in found:
+        _ask(pid, published, request_shutdown)
+    stayed = _remaining(found, leave_s)
+    for pid in stayed:
+        log.warning("controller (pid %d) did not leave within %.0f s of being asked: killed", pid, leave_s)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    _remaining(stayed, leave_s)
+    return stayed
+
+
+def _remaining(pids: list[int], timeout_s: float) -> list[int]:
+    """Wait for all of these to go; return those that have not in time."""
+    deadline = time.monotonic() + timeout_s
+    return [pid for pid in pids if not wait_until_gone(pid, max(0.0, deadline - time.monotonic()))]
+
+
+def _ask(pid: int, published: ControllerEntry | None, request_shutdown: RequestShutdown) -> None:
+    """Ask by message where the address is known, by SIGTERM otherwise."""
+    if published is not None and pid == published.pid:
+        try:
+            request_shutdown(published.address)
+            return
+        except Exception as error:  # any transport error: the signal below does as well
+            log.info("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,171 @@
+"""The launcher's way to the job's controller: finds it in the workers' store, and tells it who dies.
+
+Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`. Owns one thread per start
+of the workers, so that neither the death watch nor the agent's loop ever waits for a store or a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ttp.launch.deathwatch import Death
+from ttp.launch.rendezvous import JobStore
+
+log = logging.getLogger("ttp.launch")
+
+SEARCH_S = 0.05
+"""Between two looks for the controller while none is known."""
+RECHECK_S = 1.0
+"""Between two looks for another controller in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerEntry:
+    """What the store says of the active controller. `pid` counts on the host of rank 0 only."""
+
+    address: str
+    pid: int
+
+    @classmethod
+    def decode(cls, text: str) -> ControllerEntry:
+        """Raises ValueError for anything but `host:port pid`."""
+        address, pid = text.split()
+        return cls(address, int(pid))
+
+
+class Link(Protocol):
+    """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call blocks."""
+
+    def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenLink = Callable[[str, Mapping[int, int]], Link]
+"""`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
+
+
+def controller_key(round_number: int) -> str:
+    """Return the key under which the controller of this start is published."""
+    return f"ttp/controller/{round_number}"
+
+
+class Courier:
+    """Tells the controller of every death, those before it was found included. `report` may be called from any thread."""
+
+    def __init__(
+        self,
+        job_store: JobStore,
+        pids: Mapping[int, int],
+        open_link: OpenLink,
+        *,
+        search_s: float = SEARCH_S,
+        recheck_s: float = RECHECK_S,
+    ) -> None:
+        self._job_store = job_store
+        self._pids = dict(pids)
+        self._open_link = open_link
+        self._search_s = search_s
+        self._recheck_s = recheck_s
+        self._lock = threading.Lock()  # guards _link, _entry and _told
+        self._link: Link | None = None
+        self._entry: ControllerEntry | None = None
+        self._told: list[Death] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def entry(self) -> ControllerEntry | None:
+        """The controller that was last found, if any."""
+        with self._lock:
+            return self._entry
+
+    @property
+    def connected(self) -> bool:
+        """Say whether this start of the job has a controller that the launcher reached."""
+        with self._lock:
+            return self._link is not None
+
+    def report(self, death: Death) -> None:
+        """Tell the controller, now or as soon as there is one."""
+        with self._lock:
+            self._told.append(death)
+            if self._link is not None:
+                self._tell(self._link, death)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the search, after a last look into the store, and the link."""
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _run(self) -> None:
+        """Look until told to stop: an active controller may be replaced by a standby under the same key."""
+        store: Store | None = None
+        try:
+            store = TCPStore(
+                self._job_store.host,
+                self._job_store.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=30),
+            )
+            while True:
+                last = self._stopping.is_set()
+                self._look(store, open_link=not last)
+                if last:
+                    return
+                self._stopping.wait(self._search_s if self.entry is None else self._recheck_s)
+        except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone
+            if not self._stopping.is_set():
+                log.warning("the workers' store at %s:%d is lost (%s): a new controller would not be found",
+                            self._job_store.host, self._job_store.port, str(error).splitlines()[0])  # fmt: skip
+
+    def _look(self, store: Store, open_link: bool) -> None:
+        key = controller_key(self._job_store.round_number)
+        if not store.check([key]):
+            return
+        text = store.get(key).decode()
+        try:
+            entry = ControllerEntry.decode(text)
+        except ValueError:
+            log.error(
+                "the store's entry %s is %r: wanted `host:port pid`; the controller cannot be told of deaths", key, text
+            )
+            return
+        if entry == self.entry:
+            return
+        link = self._connect(entry) if open_link else None
+        with self._lock:
+            old, self._link, self._entry = self._link, link, entry
+            if link is not None:
+                for death in self._told:
+                    self._tell(link, death)
+        if old is not None:
+            old.close()
+
+    def _connect(self, entry: ControllerEntry) -> Link | None:
+        try:
+            return self._open_link(entry.address, self._pids)
+        except Exception as error:  # whatever it is, the job goes on: broken streams and leases still tell of deaths
+            log.error("the controller at %s cannot be reached from the launcher: %s", entry.address, error)
+            return None
+
+    def _tell(self, link: Link, death: Death) -> None:
+        try:
+            link.worker_exit(death.rank, death.pid, death.text)
+        except Exception as error:  # as above
+            log.error("the controller could not be told that rank %d ended: %s", death.rank, error)

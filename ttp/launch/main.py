@@ -1,0 +1,204 @@
+"""`ttprun`: torchrun's command with TTP's agent.
+
+From torch it uses public names only: `torch.distributed.run` (`get_args_parser`, `parse_min_max_nnodes`,
+`config_from_args`, `run`) and what `torch.distributed.launcher.api.launch_agent` is made of. That function names its agent
+class itself, so `launch` does here what it does there, with another agent and rendezvous (run with torch 2.13).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+
+from ttp.config import Settings, enabled
+from ttp.errors import ConfigError
+from ttp.launch.agent import HoldAgent
+from ttp.launch.arguments import make_parser
+from ttp.launch.courier import Link
+from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.round import Launching
+
+log = logging.getLogger("ttp.launch")
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a job on this node, as `torchrun` does: returns when it has succeeded, raises ChildFailedError (exit code 1)
+    when it has not."""
+    try:
+        use_ttp = enabled()
+        parser = make_parser()
+        args = parser.parse_args(argv)
+        if use_ttp and args.ttp_ot is not None:
+            os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers are bound by the same deadline
+        settings = Settings.from_env()
+    except ConfigError as error:
+        print(f"ttprun: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not use_ttp:
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+        return
+    _log_to_stderr()
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
+    choose_rendezvous(args)
+    config, command, command_args = torchrun.config_from_args(args)
+    launch(config, command, command_args, make_launching(settings, args.ttp_death_poll))
+
+
+def choose_rendezvous(args: Namespace) -> None:
+    """Settle the rendezvous as `torch.distributed.run.run` does: one node needs no address."""
+    alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (alone and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1):
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = "localhost:0"
+        args.rdzv_id = str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = 29500
+
+
+def make_launching(settings: Settings, poll_s: float) -> Launching:
+    """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
+
+    def open_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
+        from ttp.controller.agent_link import AgentLink
+
+        ranks = tuple(sorted(pids))
+        return AgentLink(address, job_id, settings.host, ranks, tuple(pids[rank] for rank in ranks))
+
+    def request_shutdown(address: str) -> object:
+        from ttp.controller import agent_link
+
+        return agent_link.request_shutdown(address)
+
+    return Launching(
+        total_timeout_s=settings.total_timeout_s,
+        poll_s=poll_s,
+        open_link=open_link,
+        request_shutdown=request_shutdown,
+    )
+
+
+def launch(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[str], launching: Launching
+) -> dict[int, Any]:
+    """Run this node's agent to the job's end and return the workers' results by rank.
+
+    Raises ChildFailedError (the workers failed, no restart left), SignalException (a signal to the launcher).
+    """
+    if not config.run_id:
+        config.run_id = str(uuid.uuid4().int)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    handler = make_rendezvous(config)
+    agent = make_agent(config, entrypoint, args, handler, launching)
+    shutdown_rendezvous = True
+    try:
+        metrics.initialize_metrics(
+            metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
+        )
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result.is_failed():
+            raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
+        values: dict[int, Any] = result.return_values
+        return values
+    except ChildFailedError:
+        raise
+    except SignalException:
+        # The rendezvous stays open for the other nodes: shutting it down would close it for good.
+        shutdown_rendezvous = False
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    except Exception:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        if shutdown_rendezvous:
+            handler.shutdown()
+
+
+def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
+    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store."""
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    static = config.rdzv_backend == "static"
+    return FreshStoreRendezvous(get_rendezvous_handler(parameters), store_host(config), same_keys_every_round=static)
+
+
+def store_host(config: LaunchConfig) -> str:
+    """Return the name under which the workers reach a store in this process, should this node get rank 0."""
+    if config.local_addr:
+        return config.local_addr
+    if config.rdzv_backend == "static":
+        return parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)[0]
+    return "127.0.0.1" if config.max_nodes == 1 else socket.getfqdn()
+
+
+def make_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: list[str],
+    handler: FreshStoreRendezvous,
+    launching: Launching,
+) -> HoldAgent:
+    """Make the agent; settings that only newer versions of torch know are handed on where they exist."""
+    own = {
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": entrypoint,
+        "args": tuple(args),
+        "rdzv_handler": handler,
+        "master_addr": None,  # the workers' store is the round's own
+        "master_port": None,
+    }
+    known = [field.name for field in fields(WorkerSpec) if field.init and hasattr(config, field.name)]
+    spec = WorkerSpec(**{name: getattr(config, name) for name in known} | own)
+    accepted = inspect.signature(LocalElasticAgent.__init__).parameters
+    names = ("start_method", "log_line_prefix_template", "shutdown_timeout")
+    arguments = {name: getattr(config, name) for name in names if name in accepted and hasattr(config, name)}
+    assert config.logs_specs is not None  # LaunchConfig fills it
+    return HoldAgent(spec, config.logs_specs, launching, **arguments)
+
+
+def _entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[str]) -> str:
+    """Name the job in the failure report: the script, rather than the interpreter."""
+    if not isinstance(entrypoint, str):
+        return getattr(entrypoint, "__name__", "")
+    if entrypoint != sys.executable:
+        return entrypoint
+    return next((arg for arg in args if not arg.startswith("-")), "")
+
+
+def _log_to_stderr() -> None:
+    """Write ttprun's own lines to stderr, each with its time."""
+    if log.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[ttprun %(asctime)s.%(msecs)03d] %(message)s", datefmt="%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

@@ -1,0 +1,190 @@
+"""What the operating system says about processes: running, ended how, and who is left of a session.
+
+Owns the reading of `/proc` (Linux) and the ending of workers. Never reaps a process: the status stays for the
+launcher's own `Popen`, and as long as a worker is not reaped its number cannot be given to another process, so that
+signals sent from here cannot hit a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+class Lost(enum.Enum):
+    """The exit status of a process that somebody else has reaped."""
+
+    LOST = "gone, its status is lost"
+
+
+LOST = Lost.LOST
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """A line of `/proc/<pid>/stat`, as far as it is needed here."""
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+
+    @property
+    def gone(self) -> bool:
+        """The process has ended; only its status is left."""
+        return self.state in "ZXx"
+
+
+def exit_status(pid: int) -> int | Lost | None:
+    """Say how the child `pid` ended, without reaping it.
+
+    Returns None while it runs (or is still being freed), else what `Popen.returncode` would be: the exit code, or
+    minus the signal's number; `LOST` if it is not (or no longer) a child of this process.
+    """
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return LOST
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def status_text(status: int | Lost) -> str:
+    """Name an exit status for people: `signal SIGKILL`, `exit code 1`."""
+    if isinstance(status, Lost):
+        return status.value
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """Read one process; None if there is none, or no `/proc`."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+    except OSError:
+        return None
+    fields = line.rpartition(b")")[2].split(None, 4)
+    return ProcessStat(pid, fields[0].decode(), int(fields[1]), int(fields[3]))
+
+
+def all_processes() -> list[ProcessStat]:
+    """Read every process that this one may see; empty where there is no `/proc`."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    return [stat for name in names if name.isdigit() and (stat := read_stat(int(name))) is not None]
+
+
+def command_line(pid: int) -> list[str]:
+    """Read the arguments of a process; empty if it is gone."""
+    return _nul_list(f"/proc/{pid}/cmdline")
+
+
+def environment(pid: int) -> list[str]:
+    """Read the `NAME=value` entries that a process was started with; empty if it is gone or another user's."""
+    return _nul_list(f"/proc/{pid}/environ")
+
+
+def _nul_list(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            return [part.decode(errors="replace") for part in file.read().split(b"\0") if part]
+    except OSError:
+        return []
+
+
+def end_workers(
+    pids: Iterable[int], death_signal: signal.Signals, grace_s: float, kill_wait_s: float = 30.0
+) -> list[int]:
+    """Send `death_signal` to the workers' sessions, and SIGKILL to what is left after `grace_s`.
+
+    `pids` are children of this process that it has not reaped. Returns those that needed SIGKILL. Gives up on a
+    process that SIGKILL does not end in `kill_wait_s` (uninterruptible sleep, or gigabytes to free).
+    """
+    living = [pid for pid in pids if exit_status(pid) is None]
+    for pid in living:
+        _signal_group(pid, death_signal)
+    living = _wait_for(living, grace_s, lambda pid: exit_status(pid) is None)
+    for pid in living:
+        _signal_group(pid, signal.SIGKILL)
+    _wait_for(living, kill_wait_s, lambda pid: exit_status(pid) is None)
+    return living
+
+
+def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s: float = 1.0) -> list[int]:
+    """End what dead workers left in their sessions (data loaders, tools). Linux only; returns the processes found.
+
+    `leaders` are workers; those that have been reaped are passed over, as their numbers may be others' by now. A process that moved to a session of its own is left
+    alone: it was meant to outlive the worker. `spare(pid)` excepts others.
+    """
+    sessions = {pid for pid in leaders if exit_status(pid) is not LOST}
+
+    def members() -> list[int]:
+        return [
+            stat.pid
+            for stat in all_processes()
+            if stat.session in sessions and stat.pid not in sessions and not stat.gone and not spare(stat.pid)
+        ]
+
+    found = members()
+    for pid in found:
+        _signal(pid, signal.SIGTERM)
+    if found:
+        _wait_for(found, grace_s, _still_there)
+        for pid in members():
+            _signal(pid, signal.SIGKILL)
+    return found
+
+
+def children_leading_sessions() -> list[int]:
+    """List this process's own children that lead a session: workers, even those that nobody wrote down."""
+    me = os.getpid()
+    return [stat.pid for stat in all_processes() if stat.parent == me and stat.session == stat.pid]
+
+
+def wait_until_gone(pid: int, timeout_s: float) -> bool:
+    """Wait for a process that need not be a child; say whether it has gone."""
+    return not _wait_for([pid], timeout_s, _still_there)
+
+
+def _still_there(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and not stat.gone
+
+
+def _wait_for(pids: list[int], timeout_s: float, holds: Callable[[int], bool]) -> list[int]:
+    """Wait until `holds` is false for all `pids`; return those for which it still holds after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while pids := [pid for pid in pids if holds(pid)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    return pids
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal the worker's process group, or the worker alone when it leads none (`--run-path`)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,110 @@
+"""The workers' store: a fresh one for every start of the job, in the launcher of the node that has rank 0.
+
+torch's own handler makes one store and gives it to every restart. The workers then read the addresses that their dead
+forerunners left in it, and a node that joins later waits for a key that nobody writes again: with torch 2.13 every
+restart of a gloo job fails. Here each rendezvous ends with a new, empty store, whose address travels in the
+rendezvous' own. It is never hosted by a worker, so that it outlives rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_KEY = "ttp/job_store"
+
+
+@dataclass(frozen=True, slots=True)
+class JobStore:
+    """Where the workers of one start find their store (MASTER_ADDR, MASTER_PORT), and which start it is."""
+
+    host: str
+    port: int
+    round_number: int
+    """0 for the job's first start; higher at each later one, the same on all nodes."""
+
+    def encode(self) -> str:
+        return f"{self.host} {self.port} {self.round_number}"
+
+    @classmethod
+    def decode(cls, text: str) -> JobStore:
+        host, port, round_number = text.split()
+        return cls(host, int(port), int(round_number))
+
+
+class FreshStoreRendezvous(RendezvousHandler):
+    """Wraps any of torch's handlers: same membership, a new store each time.
+
+    `host` is this node's name or address as the other nodes see it. `same_keys_every_round` is True for a handler whose
+    store keeps its keys from one rendezvous to the next (`static`); every node then counts the rounds by itself.
+    """
+
+    def __init__(self, inner: RendezvousHandler, host: str, *, same_keys_every_round: bool) -> None:
+        self._inner = inner
+        self._host = host
+        self._same_keys_every_round = same_keys_every_round
+        self._next_round = 0
+        self._server: TCPStore | None = None
+        self._job_store: JobStore | None = None
+
+    @property
+    def job_store(self) -> JobStore:
+        """The store of the last rendezvous. Raises RuntimeError before the first."""
+        if self._job_store is None:
+            raise RuntimeError("no rendezvous yet: there is no store for the workers")
+        return self._job_store
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; called by the agent at every start of the workers, when those of the last are dead."""
+        info = self._join()
+        self._server = None  # closes the last round's
+        key = f"{_KEY}/{self._next_round}" if self._same_keys_every_round else _KEY
+        info.store.set(f"{key}/next_round/{info.rank}", str(self._next_round))
+        if info.rank == 0:
+            # A node that has just joined may be the one with rank 0: the others know how often the job was started.
+            known = [int(info.store.get(f"{key}/next_round/{node}")) for node in range(info.world_size)]
+            self._server = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            info.store.set(key, JobStore(self._host, self._server.port, max(known)).encode())
+        self._job_store = JobStore.decode(info.store.get(key).decode())
+        self._next_round = self._job_store.round_number + 1
+        address = RendezvousStoreInfo(self._job_store.host, self._job_store.port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, address)
+
+    def _join(self) -> RendezvousInfo:
+        """Run the wrapped handler, told not to make its own store; the workers do not inherit the variable."""
+        before = os.environ.get(_NO_SHARED_STORE)
+        os.environ[_NO_SHARED_STORE] = "1"
+        try:
+            return self._inner.next_rendezvous()
+        finally:
+            if before is None:
+                del os.environ[_NO_SHARED_STORE]
+            else:
+                os.environ[_NO_SHARED_STORE] = before
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        self._server = None
+        return self._inner.shutdown()

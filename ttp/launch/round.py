@@ -1,0 +1,145 @@
+"""One start of this node's workers, from their first moment to the last trace of them.
+
+Owns what belongs to a single start: the death watch, the way to the controller, the fault and its one deadline, and
+the ending (workers, what they left in their sessions, controllers). Never restarts anything, never reaps a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
+from ttp.launch.courier import Courier, Link
+from ttp.launch.deathwatch import Death, DeathWatch
+from ttp.launch.processes import end_workers, sweep_sessions
+from ttp.launch.rendezvous import JobStore
+from ttp.launch.story import Fault, describe, first_failure, ranks_text
+
+log = logging.getLogger("ttp.launch")
+
+EXPIRED_GRACE_S = 5.0
+"""After the deadline, between SIGTERM and SIGKILL: survivors have had all their time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launching:
+    """What every start of one job has in common. Times in seconds."""
+
+    total_timeout_s: float
+    """TTP_OT: a fault's deadline."""
+    poll_s: float
+    """Between two looks of the death watch."""
+    open_link: Callable[[str, str, Mapping[int, int]], Link]
+    """`open_link(address, job_id, pids)`: connect to a controller as the launcher of these ranks (rank -> pid)."""
+    request_shutdown: RequestShutdown
+
+
+class Round:
+    """The workers of one start on this node. Made when they run; `end` must follow, whatever happens."""
+
+    def __init__(
+        self,
+        launching: Launching,
+        *,
+        job_id: str,
+        job_store: JobStore,
+        start_id: str,
+        pids: Mapping[int, int],
+        nodes: int,
+        hosts_rank_zero: bool,
+    ) -> None:
+        """`pids` by global rank. `nodes`: how many nodes take part. `start_id`: TTP_START_ID of these workers."""
+        self._launching = launching
+        self._start_id = start_id
+        self._pids = dict(pids)
+        self._nodes = nodes
+        self._hosts_rank_zero = hosts_rank_zero
+        self._fault: Fault | None = None
+        self._courier = Courier(job_store, pids, lambda address, ranks: launching.open_link(address, job_id, ranks))
+        self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s)
+        self._watch.start()
+        self._courier.start()
+
+    @property
+    def fault(self) -> Fault | None:
+        return self._fault
+
+    @property
+    def has_controller(self) -> bool:
+        """Say whether the workers of this start are under a controller that the launcher reached."""
+        return self._courier.connected
+
+    def living(self) -> list[int]:
+        """Return the ranks here that have not ended altogether."""
+        return self._watch.living()
+
+    def deaths(self) -> dict[int, Death]:
+        return self._watch.deaths()
+
+    def failed(self) -> bool:
+        """Say whether a worker here has failed."""
+        return first_failure(self.deaths()) is not None
+
+    def hold(self, why: str = "") -> None:
+        """Let survivors finish: return when every worker here has ended, or the fault's deadline has passed.
+
+        The first call fixes the deadline. `why` names a cause that is not a death on this node. A signal to the
+        launcher comes out as torch's SignalException.
+        """
+        fault = self._begin(why)
+        if self._watch.wait_all(0.0):
+            return
+        log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
+        if self._watch.wait_all(self._left_s(fault)):
+            held_s = time.monotonic() - fault.begun_monotonic_s
+            log.info("all workers here have ended, %.2f s after the fault", held_s)
+            return
+        log.error(
+            "TTP_OT: %s still here %.0f s after the fault (%s): ending them",
+            ranks_text(self.living()), self._launching.total_timeout_s, fault.cause,
+        )  # fmt: skip
+
+    def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:
+        """End every worker and what the workers left in their sessions, without reaping them."""
+        if living := self.living():
+            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), death_signal.name, grace_s)
+        killed = set(end_workers(self._pids.values(), death_signal, grace_s))
+        if killed:
+            names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
+            log.warning("%s did not leave on %s: killed", names, death_signal.name)
+        left = sweep_sessions(self._pids.values(), spare=is_controller)
+        if left:
+            log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
+
+    def grace_s(self, default_s: float) -> float:
+        """How long workers may take to leave after a signal: as long as a fault may, if there is a controller to lead
+        them, else `default_s`."""
+        if not self.has_controller:
+            return default_s
+        return self._launching.total_timeout_s if self._fault is None else self._left_s(self._fault)
+
+    def close(self) -> None:
+        """End the controllers of this start on this node, and the threads. The workers have been ended before."""
+        self._watch.stop()
+        self._courier.close()
+        end_controllers(
+            self._start_id,
+            self._courier.entry if self._hosts_rank_zero else None,
+            self._launching.request_shutdown,
+            patience_s=self._left_s(self._fault) if self._fault is not None and self._nodes > 1 else 0.0,
+        )
+
+    def _begin(self, why: str) -> Fault:
+        if self._fault is None:
+            first = first_failure(self.deaths())
+            cause = why or (describe(first) if first is not None else "unknown cause")
+            begun_s = first.seen_monotonic_s if first is not None else time.monotonic()
+            self._fault = Fault(cause, begun_s, begun_s + self._launching.total_timeout_s)
+        return self._fault
+
+    def _left_s(self, fault: Fault) -> float:
+        return fault.left_s(time.monotonic())

@@ -1,0 +1,102 @@
+"""What an operator reads about a fault: one line for each transition, and the true cause first.
+
+Text and order only: no waiting, no signals, no files but the workers' own error files, which torch's `@record` writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ttp.launch.deathwatch import Death
+from ttp.proto.messages import EXIT_CODE_PERSISTED
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why the workers are held, and until when: one deadline, however many stages the fault has."""
+
+    cause: str
+    begun_monotonic_s: float
+    deadline_monotonic_s: float
+
+    def left_s(self, now_monotonic_s: float) -> float:
+        return max(0.0, self.deadline_monotonic_s - now_monotonic_s)
+
+
+def first_failure(deaths: Mapping[int, Death]) -> Death | None:
+    """Return the failed worker that was first seen to end; a survivor that persisted only if there is no other."""
+    failed = [death for death in deaths.values() if death.failed]
+    if not failed:
+        return None
+    return min(failed, key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank))
+
+
+def describe(death: Death) -> str:
+    """`rank 2 (pid 71) ended: signal SIGKILL`."""
+    return f"rank {death.rank} (pid {death.pid}) ended: {death.text}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks shortly: `rank 3`, `ranks 0-2, 5`."""
+    todo = sorted(set(ranks))
+    if not todo:
+        return "no rank"
+    runs: list[list[int]] = []
+    for rank in todo:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(todo) > 1 else ''} {names}"
+
+
+def outcome_text(deaths: Mapping[int, Death]) -> str:
+    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: persisted (exit code 75)`."""
+    groups: dict[str, list[Death]] = {}
+    for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
+        text = f"persisted ({death.text})" if death.status == EXIT_CODE_PERSISTED else death.text
+        groups.setdefault(text, []).append(death)
+    return "; ".join(f"{ranks_text(d.rank for d in group)}: {text}" for text, group in groups.items())
+
+
+def exception_text(failure: ProcessFailure) -> str:
+    """Quote the exception that a worker recorded in its error file; empty if it recorded none."""
+    message = failure.error_file_data.get("message")
+    text = message.get("message", "") if isinstance(message, dict) else message
+    if not os.path.exists(failure.error_file) or not isinstance(text, str):
+        return ""
+    return f"{text.strip()} (traceback: {failure.error_file})"
+
+
+def root_cause_first(
+    failures: Mapping[int, ProcessFailure], first_seen_unix_s: Mapping[int, float]
+) -> dict[int, ProcessFailure]:
+    """Order failures (by global rank) so that torch reports the true root cause, and make its timestamps agree.
+
+    torch takes the smallest timestamp, in whole seconds, and the first of equals; after a hold it would have read them
+    all at the same moment. A survivor that persisted is never the cause while there is another. The moment of a failure
+    is that of its error file, if that came before the process's end.
+    """
+
+    def moment(rank: int) -> float:
+        failure = failures[rank]
+        seen = first_seen_unix_s.get(rank, float(failure.timestamp))
+        try:
+            return min(seen, os.stat(failure.error_file).st_mtime)
+        except OSError:
+            return seen
+
+    def persisted(rank: int) -> bool:
+        failure = failures[rank]
+        return failure.exitcode == EXIT_CODE_PERSISTED and not os.path.exists(failure.error_file)
+
+    order = sorted(failures, key=lambda rank: (persisted(rank), moment(rank), rank))
+    earliest = min((int(moment(rank)) for rank in order), default=0)
+    for position, rank in enumerate(order):
+        failures[rank].timestamp = earliest if position == 0 else max(earliest, int(moment(rank)))
+    return {rank: failures[rank] for rank in order}
