@@ -1,1 +1,1 @@
-"""Checkpoints: torch DCP format plus a manifest, written without collectives, published atomically, verified on load."""
+"""Checkpoints: torch DCP format plus a manifest, written without collectives, published at once, verified on load."""

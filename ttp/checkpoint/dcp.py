@@ -1,0 +1,305 @@
+"""The bridge to `torch.distributed.checkpoint` (DCP): planners for explicit boxes, and its metadata file.
+
+Owns every contact with DCP's classes. Uses no collective and no process group; decides nothing about when or what to
+save. `.metadata` is a pickle: it is read by an unpickler that knows DCP's own classes and nothing else, so that a
+checkpoint can never run code.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.keys import nested_path
+from ttp.checkpoint.shards import Box, boxes_of_run
+from ttp.errors import CheckpointMismatch, CorruptCheckpoint
+from ttp.proto.messages import BlobEntry, ShareResult, TensorEntry
+
+METADATA_NAME = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """A box to write: its place in the tensor `held.key`, and its elements (1-D, on the holder's device)."""
+
+    held: HeldTensor
+    box: Box
+
+    @property
+    def values(self) -> torch.Tensor:
+        begin = self.box.start - self.held.start
+        return self.held.values[begin : begin + self.box.numel]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.held.values.element_size()
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Plans the writing of explicit boxes and blobs; one plan is one file.
+
+    `to_cpu` is called with each box's elements, by the writing thread, in the plan's order.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[HeldBox],
+        blobs: Mapping[str, bytes],
+        to_cpu: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._boxes = {(held_box.held.key, held_box.box.offsets): held_box for held_box in boxes}
+        self._blobs = blobs
+        self._to_cpu = to_cpu
+
+    def create_local_plan(self) -> SavePlan:
+        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._blobs]
+        for held_box in self._boxes.values():
+            held, box = held_box.held, held_box.box
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=held.values.dtype), torch.Size(held.shape))
+            items.append(WriteItem(MetadataIndex(held.key, box.offsets), WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._blobs[index.fqn])
+        held_box = self._boxes[index.fqn, tuple(index.offset or ())]
+        return self._to_cpu(held_box.values.detach()).view(held_box.box.sizes)
+
+
+class _MetadataWriter(FileSystemWriter):
+    """Records where the checkpoint will be, as plain text: the stock writer pickles a `Path`, which another version of
+    Python may not be able to read."""
+
+    def __init__(self, path: Path, final_path: str, save_id: str) -> None:
+        super().__init__(path, sync_files=True)
+        self._meta = StorageMeta(checkpoint_id=final_path, save_id=save_id)
+
+    def storage_meta(self) -> StorageMeta:
+        return self._meta
+
+
+def write_metadata(directory: Path, results: Sequence[ShareResult], final_path: str, save_id: str) -> None:
+    """Write `.metadata` (fsync) from what all writers wrote, so that stock `dcp.load` reads `directory`."""
+    tensors = sorted((e for r in results for e in r.tensors), key=lambda e: (e.key, e.offsets))
+    blobs: dict[str, BlobEntry] = {}
+    for entry in (e for r in results for e in r.blobs):
+        blobs.setdefault(entry.key, entry)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    written: list[WriteResult] = []
+    for e in tensors:
+        size = torch.Size(e.shape)
+        described.setdefault(e.key, TensorStorageMetadata(TensorProperties(dtype=dtype_of(e.dtype)), size, []))
+        description = described[e.key]
+        assert isinstance(description, TensorStorageMetadata)
+        index = MetadataIndex(e.key, e.offsets, len(description.chunks))
+        description.chunks.append(ChunkStorageMetadata(torch.Size(e.offsets), torch.Size(e.sizes)))
+        written.append(_write_result(index, e))
+    for key in sorted(blobs):
+        described[key] = BytesStorageMetadata()
+        written.append(_write_result(MetadataIndex(key), blobs[key]))
+    metadata = Metadata(described, planner_data={key: nested_path(key) for key in described})
+    _MetadataWriter(directory, final_path, save_id).finish(metadata, [written])
+
+
+def _write_result(index: MetadataIndex, entry: TensorEntry | BlobEntry) -> WriteResult:
+    # DCP's reader unpickles exactly this class, so its name and its first three fields are part of the file format.
+    place = dcp_filesystem._StorageInfo(entry.file, entry.position, entry.length)
+    return WriteResult(index, entry.length, place)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Turn `float32` into torch.float32. Raises CorruptCheckpoint for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpoint(f"{name!r} is not the name of a torch dtype")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DCP_CLASSES = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        [
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        ]
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
+    "torch.serialization": frozenset(["_get_layout"]),
+    "torch": frozenset(["Size"]),
+    "pathlib": frozenset(["PosixPath", "PurePosixPath"]),
+    "pathlib._local": frozenset(["PosixPath", "PurePosixPath"]),
+    "collections": frozenset(["OrderedDict"]),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DCP_CLASSES.get(module, ()):
+            return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read a checkpoint's `.metadata` without running code from it. Raises CorruptCheckpoint."""
+    file = path / METADATA_NAME
+    try:
+        with open(file, "rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{file} is missing") from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise CorruptCheckpoint(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CorruptCheckpoint(f"{file} is not the metadata of a torch checkpoint")
+    for index, place in metadata.storage_data.items():
+        if Path(place.relative_path).name != place.relative_path:
+            raise CorruptCheckpoint(f"{file}: {index.fqn} is said to lie in {place.relative_path}, outside {path}")
+    return metadata
+
+
+class RunLoadPlanner(LoadPlanner):
+    """Fills flat runs from stored boxes, whatever the cuts: reads every stored box that is needed exactly once.
+
+    Calls, in order: `set_up_planner`, `create_local_plan`, then the reader calls `resolve_tensor` (where to put a stored
+    box: a scratch tensor of its size) and `commit_tensor` (copy from it what the runs need) for every item.
+    """
+
+    def __init__(self, targets: Sequence[HeldTensor], where: str) -> None:
+        self._targets = targets
+        self._where = where
+        self._metadata: Metadata | None = None
+        self._uses: dict[MetadataIndex, list[tuple[HeldTensor, Box, ReadItem]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.filled = [0] * len(targets)
+        """Elements copied so far, by target."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan the reads. Raises CheckpointMismatch naming the first key or shape that differs."""
+        assert self._metadata is not None
+        self._uses.clear()
+        chunks: dict[MetadataIndex, ChunkStorageMetadata] = {}
+        for number, target in enumerate(self._targets):
+            description = self._described(target)
+            self._dtypes[target.key] = description.properties.dtype
+            boxes = boxes_of_run(target.shape, target.start, target.start + target.values.numel())
+            wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+            for item in create_read_items_for_chunk_list(target.key, description, wanted):
+                stored, box = item.storage_index, boxes[item.dest_index.index or 0]
+                chunks[stored] = description.chunks[stored.index or 0]
+                self._uses.setdefault(stored, []).append((target, box, item))
+                self.filled[number] += math.prod(item.lengths)
+        return LoadPlan([self._whole(stored, chunk) for stored, chunk in chunks.items()])
+
+    def _described(self, target: HeldTensor) -> TensorStorageMetadata:
+        assert self._metadata is not None
+        description = self._metadata.state_dict_metadata.get(target.key)
+        if not isinstance(description, TensorStorageMetadata):
+            raise CheckpointMismatch(
+                f"{self._where} has no tensor {target.key!r} (wanted, of shape {tuple(target.shape)}): it was written by "
+                "another model or optimizer; start with the configuration that wrote it, or name another checkpoint"
+            )
+        if tuple(description.size) != tuple(target.shape):
+            raise CheckpointMismatch(
+                f"{self._where}: {target.key!r} has shape {tuple(description.size)}, wanted {tuple(target.shape)}: it was "
+                "written by another model; start with the configuration that wrote it, or name another checkpoint"
+            )
+        return description
+
+    @staticmethod
+    def _whole(stored: MetadataIndex, chunk: ChunkStorageMetadata) -> ReadItem:
+        zeros = torch.Size([0] * len(chunk.sizes))
+        return ReadItem(LoadItemType.TENSOR, stored, zeros, stored, zeros, chunk.sizes)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError(f"{read_item.storage_index.fqn}: no blob was planned to be read")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self._dtypes[read_item.storage_index.fqn])
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        for target, box, use in self._uses[read_item.storage_index]:
+            begin = box.start - target.start
+            local = target.values.detach()[begin : begin + box.numel].view(box.sizes)
+            for axis, length in enumerate(use.lengths):
+                local = local.narrow(axis, use.dest_offsets[axis], length)
+            source = tensor
+            for axis, length in enumerate(use.lengths):
+                source = source.narrow(axis, use.storage_offsets[axis], length)
+            local.copy_(source)
+
+
+def read_runs(path: Path, targets: Sequence[HeldTensor]) -> None:
+    """Fill the targets' values from the checkpoint at `path`, converting dtypes. Raises as `RunLoadPlanner` does, or
+    CorruptCheckpoint; the values are then undefined."""
+    metadata = read_metadata(path)
+    planner = RunLoadPlanner(targets, str(path))
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    for target, filled in zip(targets, planner.filled, strict=True):
+        if filled != target.values.numel():
+            raise CorruptCheckpoint(
+                f"{path}: {target.values.numel() - filled} elements of {target.key!r} are stored nowhere or more than once"
+            )
+    try:
+        reader.read_data(planner.finish_plan(reader.prepare_local_plan(plan)), planner).wait()
+    except torch.OutOfMemoryError:
+        raise
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{path}: {error.filename} is missing") from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise CorruptCheckpoint(f"{path}: its tensors cannot be read: {type(error).__name__}: {error}") from error

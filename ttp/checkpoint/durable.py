@@ -1,0 +1,136 @@
+"""Small acts on the file system that survive a power cut, and the tracker file.
+
+Owns how bytes are made durable and how names are replaced; knows nothing of tensors. Never removes a published
+checkpoint. Every call goes through the `os` module, where tests make any one of them fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+_LOCK_PATIENCE_S = 2.0
+
+
+def step_directory_name(step: int) -> str:
+    """`iter_0000042`."""
+    return f"iter_{step:07d}"
+
+
+def step_of_directory(path: Path) -> int | None:
+    """Return the step of a published directory's name, None for any other name (temporary, moved aside, foreign)."""
+    match = _STEP_DIRECTORY.fullmatch(path.name)
+    return int(match.group(1)) if match and step_directory_name(int(match.group(1))) == path.name else None
+
+
+def steps_in(directory: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of all published directories, newest first; none when the directory is not there."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(step, directory / name) for name in names if (step := step_of_directory(Path(name))) is not None]
+    return sorted(found, key=lambda pair: -pair[0])
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file by way of a temporary neighbour, so that `path` is never seen half written. Fsyncs the file only:
+    the caller makes the name durable."""
+    neighbour = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    descriptor = os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(neighbour, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(neighbour)
+        raise
+
+
+def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """Hash a file; `progress` is told each block's bytes."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            if progress is not None:
+                progress(count)
+    return digest.hexdigest()
+
+
+def read_tracker(directory: Path) -> int | None:
+    """Return the step that the tracker names, None when there is none or it is not a number. A hint, never a proof."""
+    try:
+        text = (directory / TRACKER_NAME).read_text(encoding="ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def advance_tracker(directory: Path, step: int) -> int:
+    """Make the tracker name the newest of `step`, what it names now, and what is published; return that step.
+
+    Two publishers may be here at once (one of them slow and long replaced), so this is done under a lock, and once more
+    when a newer checkpoint appeared meanwhile: the tracker ends at the newest whatever the order. The lock is a help only:
+    where the file system has none, or its owner is stopped, the second look still puts it right.
+    """
+    with _locked(directory):
+        while True:
+            newest = max([step, read_tracker(directory) or 0, *(s for s, _ in steps_in(directory))])
+            if read_tracker(directory) != newest:
+                write_durably(directory / TRACKER_NAME, f"{newest}\n".encode())
+                fsync_directory(directory)
+            if all(s <= newest for s, _ in steps_in(directory)):
+                return newest
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's advisory lock, or go on without it after a short patience."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    logger.warning(
+                        "%s: another process holds its lock for %.0f s; going on", directory, _LOCK_PATIENCE_S
+                    )
+                    break
+                time.sleep(0.01)
+            except OSError as error:  # no locks on directories here (some network file systems)
+                logger.debug("%s: no lock: %s", directory, error)
+                break
+        yield
+    finally:
+        os.close(descriptor)

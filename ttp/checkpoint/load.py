@@ -1,0 +1,147 @@
+"""Finding the newest valid checkpoint and reading what a rank needs of it, at any world size and layout.
+
+Owns the search and the reading; changes nothing on disk and uses no collective (`Voters` is where a caller's ranks agree).
+The tracker file is a hint for people and other tools: the search looks at the directories themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ttp.checkpoint import dcp
+from ttp.checkpoint import manifest as manifests
+from ttp.checkpoint.durable import steps_in
+from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.manifest import Manifest
+from ttp.checkpoint.verify import share_of_files, verify
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
+
+__all__ = [
+    "Alone",
+    "Found",
+    "Voters",
+    "check_matches",
+    "find_newest_valid",
+    "list_checkpoints",
+    "read_into",
+    "read_manifest",
+    "share_of_files",
+    "verify",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    path: Path
+    manifest: Manifest
+    skipped: tuple[str, ...]
+    """Newer checkpoints that were not valid: path and reason each."""
+
+
+class Voters(Protocol):
+    """How the ranks of a job agree on one checkpoint; each method is called by all of them, in the same order."""
+
+    index: int
+    count: int
+
+    def same_list(self, paths: list[str]) -> list[str]:
+        """Return the first rank's list to all."""
+
+    def first_failure(self, reason: str) -> str:
+        """Return the first non-empty reason of any rank to all, or empty."""
+
+
+class Alone:
+    """One process votes by itself."""
+
+    index = 0
+    count = 1
+
+    def same_list(self, paths: list[str]) -> list[str]:
+        return paths
+
+    def first_failure(self, reason: str) -> str:
+        return reason
+
+
+def list_checkpoints(dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return all published checkpoints of these directories, newest step first (then in the directories' order)."""
+    found = [(-step, order, path) for order, directory in enumerate(dirs) for step, path in steps_in(Path(directory))]
+    return [path for _, _, path in sorted(found, key=lambda entry: entry[:2])]
+
+
+def find_newest_valid(
+    dirs: Sequence[str | os.PathLike[str]],
+    *,
+    deep: bool = True,
+    voters: Voters | None = None,
+    on_skip: Callable[[Path, str], None] | None = None,
+) -> Found | None:
+    """Return the newest checkpoint that is valid, or None; `on_skip` hears of every newer one that is not, and why.
+
+    With `voters`, every rank calls this, each checks its share of the files, and all return the same checkpoint.
+    """
+    voters = voters or Alone()
+    skipped: list[str] = []
+    for name in voters.same_list([str(path) for path in list_checkpoints(dirs)]):
+        path, found, reason = Path(name), None, ""
+        try:
+            found = verify(path, deep=deep, share=(voters.index, voters.count))
+        except (CheckpointError, OSError) as error:
+            reason = str(error)
+        reason = voters.first_failure(reason)
+        if not reason and found is not None:
+            return Found(path, found, tuple(skipped))
+        skipped.append(f"{path}: {reason}")
+        if on_skip is not None:
+            on_skip(path, reason)
+    return None
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read a checkpoint's manifest. Raises CorruptCheckpoint."""
+    return manifests.read_manifest(Path(path))
+
+
+def check_matches(path: str | os.PathLike[str], expected: Mapping[str, Sequence[int]]) -> Manifest:
+    """Compare a checkpoint's tensors with what this job has (shape by key), both ways; return its manifest.
+
+    Raises CheckpointMismatch naming the first difference: a sharded rank, which reads but a part, would not see a
+    checkpoint of a deeper model.
+    """
+    found = read_manifest(path)
+    for key, shape in sorted(expected.items()):
+        if key not in found.tensors:
+            raise CheckpointMismatch(
+                f"{path} has no tensor {key!r} (wanted, of shape {tuple(shape)}): it was written by another model or "
+                "optimizer; start with the configuration that wrote it, or name another checkpoint"
+            )
+        if found.tensors[key].shape != tuple(shape):
+            raise CheckpointMismatch(
+                f"{path}: {key!r} has shape {found.tensors[key].shape}, wanted {tuple(shape)}: it was written by another "
+                "model; start with the configuration that wrote it, or name another checkpoint"
+            )
+    for key, spec in sorted(found.tensors.items()):
+        if key not in expected:
+            raise CheckpointMismatch(
+                f"{path} has a tensor {key!r} of shape {spec.shape} that this job has not: it was written by another model "
+                "or optimizer; start with the configuration that wrote it, or name another checkpoint"
+            )
+    return found
+
+
+def read_into(path: str | os.PathLike[str], targets: Sequence[HeldTensor]) -> None:
+    """Fill every target's `values` in place; only the stored boxes that overlap them are read, each once.
+
+    Any rank may call this alone, with any cut; the dtype is converted where it differs. The caller has verified the
+    checkpoint. Raises CheckpointMismatch naming the first missing key or other shape (nothing is changed then) and
+    CorruptCheckpoint when the bytes cannot be read (the values are undefined then).
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
+    dcp.read_runs(root, targets)

@@ -1,0 +1,352 @@
+"""Making the shares of all writers one visible checkpoint, or nothing at all.
+
+Owns the order of the acts (complete, checked, durable, then renamed, then the tracker) and the rule that a valid
+published checkpoint is never replaced. Never writes a tensor.
+
+Several publishers may be at work: one that was given up for dead may wake up beside its successor. So a publisher first
+claims the attempt by renaming its directory; whoever loses the claim fails on a name that is gone, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import math
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ttp.checkpoint import dcp
+from ttp.checkpoint.durable import (
+    TRACKER_NAME,
+    advance_tracker,
+    fsync_directory,
+    sha256_of,
+    step_directory_name,
+)
+from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorSpec, to_bytes, write_manifest
+from ttp.checkpoint.shards import tiling_error
+from ttp.checkpoint.share import write_share
+from ttp.checkpoint.verify import verify
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
+from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
+
+logger = logging.getLogger(__name__)
+
+_STALE = re.compile(rf"iter_\d{{7,}}_tmp.*|\.{re.escape(TRACKER_NAME)}\..*|\.ttp_probe.*")
+_PUBLISH_TRIES = 5
+
+
+def publish(
+    directory: str | os.PathLike[str],
+    tmp_name: str,
+    *,
+    step: int,
+    results: Sequence[ShareResult],
+    cause: Cause,
+    record: CommitRecord | None,
+    state: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    expected: Mapping[str, Sequence[int]] | None = None,
+    blobs: Mapping[str, object] | None = None,
+    rank: int = 0,
+    term: int = 0,
+    created_unix_s: float | None = None,
+) -> str:
+    """Make `directory/tmp_name`, which holds exactly `results`, the checkpoint of `step`; return its path.
+
+    expected: shape of every tensor that must be there; blobs: plain values that this publisher adds (param groups).
+    Called by one rank, without a collective; after a failure it may be called again by any rank. A valid checkpoint of
+    the same step and tensors that is there already is kept and its path returned; a broken one is moved aside.
+    Raises CorruptCheckpoint (the shares do not make a whole), CheckpointMismatch (the step is taken by another model's
+    checkpoint), NotWritable (the file system refused), CheckpointError (the attempt is gone). Nothing is visible then, or
+    the checkpoint is whole.
+    """
+    root = Path(directory)
+    specs = check_complete(results, expected)
+    final = root / step_directory_name(step)
+    fields = Manifest(
+        step=step,
+        cause=cause,
+        layout=layout,
+        files=(),
+        tensors=specs,
+        state=state,
+        record=record,
+        created_unix_s=time.time() if created_unix_s is None else created_unix_s,
+        attempt=tmp_name,
+        term=term,
+        versions={"torch": str(torch.__version__), "ttp": _ttp_version()},
+    )
+    to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
+    try:
+        for _ in range(_PUBLISH_TRIES):
+            if os.path.lexists(final) and _is_kept(final, specs):
+                _discard_attempt(root, tmp_name)
+                break
+            if _publish_once(root, tmp_name, final, fields, results, blobs or {}, rank):
+                break
+        else:
+            raise CheckpointError(
+                f"step {step}: {root / tmp_name} was taken by other publishers {_PUBLISH_TRIES} times"
+            )
+        fsync_directory(root)
+    except OSError as error:
+        raise NotWritable(
+            f"rank {rank} cannot publish step {step} in {root}: {error.strerror or error} ({error.filename}); "
+            "make room there or list another checkpoint directory after it"
+        ) from error
+    try:
+        advance_tracker(root, step)
+    except OSError as error:  # the checkpoint is published all the same: the tracker is a hint
+        logger.warning("step %d is published as %s, but its tracker was not replaced: %s", step, final, error)
+    return str(final)
+
+
+def _publish_once(
+    root: Path,
+    tmp_name: str,
+    final: Path,
+    fields: Manifest,
+    results: Sequence[ShareResult],
+    blobs: Mapping[str, object],
+    rank: int,
+) -> bool:
+    """Claim the attempt, complete it, rename it. False when another publisher came first: look again."""
+    claim = _claim(root, tmp_name, [file for result in results for file in result.files], final)
+    if claim is None:
+        return False
+    try:
+        _complete(claim, fields, results, blobs, final, rank)
+    except (FileNotFoundError, CheckpointError):
+        if claim.exists():
+            raise
+        return False  # claimed away while we worked
+    try:
+        os.rename(claim, final)  # fails when `final` is there: a published directory is never empty
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
+
+
+def _claim(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -> Path | None:
+    """Give the attempt's directory a name that nobody else knows. None when it went away meanwhile."""
+    prefix = f"{tmp_name}_claim_"
+    found = sorted(name for name in os.listdir(root) if name == tmp_name or name.startswith(prefix))
+    for name in found:
+        if _missing(root / name, files) is None:
+            claim = root / f"{prefix}{uuid.uuid4().hex[:12]}"
+            try:
+                os.rename(root / name, claim)
+            except FileNotFoundError:
+                return None
+            return claim
+    if os.path.lexists(final):
+        return None
+    if not found:
+        raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish. Write the step again as a new attempt")
+    raise CorruptCheckpoint(
+        f"{_missing(root / found[0], files)}; is {root} the same directory on every node? Write the step again"
+    )
+
+
+def _missing(path: Path, files: Sequence[FileEntry]) -> str | None:
+    """Say which listed file is not in `path` with its size."""
+    for file in files:
+        try:
+            nbytes = (path / file.name).stat().st_size
+        except FileNotFoundError:
+            return f"{path / file.name}, written by rank {file.rank}, is missing"
+        if nbytes != file.nbytes:
+            return f"{path / file.name}, written by rank {file.rank}, has {nbytes} bytes, wanted {file.nbytes}"
+    return None
+
+
+def _complete(
+    claim: Path,
+    fields: Manifest,
+    results: Sequence[ShareResult],
+    blobs: Mapping[str, object],
+    final: Path,
+    rank: int,
+) -> None:
+    """Add blobs, torch's metadata and the manifest, all durable, and remove what no writer reported."""
+    results = [*results]
+    if blobs:
+        results.append(write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs"))
+    dcp.write_metadata(claim, results, str(final), fields.attempt)
+    metadata = claim / dcp.METADATA_NAME
+    entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
+    files = sorted((*(file for result in results for file in result.files), entry), key=lambda file: file.name)
+    listed = {file.name for file in files} | {MANIFEST_NAME}
+    for name in sorted(set(os.listdir(claim)) - listed):
+        with contextlib.suppress(OSError):  # half a file of a writer that died: it may as well stay
+            os.unlink(claim / name)
+    write_manifest(claim, replace(fields, files=tuple(files)))
+    fsync_directory(claim)
+
+
+def _is_kept(final: Path, specs: Mapping[str, TensorSpec]) -> bool:
+    """True when `final` is a valid checkpoint of these tensors. A broken one is moved aside: False."""
+    try:
+        judged = os.lstat(final)
+        manifest = verify(final)
+    except FileNotFoundError:
+        return False
+    except CorruptCheckpoint as error:
+        _move_aside(final, (judged.st_dev, judged.st_ino), str(error))
+        return False
+    if dict(manifest.tensors) != dict(specs):
+        raise CheckpointMismatch(
+            f"{final} is already there and belongs to another model or optimizer: checkpoints are never overwritten. Use "
+            "another checkpoint directory, or move it away"
+        )
+    logger.info("%s is already published and valid: kept", final)
+    return True
+
+
+def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
+    for number in itertools.count(1):
+        aside = final.with_name(f"{final.name}_broken_{number}")
+        if os.path.lexists(aside):
+            continue
+        try:
+            os.rename(final, aside)
+        except FileNotFoundError:
+            return
+        now = os.lstat(aside)
+        if (now.st_dev, now.st_ino) != judged:  # another publisher replaced it since it was judged: put it back
+            os.rename(aside, final)
+            return
+        fsync_directory(final.parent)
+        logger.error("%s is broken and was moved to %s: %s", final, aside, reason)
+        return
+
+
+def _discard_attempt(root: Path, tmp_name: str) -> None:
+    for name in os.listdir(root):
+        if name == tmp_name or name.startswith(f"{tmp_name}_claim_"):
+            shutil.rmtree(root / name, ignore_errors=True)
+
+
+def check_complete(
+    results: Sequence[ShareResult], expected: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, TensorSpec]:
+    """Prove by exact arithmetic that the shares hold every tensor exactly once; return what each tensor is.
+
+    expected: shape by key; None: whatever the shares name. Raises CorruptCheckpoint naming the first hole, overlap,
+    contradiction or missing key. Blobs may be there more than once: the first one counts.
+    """
+    files = {file.name: file for result in results for file in result.files}
+    if len(files) != sum(len(result.files) for result in results):
+        raise CorruptCheckpoint("two shares name the same file: every writer must use names of its own")
+    specs: dict[str, TensorSpec] = {}
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in (entry for result in results for entry in result.tensors):
+        spec = specs.setdefault(entry.key, TensorSpec(entry.dtype, entry.shape))
+        if spec != TensorSpec(entry.dtype, entry.shape):
+            raise CorruptCheckpoint(
+                f"{entry.key!r} is {spec.dtype} of {spec.shape} in one share and {entry.dtype} of {entry.shape} in another"
+            )
+        dcp.dtype_of(entry.dtype)
+        boxes.setdefault(entry.key, []).append((entry.offsets, entry.sizes))
+        places.setdefault(entry.file, []).append((entry.position, entry.length, entry.key))
+    for blob in (blob for result in results for blob in result.blobs):
+        if blob.file not in files or not 0 <= blob.position <= blob.position + blob.length <= files[blob.file].nbytes:
+            raise CorruptCheckpoint(f"blob {blob.key!r} is said to lie outside the file {blob.file}")
+    _check_places(places, files)
+    for key, shape in sorted((expected or {}).items()):
+        if key not in specs:
+            raise CorruptCheckpoint(f"{key!r} of shape {tuple(shape)} is in no share: no live holder wrote it")
+        if specs[key].shape != tuple(shape):
+            raise CorruptCheckpoint(f"{key!r} has shape {specs[key].shape} in the shares, wanted {tuple(shape)}")
+    for key, spec in sorted(specs.items()):
+        if expected is not None and key not in expected:
+            raise CorruptCheckpoint(f"{key!r} of shape {spec.shape} is in a share but belongs to no expected tensor")
+        # An empty tensor has nothing that could be there twice.
+        error = tiling_error(spec.shape, boxes[key][:1] if math.prod(spec.shape) == 0 else boxes[key])
+        if error is not None:
+            raise CorruptCheckpoint(f"{key!r}: {error}")
+    return specs
+
+
+def _check_places(places: Mapping[str, list[tuple[int, int, str]]], files: Mapping[str, FileEntry]) -> None:
+    """Every box has bytes of its own within a listed file."""
+    for name, spans in sorted(places.items()):
+        if name not in files:
+            raise CorruptCheckpoint(f"{spans[0][2]!r} is said to lie in {name}, which no share lists")
+        end = 0
+        for position, length, key in sorted(spans):
+            if position < end or length <= 0 or position + length > files[name].nbytes:
+                raise CorruptCheckpoint(
+                    f"{key!r} is said to lie at bytes {position} to {position + length} of {name}, which has "
+                    f"{files[name].nbytes} bytes and whose last box ended at {end}"
+                )
+            end = position + length
+
+
+def clean_stale(directory: str | os.PathLike[str]) -> list[str]:
+    """Remove what interrupted attempts left in `directory`; return the names. The caller ensures that nobody writes.
+
+    Published checkpoints and those moved aside as broken are never touched.
+    """
+    root = Path(directory)
+    removed = []
+    for name in sorted(os.listdir(root)) if root.is_dir() else []:
+        if not _STALE.fullmatch(name):
+            continue
+        try:
+            shutil.rmtree(root / name) if (root / name).is_dir() else os.unlink(root / name)
+        except OSError as error:  # it only takes room
+            logger.warning("%s, left by an interrupted attempt, cannot be removed: %s", root / name, error)
+        else:
+            removed.append(name)
+    return removed
+
+
+def probe_writable(directory: str | os.PathLike[str]) -> None:
+    """Find out now that a checkpoint can be written here: make the directory, then write, sync, rename and remove a probe.
+
+    Raises NotWritable naming the directory, the reason and what to do.
+    """
+    root = Path(directory)
+    probe = root / f".ttp_probe_{uuid.uuid4().hex}"
+    renamed = probe.with_name(probe.name + "_renamed")
+    try:
+        os.makedirs(root, exist_ok=True)
+        os.mkdir(probe)
+        with open(probe / "probe", "xb") as stream:
+            stream.write(b"probe")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(probe, renamed)
+        fsync_directory(root)
+    except OSError as error:
+        raise NotWritable(
+            f"checkpoint directory {root} cannot be written: {error.strerror or error} ({error.filename}); "
+            "choose another directory, or correct its permissions and free space"
+        ) from error
+    finally:
+        for leftover in (probe, renamed):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _ttp_version() -> str:
+    try:
+        return version("try-to-persist")
+    except PackageNotFoundError:  # a bare checkout
+        return "unknown"

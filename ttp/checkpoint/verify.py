@@ -1,0 +1,134 @@
+"""Telling a valid checkpoint from a broken one.
+
+Owns the checks, from cheap to dear: manifest, names and sizes, torch's metadata and completeness, checksums. Changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from ttp.checkpoint import dcp
+from ttp.checkpoint.durable import sha256_of, step_of_directory
+from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
+from ttp.checkpoint.shards import tiling_error
+from ttp.errors import CorruptCheckpoint
+from ttp.proto.messages import FileEntry
+
+Progress = Callable[[int, int], None]
+"""Told (bytes checked so far, bytes to check)."""
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    deep: bool = True,
+    share: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+) -> Manifest:
+    """Check a published checkpoint and return its manifest. Raises CorruptCheckpoint naming what is broken.
+
+    deep: compare checksums as well as names, sizes and completeness.
+    share: (i, n): do only the i-th of n nearly equal parts of the dear work, so that n ranks can do it together; the
+    checkpoint is valid when all n find nothing. Names and sizes are checked by all, completeness by the first.
+    """
+    root = Path(path)
+    index, count = share
+    if not 0 <= index < count:
+        raise ValueError(f"share is {share}: wanted (i, n) with 0 <= i < n")
+    if not root.is_dir():
+        raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
+    manifest = read_manifest(root)
+    named = step_of_directory(root)
+    if named is not None and named != manifest.step:
+        raise CorruptCheckpoint(f"{root} is named for step {named}, its manifest says step {manifest.step}")
+    _check_files(root, manifest)
+    if index == 0:
+        _check_completeness(root, manifest)
+    if deep:
+        _check_sums(root, share_of_files(manifest.files, index, count), progress)
+    return manifest
+
+
+def share_of_files(files: Sequence[FileEntry], index: int, count: int) -> list[FileEntry]:
+    """Return the i-th of n parts of `files`, nearly equal in bytes; all parts together are all files."""
+    loads = [(0, part) for part in range(count)]
+    mine = []
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
+        load, part = heapq.heappop(loads)
+        heapq.heappush(loads, (load + file.nbytes, part))
+        if part == index:
+            mine.append(file)
+    return mine
+
+
+def _check_files(root: Path, manifest: Manifest) -> None:
+    for file in manifest.files:
+        if Path(file.name).name != file.name:
+            raise CorruptCheckpoint(f"{root}: the manifest names the file {file.name!r}, outside the checkpoint")
+        try:
+            nbytes = (root / file.name).stat().st_size
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{root / file.name} is missing; rank {file.rank} wrote it") from None
+        if nbytes != file.nbytes:
+            what = "truncated" if nbytes < file.nbytes else "longer than written"
+            raise CorruptCheckpoint(f"{root / file.name} is {what}: it has {nbytes} bytes, wanted {file.nbytes}")
+    if dcp.METADATA_NAME not in {file.name for file in manifest.files}:
+        raise CorruptCheckpoint(f"{root}: the manifest does not list {dcp.METADATA_NAME}")
+
+
+def _check_completeness(root: Path, manifest: Manifest) -> None:
+    """torch's metadata describes exactly the manifest's tensors, each stored whole and once, in files that are there."""
+    metadata = dcp.read_metadata(root)
+    sizes = {file.name: file.nbytes for file in manifest.files}
+    described: dict[str, TensorSpec] = {}
+    for key, description in metadata.state_dict_metadata.items():
+        if isinstance(description, BytesStorageMetadata):
+            _check_place(root, metadata, MetadataIndex(key), sizes)
+            continue
+        assert isinstance(description, TensorStorageMetadata)
+        described[key] = TensorSpec(dcp.dtype_name(description.properties.dtype), tuple(description.size))
+        error = tiling_error(description.size, [(chunk.offsets, chunk.sizes) for chunk in description.chunks])
+        if error is not None:
+            raise CorruptCheckpoint(f"{root}: {key!r}: {error}")
+        for chunk in description.chunks:
+            _check_place(root, metadata, MetadataIndex(key, chunk.offsets), sizes)
+    for key in sorted(described.keys() | manifest.tensors.keys()):
+        if described.get(key) != manifest.tensors.get(key):
+            raise CorruptCheckpoint(
+                f"{root}: {key!r} is {described.get(key)} in {dcp.METADATA_NAME} and {manifest.tensors.get(key)} in the "
+                "manifest"
+            )
+
+
+def _check_place(root: Path, metadata: Metadata, index: MetadataIndex, sizes: dict[str, int]) -> None:
+    place = metadata.storage_data.get(index)
+    if place is None:
+        raise CorruptCheckpoint(f"{root}: {index.fqn!r} at {index.offset} is stored nowhere")
+    if not 0 <= place.offset < place.offset + place.length <= sizes.get(place.relative_path, -1):
+        raise CorruptCheckpoint(
+            f"{root}: {index.fqn!r} is said to lie at bytes {place.offset} to {place.offset + place.length} of "
+            f"{place.relative_path}, which has {sizes.get(place.relative_path, 'no')} bytes"
+        )
+
+
+def _check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | None) -> None:
+    total, done = sum(file.nbytes for file in files), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    for file in files:
+        found = sha256_of(root / file.name, advance)
+        if found != file.sha256:
+            raise CorruptCheckpoint(
+                f"{root / file.name} was altered since rank {file.rank} wrote it: sha256 {found}, wanted {file.sha256}"
+            )
