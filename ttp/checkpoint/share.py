@@ -195,6 +195,8 @@ class _DeviceCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if values.device.type == "cpu" and (values.numel() == 0 or values.stride(0) != 1):
+            return values.clone()  # one element of a wider stride counts as contiguous
         if values.device.type == "cpu":
             # torch.save writes a tensor's whole storage, so DCP clones every view. A storage of the view's own size over
             # the same memory spares that copy, a third of the time and all of the extra memory.
