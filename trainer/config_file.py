@@ -62,6 +62,8 @@ def read_yaml(name: str) -> dict[str, Any]:
         tree = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as exc:
         raise ConfigError(f"--config {name}: not YAML: {exc}") from None
+    except ConfigError as exc:
+        raise ConfigError(f"--config {name}: {exc}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {name}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
     return tree
@@ -169,8 +171,9 @@ def _unknown(name: str, at: str, wanted: Mapping[str, Any]) -> ConfigError:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def _types(cls: Any) -> dict[str, Any]:

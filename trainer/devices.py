@@ -67,9 +67,8 @@ def make_deterministic() -> None:
     """Let torch choose, for the rest of this process, only kernels that give the same bits every time, or raise."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # a debugging aid that costs a write of every new tensor
-    )
+    # A debugging aid that costs a write of every new tensor (a property of the module itself, hence setattr).
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def seed_all(seed: int) -> None:

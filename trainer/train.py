@@ -25,7 +25,8 @@ from .data import Sequences, Text, micro_batch_starts, open_sequences
 from .devices import bind, choose_device, make_deterministic, seed_all
 from .logs import RunLog, open_logs
 from .metrics import MetricsFile, StepMetrics
-from .model import DTYPES, GPT, build_model, count_parameters, name_seed, token_loss
+from .model import DTYPES, build_model, count_parameters, name_seed, token_loss
+from .optimizer import build_optimizer
 from .schedule import learning_rate
 from .world import World, check_agreement, joined
 
@@ -121,7 +122,10 @@ class Trainer:
 
     def _resume(self) -> tuple[int, int]:
         """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         point = self.session.resume(self.config.training_config.resume)
+        for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(settings)  # what the configuration says now goes before what the checkpoint remembers
         facts = {"unix_s": time.time(), "world_size": self.world.size, "seed": self.config.training_config.seed}
         if point is None:
             if self.metrics is not None:
@@ -229,7 +233,7 @@ class Trainer:
                 with self._autocast():
                     logits_BTV = self.model(tokens_BT)
                 loss = token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction)
-                self.optimizer.scale_loss(loss).backward()
+                torch.autograd.backward(self.optimizer.scale_loss(loss))
             losses.append(loss.detach())
         return sum(loss.item() for loss in losses)  # read at the end: an accelerator is not made to wait in between
 
@@ -257,39 +261,6 @@ class Trainer:
         self.session.close()
         if self.metrics is not None:
             self.metrics.close()
-
-
-def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> ttp.TTPReplicaOptimizer:
-    """Return the replica optimizer over the model's parameters: norms and biases without weight decay."""
-    training, settings = config.training_config, config.optimizer_config
-    decay: list[tuple[str, torch.nn.Parameter]] = []
-    keep: list[tuple[str, torch.nn.Parameter]] = []
-    for name, parameter in model.named_parameters():
-        (keep if "norm" in name or name.endswith("bias") else decay).append((name, parameter))
-    groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": keep, "weight_decay": 0.0}]
-    clip: ttp.ClipNorm | ttp.ClipValue | None = None
-    if training.grad_clip_kwargs is not None:
-        by_norm = training.grad_clip_kwargs.grad_clip_type == "ClipGlobalNorm"
-        clip = (ttp.ClipNorm if by_norm else ttp.ClipValue)(training.grad_clip_kwargs.clip_value)
-    loss_scale = None
-    if training.loss_scale is not None:
-        window = training.loss_scale_window
-        loss_scale = ttp.LossScale(training.loss_scale, dynamic=window > 0, growth_interval=max(1, window))
-    family = ttp.TTPOddReplicaOptimizer if dp_size % replicas else ttp.TTPReplicaOptimizer
-    optimizer = family(
-        groups,
-        base=getattr(torch.optim, settings.optimizer_type),
-        replicas=replicas,
-        clip=clip,
-        loss_scale=loss_scale,
-        local_copy=training.local_copy_os,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
-    mean = training.loss_reduction == "mean"
-    optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1
-    return optimizer
 
 
 def hash_weights(model: torch.nn.Module) -> str:

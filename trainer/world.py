@@ -66,9 +66,9 @@ def joined(world: World, kind: DeviceKind, device: torch.device) -> Iterator[Non
 def check_agreement(what: str, fingerprint: str, device: torch.device) -> None:
     """Raise ConfigError on every rank when ranks differ in `fingerprint` (all ranks call, once, at the start)."""
     mine = torch.tensor([int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:7], "little")], device=device)
-    everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine)
-    values = everyone.tolist()
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    values = [int(value) for value in everyone]
     differing = [rank for rank, value in enumerate(values) if value != values[0]]
     if differing:
         raise ConfigError(f"ranks {differing} were started with another {what} than rank 0: all ranks need the same")

@@ -1,0 +1,244 @@
+"""A wrong configuration is refused by a sentence that names the key, what it got and what was wanted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ttp.errors import ConfigError
+from ttp.trainer.__main__ import help_text, main
+from ttp.trainer.config import Config, ParallelConfig
+from ttp.trainer.config_file import describe, load_config, parse_overrides, presets
+
+MODEL = "model_config: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
+
+
+def load(tmp_path: Path, text: str, *args: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(str(path), parse_overrides(args))
+
+
+def refusal(tmp_path: Path, text: str, *args: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
+    """A preset is complete, and trains with data parallelism alone."""
+    config = load_config(name)
+    assert config.parallel_config.data_parallel_size(8) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "training_config: {training_iter: 5}",
+            "training_config.training_iter: no such key; did you mean training_iters?",
+        ),
+        ("trainin_config: {}", "trainin_config: no such key; did you mean training_config?"),
+        (
+            "training_config: {num_layers: 5}",
+            "training_config.num_layers: no such key; did you mean model_config.num_layers?",
+        ),
+        (
+            "training_config: {grad_clip_kwargs: {clip_valu: 1}}",
+            "training_config.grad_clip_kwargs.clip_valu: no such key; did you mean clip_value?",
+        ),
+        ("training_config: {xyz: 5}", "training_config.xyz: no such key; there are seed"),
+        ("training_config: {seed: x}", "training_config.seed is 'x' (str): wanted an integer"),
+        ("training_config: {seed: 1.5}", "training_config.seed is 1.5 (float): wanted an integer"),
+        ("training_config: {seed: true}", "training_config.seed is True (bool): wanted an integer"),
+        ("training_config: {deterministic: 1}", "training_config.deterministic is 1 (int): wanted true or false"),
+        ("training_config: {loss_scale: true}", "training_config.loss_scale is True (bool): wanted a number or null"),
+        ("training_config: {seed: null}", "training_config.seed is null: wanted an integer"),
+        ("training_config: 5", "training_config is 5 (int): wanted keys (seed, "),
+        (
+            "model_config: {hidden_size: 32, num_attention_heads: 4}",
+            "model_config.num_layers is missing: wanted an integer",
+        ),
+        ("optimizer_config: {betas: [0.9]}", "optimizer_config.betas is [0.9] (list): wanted [a number, a number]"),
+        ("optimizer_config: {betas: [0.9, x]}", "optimizer_config.betas[1] is 'x' (str): wanted a number"),
+        (
+            "optimizer_config: {optimizer_type: adamw}",
+            "optimizer_config.optimizer_type is 'adamw' (str): wanted AdamW or Adam; did you mean AdamW?",
+        ),
+        ("training_config: {training_iters: 0}", "training_config.training_iters is 0: wanted 1 or more"),
+        ("training_config: {save_interval: 0}", "training_config.save_interval is 0: wanted 1 or more, or null"),
+        ("training_config: {loss_scale: .nan}", "training_config.loss_scale is nan: wanted a finite number above 0"),
+        ("training_config: {grad_clip_kwargs: {clip_value: 0}}", "grad_clip_kwargs.clip_value is 0.0: wanted a finite"),
+        (
+            "optimizer_config: {learning_rate: -1}",
+            "optimizer_config.learning_rate is -1.0: wanted a finite number, 0 or more",
+        ),
+        (
+            "optimizer_config: {betas: [0.9, 1.0]}",
+            "optimizer_config.betas is [0.9, 1.0]: wanted two numbers, 0 <= beta < 1",
+        ),
+        ("dataset_config: {batch_size: 0}", "dataset_config.batch_size is 0: wanted 1 or more"),
+        (
+            "optimizer_config: {learning_rate_scheduler_kwargs: {warmup_steps: 10, decay_steps: 10}}",
+            "learning_rate_scheduler_kwargs.warmup_steps is 10: wanted fewer than the 10 steps",
+        ),
+        (
+            "optimizer_config: {learning_rate: 1e-4, learning_rate_scheduler_kwargs: {end_learning_rate: 2e-4}}",
+            "end_learning_rate is 0.0002: wanted at most optimizer_config.learning_rate, 0.0001",
+        ),
+        ("training_config: {seed: 1, seed: 2}", "key 'seed' is given twice"),
+        ("training_config: [1", "not YAML"),
+        ("- 1", "wanted sections (model_config, training_config"),
+    ],
+)
+def test_wrong_value_is_named(tmp_path: Path, text: str, wanted: str) -> None:
+    """The message names section.key, the value, its type, and what was wanted."""
+    text = text if text.startswith(("model_config", "-")) else MODEL + text
+    assert wanted in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("hidden_size: 30", "model_config.hidden_size is 30: wanted a multiple of num_attention_heads, 4"),
+        ("hidden_size: 12", "hidden_size / num_attention_heads is 3: wanted an even size, rope rotates pairs"),
+        ("group_query_attention: true", "num_query_groups is None: wanted a divisor of num_attention_heads, 4"),
+        (
+            "group_query_attention: true, num_query_groups: 3",
+            "num_query_groups is 3: wanted a divisor of num_attention_heads, 4",
+        ),
+        ("num_query_groups: 2", "num_query_groups is 2, but group_query_attention is off"),
+        ("params_dtype: bfloat16", "params_dtype is 'bfloat16' and compute_dtype 'float32'"),
+        (
+            "compute_dtype: float16",
+            "compute_dtype is 'float16': its gradients vanish without training_config.loss_scale",
+        ),
+        ("vocab_size: 255", "model_config.vocab_size is 255: wanted 256 or more"),
+        ("hidden_dropout: 1.0", "model_config.hidden_dropout is 1.0: wanted 0 <= p < 1"),
+    ],
+)
+def test_model_that_cannot_be_is_refused(tmp_path: Path, model: str, wanted: str) -> None:
+    """Checks across keys."""
+    base = {"num_layers": "2", "hidden_size": "32", "num_attention_heads": "4"}
+    base.update((key, value) for key, _, value in (pair.partition(": ") for pair in model.split(", ")))
+    text = "model_config: {" + ", ".join(f"{k}: {v}" for k, v in base.items()) + "}"
+    assert wanted in refusal(tmp_path, text)
+
+
+def test_overrides_reach_every_depth_and_the_last_one_wins(tmp_path: Path) -> None:
+    """`--k v` and `--k=v`; values are YAML; 1e-4 is a number; text keys take any text."""
+    config = load(
+        tmp_path,
+        MODEL,
+        "--training_config.training_iters",
+        "7",
+        "--training_config.training_iters=9",
+        "--optimizer_config.learning_rate",
+        "1e-4",
+        "--optimizer_config.betas=[0.5, 0.6]",
+        "--training_config.grad_clip_kwargs.clip_value=2",
+        "--optimizer_config.learning_rate_scheduler_kwargs.warmup_steps=3",
+        "--training_config.output_dir=2024",
+        "--training_config.save_dirs=[/a, /b]",
+        "--dataset_config.dataset_dir",
+        "null",
+    )
+    assert config.training_config.training_iters == 9
+    assert config.optimizer_config.learning_rate == 1e-4
+    assert config.optimizer_config.betas == (0.5, 0.6)
+    assert config.training_config.grad_clip_kwargs is not None
+    assert config.training_config.grad_clip_kwargs.clip_value == 2.0
+    assert config.optimizer_config.learning_rate_scheduler_kwargs is not None
+    assert config.optimizer_config.learning_rate_scheduler_kwargs.warmup_steps == 3
+    assert config.training_config.output_dir == "2024"
+    assert config.training_config.save_dirs == ("/a", "/b")
+    assert config.dataset_config.dataset_dir is None
+    assert load(tmp_path, MODEL, "--training_config.grad_clip_kwargs=null").training_config.grad_clip_kwargs is None
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (
+            ["--training_config.training_iter", "5"],
+            "training_config.training_iter: no such key; did you mean training_iters?",
+        ),
+        (["--training_config.seed.x", "5"], "training_config.seed is a value: it has no key 'x'"),
+        (["--training_config.seed"], "wanted a value after it"),
+        (["--training_config.seed", "--training_config.resume"], "wanted a value after it"),
+        (["--training_config.seed=abc"], "training_config.seed is 'abc' (str): wanted an integer"),
+        (["--training_config.seed=[1"], "the value '[1' is not YAML"),
+        (["training_config.seed", "5"], "wanted --section.key value"),
+        (["--confg", "x"], "did you mean config?"),
+    ],
+)
+def test_wrong_override_is_named(tmp_path: Path, args: list[str], wanted: str) -> None:
+    """The command line is as strict as the file."""
+    assert wanted in refusal(tmp_path, MODEL, *args)
+
+
+def test_unknown_preset_is_named_with_the_nearest() -> None:
+    """`--config` takes a preset or a path."""
+    with pytest.raises(ConfigError, match=r"no such file, and no such preset; did you mean gpt_tiny?"):
+        load_config("gpt_tny")
+
+
+def test_world_that_is_not_the_product_of_the_axes_is_refused_with_all_factors() -> None:
+    """Every factor is printed."""
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    with pytest.raises(ConfigError, match=re.escape("4 ranks are not tensor 2 x pipeline 3 x data parallel")):
+        parallel.data_parallel_size(4)
+    with pytest.raises(ConfigError, match=r"expert parallel 3 does not divide the data-parallel size 4"):
+        ParallelConfig(expert_model_parallel_size=3).data_parallel_size(4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"sequence_parallel": True},
+    ],
+)
+def test_axis_that_this_trainer_lacks_is_refused_by_name(changes: dict[str, int]) -> None:
+    """Nothing is silently ignored."""
+    name = next(iter(changes))
+    with pytest.raises(ConfigError, match=rf"parallel_config.{name} is .*data-parallel axis only"):
+        ParallelConfig(**changes).data_parallel_size(4)  # type: ignore[arg-type]
+
+
+def test_replicas_follow_the_world() -> None:
+    """A lone rank has one; without the distributed optimizer every rank is one; what cannot be is refused."""
+    assert ParallelConfig().replicas(1, True) == 1
+    assert ParallelConfig().replicas(5, True) == 2
+    assert ParallelConfig(optimizer_replicas=4).replicas(8, True) == 4
+    assert ParallelConfig().replicas(3, False) == 3
+    for wrong, dp in ((3, 2), (3, 4)):
+        with pytest.raises(ConfigError, match=rf"optimizer_replicas is {wrong}: wanted 2, or a divisor of .*, {dp}"):
+            ParallelConfig(optimizer_replicas=wrong).replicas(dp, True)
+
+
+def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` needs no run; each key stands there with its default, nearly each with a sentence."""
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.strip() == help_text().strip()
+    keys = list(describe())
+    assert len(keys) > 50
+    for key, _, default, doc in keys:
+        assert f"--{key} (" in shown
+        assert default and doc.split(" ")[0] in shown
+    assert "--training_config.save_interval (an integer or null; default null)" in shown
+
+
+def test_wrong_command_line_ends_with_status_2_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback for a typing mistake."""
+    assert main(["--config", "gpt_tiny", "--training_config.sed", "1"]) == 2
+    assert capsys.readouterr().err == "ttp.trainer: training_config.sed: no such key; did you mean seed?\n"
+    assert main(["--config"]) == 2
+    assert main(["--config=a", "--config=b"]) == 2

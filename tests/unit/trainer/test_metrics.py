@@ -1,0 +1,132 @@
+"""metrics.jsonl keeps the exact bits, survives kills at any byte, and tells restarts apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ttp.errors import ConfigError
+from ttp.trainer.metrics import MetricsFile, StepMetrics, account, read_lines
+
+
+def metrics(step: int = 5, loss: float = 10.341485, **changes: object) -> StepMetrics:
+    values: dict[str, object] = {
+        "step": step,
+        "epoch": 0,
+        "loss": loss,
+        "grad_norm": 1.5,
+        "learning_rates": (1.25e-6, 1.25e-6),
+        "loss_scale": 4096.0,
+        "skipped": False,
+        "tokens": 4096,
+        "time_s": 1.40324,
+        "consumed_samples": 40,
+    }
+    return StepMetrics(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_step_line_has_the_exact_form() -> None:
+    """The form that people's tools parse, frozen."""
+    assert metrics().text() == (
+        "train: Epoch:0, Step:5, Loss: 10.341485, Finite_grads: True, Loss_scale: 4096.0,"
+        " Learning_rate: (1.250000e-06,1.250000e-06,), Time: 1403.24 ms"
+    )
+    assert "Loss: 10.38118, Finite_grads: False," in metrics(loss=10.38118, skipped=True).text()
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, math.inf, math.nan, 0.0])
+def test_bits_survive_the_file(tmp_path: Path, value: float) -> None:
+    """float.hex for machines; what JSON lacks reads as null beside it; every line is strict JSON."""
+    file = MetricsFile(tmp_path / "m")
+    file.append(metrics(loss=value, grad_norm=value).line(unix_s=1.0))
+
+    def no_constants(text: str) -> float:
+        raise AssertionError(f"{text} is no JSON")
+
+    line = json.loads((tmp_path / "m").read_text(), parse_constant=no_constants)
+    for key in ("loss", "grad_norm"):
+        assert float.fromhex(line[key]).hex() == value.hex()
+        assert line[f"{key}_value"] == (value if math.isfinite(value) else None)
+    assert line["tokens_per_s"] == pytest.approx(4096 / 1.40324, abs=0.1)
+    assert line["time_ms"] == 1403.24
+    assert line["lr"] == [1.25e-6, 1.25e-6]
+
+
+def test_line_is_in_the_kernel_when_append_returns(tmp_path: Path) -> None:
+    """No buffer that a SIGKILL would take along."""
+    file = MetricsFile(tmp_path / "m")
+    file.append({"step": 1})
+    assert (tmp_path / "m").read_bytes() == b'{"step": 1}\n'
+
+
+def test_torn_last_line_is_cut_at_the_next_start(tmp_path: Path) -> None:
+    """At every byte where the writer could have died."""
+    whole = b'{"step": 1}\n{"step": 2}\n'
+    for size in range(len(whole) + 1):
+        (tmp_path / "m").write_bytes(whole[:size])
+        file = MetricsFile(tmp_path / "m")
+        file.append({"step": 9})
+        kept = [line["step"] for line in read_lines(tmp_path / "m")]
+        assert kept == ([1, 2, 9] if size == len(whole) else [1, 9] if size >= 12 else [9])
+        file.close()
+
+
+def test_account_drops_what_a_resume_did_not_keep() -> None:
+    """A step trained again counts once, by its later line."""
+    lines = [
+        {"event": "start", "from_step": 0},
+        {"step": 1, "loss": "a"},
+        {"step": 2, "loss": "b"},
+        {"step": 3, "loss": "c"},
+        {"event": "resume", "from_step": 1},
+        {"step": 2, "loss": "d"},
+    ]
+    assert {step: line["loss"] for step, line in account(lines).items()} == {1: "a", 2: "d"}
+    assert account([*lines, {"event": "start", "from_step": 0}]) == {}
+
+
+def recovered_line(step: int) -> dict[str, object]:
+    return metrics(step=step, tokens=None, time_s=None).line(unix_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "resumed_at", "fills"),
+    [
+        ([1, 2], 3, True),  # step 3 was committed, its line never written
+        ([], 1, True),  # the very first step
+        ([1, 2, 3], 3, False),  # the line is there
+        ([1, 2, 3, 4], 3, False),  # an older checkpoint: the line is there
+        ([1], 3, False),  # more is missing than one line: not ours to invent
+    ],
+)
+def test_line_that_died_with_rank_0_is_recovered(
+    tmp_path: Path, before: list[int], resumed_at: int, fills: bool
+) -> None:
+    """From the commit record in the checkpoint, marked as such."""
+    file = MetricsFile(tmp_path / "m")
+    file.append({"event": "start", "from_step": 0})
+    for step in before:
+        file.append(metrics(step=step).line(unix_s=1.0))
+    assert file.resumed(resumed_at, {"path": "p"}, recovered_line(resumed_at)) == fills
+    lines = read_lines(tmp_path / "m")
+    assert [line["from_step"] for line in lines if line.get("event") == "resume"] == [resumed_at]
+    assert [line["step"] for line in lines if line.get("recovered")] == ([resumed_at] if fills else [])
+    assert all(line["time_ms"] is None for line in lines if line.get("recovered"))
+    assert resumed_at in account(lines) or before == [1]
+
+
+def test_resume_in_an_empty_folder_invents_no_line(tmp_path: Path) -> None:
+    """The checkpoint was brought from elsewhere: its steps' lines are there."""
+    file = MetricsFile(tmp_path / "m")
+    assert not file.resumed(8, {}, recovered_line(8))
+    assert account(read_lines(tmp_path / "m")) == {}
+
+
+def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    """At the start, not at the first step."""
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ConfigError, match=r"training_config.output_dir: .* cannot be written"):
+        MetricsFile(tmp_path / "m")

@@ -1,0 +1,46 @@
+"""Turns `optimizer_config` into ttp's replica optimizer over a model's parameters.
+
+Owns which parameters decay, and which class fits the world. Never steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import ttp
+
+from .config import Config
+from .model import GPT
+
+
+def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> ttp.TTPReplicaOptimizer:
+    """Return the replica optimizer over the model's parameters: norms and biases without weight decay."""
+    training, settings = config.training_config, config.optimizer_config
+    decay: list[tuple[str, torch.nn.Parameter]] = []
+    keep: list[tuple[str, torch.nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        (keep if "norm" in name or name.endswith("bias") else decay).append((name, parameter))
+    groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": keep, "weight_decay": 0.0}]
+    clip: ttp.ClipNorm | ttp.ClipValue | None = None
+    if training.grad_clip_kwargs is not None:
+        by_norm = training.grad_clip_kwargs.grad_clip_type == "ClipGlobalNorm"
+        clip = (ttp.ClipNorm if by_norm else ttp.ClipValue)(training.grad_clip_kwargs.clip_value)
+    loss_scale = None
+    if training.loss_scale is not None:
+        window = training.loss_scale_window
+        loss_scale = ttp.LossScale(training.loss_scale, dynamic=window > 0, growth_interval=max(1, window))
+    family = ttp.TTPOddReplicaOptimizer if dp_size % replicas else ttp.TTPReplicaOptimizer
+    optimizer = family(
+        groups,
+        base=getattr(torch.optim, settings.optimizer_type),
+        replicas=replicas,
+        clip=clip,
+        loss_scale=loss_scale,
+        local_copy=training.local_copy_os,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    mean = training.loss_reduction == "mean"
+    optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1
+    return optimizer
