@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
 from ttp.errors import ProtocolError
-from ttp.processor.client import Address, ControlStream
 from ttp.processor.events import (
     ApplyUpdate,
     CloseGate,
@@ -50,7 +49,8 @@ from ttp.processor.ports import StateHolder
 from ttp.processor.voice import Voice
 from ttp.processor.worker import Worker
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import Cause, CauseKind, Upward
+from ttp.proto.messages import Cause, CauseKind, Downward, Upward, Welcome
+from ttp.proto.stream import Address, ControlStream
 
 TICK_S = 0.2
 """Longest time between two ticks: bounds how late a lost parent process is noticed."""
@@ -129,6 +129,9 @@ class Processor:
         self._parent = os.getppid() if watch_parent else None
         self._queue: queue.SimpleQueue[Event | _Opened | _Incoming | _Closed | _Stop] = queue.SimpleQueue()
         self._released = threading.Event()
+        self._releases_at_exit = False
+        self._welcomed = threading.Event()
+        self._survives: str | None = None
         self._voice = Voice(settings.rank)
         self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
@@ -164,6 +167,16 @@ class Processor:
         self._queue.put(TrainReturned())
         self._released.wait()
 
+    def wait_welcomed(self, timeout_s: float) -> str | None:
+        """Wait until the controller has all ranks; return what the job survives, None after the timeout or a `stop`."""
+        self._welcomed.wait(timeout_s)
+        return self._survives
+
+    def release_at_exit(self) -> None:
+        """From now on, the controller's order to leave lets the waiting training thread go instead of ending the process:
+        it has an exception of its own to show."""
+        self._releases_at_exit = True
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the threads; what was said to the controller goes out first. Call it once, not from the processor's threads."""
         self._queue.put(_Stop())
@@ -172,6 +185,7 @@ class Processor:
             self._worker.stop(timeout_s)
             self._voice.stop(timeout_s)
         self._released.set()
+        self._welcomed.set()
 
     # --- listener of the stream, on the stream's thread ---
 
@@ -224,7 +238,7 @@ class Processor:
                     self._step(Connected(self._holder.registration()), now)
             case _Incoming(stream, parcel):
                 if stream is self._stream and parcel.message is not None and self._settings.rank in parcel.ranks:
-                    self._step(Received(parcel.message), now)
+                    self._receive(parcel.message, now)
             case _Closed(stream, reason):
                 if stream is self._stream:
                     self._stream = None
@@ -232,6 +246,12 @@ class Processor:
                     self._step(Disconnected(reason), now)
             case _:
                 self._step(item, now)
+
+    def _receive(self, message: Downward, now: float) -> None:
+        if isinstance(message, Welcome):
+            self._survives = message.survives
+            self._welcomed.set()
+        self._step(Received(message), now)
 
     def _step(self, event: Event, now: float) -> None:
         try:
@@ -300,6 +320,10 @@ class Processor:
     def _leave(self, code: int, reason: str) -> None:
         """End the process, whatever its training thread is stuck in."""
         self._running = False
+        if self._releases_at_exit:
+            self._voice.say(logging.INFO, f"released: {reason}")
+            self._released.set()
+            return
         self._voice.say(logging.INFO, f"leaving with exit status {code}: {reason}")
         farewell = threading.Thread(target=self._say_farewell, args=(reason,), name="ttp-farewell", daemon=True)
         farewell.start()

@@ -13,6 +13,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
+__all__ = ["CLIENT_OPTIONS", "SERVER_OPTIONS", "Options", "grpc", "join_address", "open_channel"]
+
 Options = tuple[tuple[str, int], ...]
 
 _BOTH: Options = (

@@ -1,4 +1,4 @@
-"""One stream to the controller, over synchronous gRPC (its threads live well with a data loader's forks).
+"""The caller's end of one stream to the controller, over synchronous gRPC (its threads live well with a data loader's forks).
 
 Owns the connection, the greeting's checks (right job, no fenced term), and nothing else: what comes in is handed to a
 listener, what goes out is queued. A stream that has ended is thrown away; the next attempt is a new object with a new

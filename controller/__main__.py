@@ -1,0 +1,135 @@
+"""The controller's process: `python -m ttp.controller --job-id J --world-size W --journal PATH ...`.
+
+Prints one line when it is ready: `ttp-controller listening on HOST:PORT pid N`. Ends by itself when the job has ended or
+nobody is attached any more, on SIGTERM, or when the launcher asks. Ctrl-C of a terminal does not reach it: it has to see
+its ranks through their dying gasp. Loads no torch.
+
+Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from ttp.errors import ControllerError
+
+from .driver import Driver, StopAsked
+from .events import ControllerSettings
+from .journal import Journal
+from .server import GRACE_S, ControlService, add_service, make_server
+
+CANNOT_LISTEN, CANNOT_WRITE = 3, 4
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits with 2 on a mistake."""
+    defaults = ControllerSettings(job_id="", term=1, world_size=1)
+    parser = argparse.ArgumentParser(prog="ttp-controller", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--job-id", required=True)
+    parser.add_argument("--term", type=_positive_int, default=defaults.term, help="this controller's number")
+    parser.add_argument("--world-size", type=_positive_int, required=True)
+    parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
+    for name in _TIMES:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=_positive, default=getattr(defaults, name), metavar="S")
+    return parser.parse_args(arguments)
+
+
+_TIMES = (
+    "heartbeat_s",
+    "lease_s",
+    "freeze_timeout_s",
+    "progress_timeout_s",
+    "total_timeout_s",
+    "register_timeout_s",
+    "orphan_timeout_s",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one controller to its end; return the exit status."""
+    options = parse(arguments)
+    with contextlib.suppress(PermissionError):  # it leads its session already
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    settings = ControllerSettings(
+        job_id=options.job_id,
+        term=options.term,
+        world_size=options.world_size,
+        **{name: getattr(options, name) for name in _TIMES},
+    )
+    try:
+        asyncio.run(serve(settings, options.bind, options.port, options.journal))
+    except ControllerError as error:
+        print(f"ttp-controller: {error}", file=sys.stderr)
+        return CANNOT_LISTEN
+    except _JournalError as error:
+        print(f"ttp-controller: {error}", file=sys.stderr)
+        return CANNOT_WRITE
+    return 0
+
+
+class _JournalError(Exception):
+    pass
+
+
+async def serve(settings: ControllerSettings, host: str, port: int, journal_path: Path) -> None:
+    """Listen, and serve until the driver has finished. Raises ControllerError, _JournalError."""
+    loop = asyncio.get_running_loop()
+    server, bound = make_server(host, port)
+    try:
+        journal = Journal(journal_path, settings)
+    except OSError as error:
+        await server.stop(None)
+        raise _JournalError(f"cannot write the journal {journal_path}: {error.strerror}; name another folder") from None
+    over = asyncio.Event()
+
+    def on_finish(reason: str) -> None:
+        print(f"ttp-controller: ending: {reason}", file=sys.stderr, flush=True)
+        loop.call_soon_threadsafe(over.set)
+
+    driver = Driver(settings, journal, on_finish)
+    service = ControlService(settings, driver)
+    add_service(server, service)
+    loop.add_signal_handler(signal.SIGTERM, driver.put, StopAsked("SIGTERM"))
+    await server.start()
+    driver.start()
+    _announce(f"ttp-controller listening on {host}:{bound} pid {os.getpid()}")
+    await over.wait()
+    service.finish_streams()
+    await server.stop(GRACE_S)
+    journal.close()
+
+
+def _announce(line: str) -> None:
+    """Say the line and let go of stdout: whoever started this process may end before it."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: wanted seconds above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: wanted 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

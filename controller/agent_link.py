@@ -1,0 +1,131 @@
+"""A node's launcher on the line to the controller: it says who has died, looks at the job, and ends the controller.
+
+Owns one stream that reconnects. Nothing here raises into the launcher's loop or blocks it, but the two requests
+(`request_status`, `request_shutdown`), which are plain calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ttp.errors import ControllerError
+from ttp.proto import control_pb2 as pb
+from ttp.proto.codec import CodecError, DownwardParcel, decode_status
+from ttp.proto.control_pb2_grpc import ControlStub
+from ttp.proto.messages import AgentHello, WorkerExit
+from ttp.proto.status import JobStatus
+from ttp.proto.stream import Address, ControlStream
+from ttp.proto.transport import grpc, open_channel
+
+log = logging.getLogger("ttp.launch")
+
+RECONNECT_S = 0.5
+
+
+class AgentLink:
+    """The launcher's stream. Deaths that were said are said again after a reconnect: they stay true."""
+
+    def __init__(self, address: Address, job_id: str, host: str, ranks: tuple[int, ...], pids: tuple[int, ...]) -> None:
+        """`pids` in the order of `ranks`: this node's workers. Connects in the background."""
+        self._address = address
+        self._job_id = job_id
+        self._hello = AgentHello(host, ranks, pids)
+        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing
+        self._stream: ControlStream | None = None
+        self._attached = False
+        self._exits: list[WorkerExit] = []
+        self._closing = False
+        self._ended = threading.Event()  # the current stream has ended
+        self._wake = threading.Event()  # set by close
+        self._last_reason = ""
+        self._fence = 0
+        self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
+        self._thread.start()
+
+    def worker_exit(self, rank: int, pid: int, text: str) -> None:
+        """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` while the kernel frees it."""
+        report = WorkerExit(rank, pid, text, time.time())
+        with self._lock:
+            self._exits.append(report)
+            if self._attached and self._stream is not None:
+                self._say(self._stream, report)
+
+    def close(self, drain_s: float = 1.0) -> None:
+        """Let what was said go out, and end the stream. Call it once."""
+        with self._lock:
+            self._closing = True
+            stream = self._stream if self._attached else None
+        self._wake.set()
+        if stream is not None:
+            stream.close(drain_s)
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.close()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while True:
+            stream = ControlStream(self._address, self._job_id, self, fence=self._fence)
+            with self._lock:
+                if self._closing:
+                    return
+                self._stream = stream
+                self._ended.clear()
+                stream.start()
+            self._ended.wait()
+            if self._wake.wait(RECONNECT_S):
+                return
+
+    def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit) -> None:
+        try:
+            stream.send(*messages)
+        except CodecError as error:
+            log.error("the controller could not be told: %s", error)
+
+    # --- listener, on the stream's thread ---
+
+    def stream_opened(self, stream: ControlStream) -> None:
+        with self._lock:
+            if stream is self._stream and not self._closing:
+                self._fence = max(self._fence, stream.term)
+                self._attached = True
+                self._last_reason = ""
+                self._say(stream, self._hello, *self._exits)
+
+    def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
+        """Nothing is for the launcher itself."""
+
+    def stream_closed(self, stream: ControlStream, reason: str) -> None:
+        with self._lock:
+            self._attached = False
+            new = reason != self._last_reason and not self._closing
+            self._last_reason = reason
+        if new:
+            log.info("the controller is not attached: %s", reason)
+        self._ended.set()
+
+
+def request_status(address: str, *, job_id: str = "", timeout_s: float = 5.0) -> JobStatus:
+    """Ask a controller what it knows. `job_id` empty: whatever job it has. Raises ControllerError."""
+    with open_channel(address) as channel:
+        try:
+            return decode_status(ControlStub(channel).Status(pb.StatusRequest(job_id=job_id), timeout=timeout_s))
+        except (grpc.RpcError, CodecError) as error:
+            raise _unreachable(address, "status", error) from error
+
+
+def request_shutdown(address: str, *, job_id: str = "", reason: str = "", timeout_s: float = 2.0) -> None:
+    """Ask a controller to end. Raises ControllerError (it cannot be reached: then it has ended, or must be killed)."""
+    with open_channel(address) as channel:
+        try:
+            ControlStub(channel).Shutdown(pb.ShutdownRequest(job_id=job_id, reason=reason), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _unreachable(address, "shutdown", error) from error
+
+
+def _unreachable(address: str, what: str, error: Exception) -> ControllerError:
+    text = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+    return ControllerError(f"the controller at {address} did not answer the {what} request: {text}")

@@ -1,0 +1,235 @@
+"""Runs the controller's machine on one thread: what the streams say goes in, what the machine orders goes out.
+
+Owns the routes (which stream a rank is on now) and the machine's state. Streams only enqueue (`ControllerInbox`), so the
+machine needs no lock. Never decides: all decisions are the machine's. Knows nothing of gRPC: a stream is a `Link`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
+
+from ttp.controller import machine
+from ttp.errors import ProtocolError
+from ttp.proto.codec import CodecError, UpwardParcel
+from ttp.proto.messages import AgentHello, Downward, Heartbeat, Published, Registration, Upward, WorkerExit
+from ttp.proto.status import JobStatus, PublishedCheckpoint
+
+from .events import ControllerSettings, Effect, Event, Finish, Received, Send, StreamClosed, Tick
+from .events import Journal as JournalEffect
+from .journal import Journal
+from .status import job_status
+
+TICK_S = 0.25
+"""Longest time between two ticks."""
+
+
+class Link(Protocol):
+    """One stream, as the driver sees it; methods are called on the driver's thread and must not block."""
+
+    def send(self, ranks: tuple[int, ...], message: Downward) -> None:
+        """Queue a message for these ranks. Raises CodecError for what the wire cannot carry."""
+
+    def reject(self, text: str) -> None:
+        """End the stream with this explanation."""
+
+    def finish(self) -> None:
+        """End the stream once everything queued has been sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    link: Link
+    parcel: UpwardParcel
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class StatusAsked:
+    reply: Callable[[JobStatus], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    reason: str
+
+
+Item = Said | Ended | StatusAsked | StopAsked
+
+
+class Driver:
+    """Any thread may `put`; everything else happens on the driver's thread, until `on_finish(reason)` is called on it."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        journal: Journal,
+        on_finish: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._on_finish = on_finish
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._state: Any = None
+        self._finished = ""
+        self._routes: dict[int, Link] = {}
+        self._agents: dict[str, Link] = {}
+        self._beats: dict[int, Heartbeat] = {}
+        self._published: PublishedCheckpoint | None = None
+        self._thread = threading.Thread(target=self._run, name="ttp-controller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        self._queue.put(item)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        now = self._clock()
+        self._state = machine.initial(self._settings, now)
+        self._journal.starting_state(self._state)
+        next_tick = now + TICK_S
+        while not self._finished:
+            due = min(next_tick, self._deadline())
+            with contextlib.suppress(queue.Empty):
+                self._take(self._queue.get(timeout=max(0.0, due - self._clock())))
+            now = self._clock()
+            if now >= due:  # also when messages keep coming
+                next_tick = now + TICK_S
+                self._step(Tick(), now)
+            if self._journal.wants_state:
+                self._journal.starting_state(self._state)
+        self._on_finish(self._finished)
+
+    def _deadline(self) -> float:
+        """The machine's deadline; one that a tick did not move is tried again a little later, not at full speed."""
+        deadline = machine.next_deadline(self._state)
+        return float("inf") if deadline is None else max(deadline, self._clock() + 0.002)
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Said(link, parcel):
+                for message in parcel.messages:
+                    self._hear(link, message)
+            case Ended(link):
+                self._drop(link)
+            case StatusAsked(reply):
+                reply(job_status(self._state, self._beats, self._published, os.getpid()))
+            case StopAsked(reason):
+                self._tell_story("finished", {"reason": reason})
+                self._finish(reason)
+            case _:
+                assert_never(item)
+
+    def _hear(self, link: Link, message: Upward) -> None:
+        """Route, then let the machine know. A rank speaks on the stream on which it registered last, and on no other."""
+        match message:
+            case Registration():
+                if not self._route(link, message):
+                    return
+            case AgentHello(host):
+                self._agents[host] = link
+            case WorkerExit():
+                pass
+            case _:
+                if message.rank not in self._routes:
+                    link.reject(
+                        f"rank {message.rank} said {type(message).__name__} before it registered; register first"
+                    )
+                if self._routes.get(message.rank) is not link:
+                    return  # a leftover of a stream that the rank has given up
+                if isinstance(message, Heartbeat):
+                    self._beats[message.rank] = message
+        self._step(Received(message), self._clock())
+
+    def _route(self, link: Link, registration: Registration) -> bool:
+        rank, world_size = registration.rank, self._settings.world_size
+        if registration.world_size != world_size or not 0 <= rank < world_size:
+            link.reject(
+                f"rank {rank} of {registration.world_size} registered, but this controller's job has {world_size} ranks;"
+                " is it another start of the job?"
+            )
+            return False
+        old = self._routes.get(rank)
+        self._routes[rank] = link
+        if old is not None and old is not link and old not in self._routes.values():
+            old.finish()
+        return True
+
+    def _drop(self, link: Link) -> None:
+        ranks = tuple(sorted(rank for rank, route in self._routes.items() if route is link))
+        hosts = sorted(host for host, agent in self._agents.items() if agent is link)
+        for rank in ranks:
+            del self._routes[rank]
+        for host in hosts:
+            del self._agents[host]
+        if ranks:
+            self._step(StreamClosed(ranks), self._clock())
+        for host in hosts:
+            self._step(StreamClosed((), host), self._clock())
+
+    def _step(self, event: Event, now: float) -> None:
+        self._journal.input(now, event)
+        try:
+            self._state, effects = machine.transition(self._state, event, now)
+        except ProtocolError as error:  # the state is unchanged
+            self._tell_story("protocol_error", {"text": str(error)})
+            return
+        except Exception:  # a bug must not leave the ranks without a controller
+            traceback.print_exc(file=sys.stderr)
+            self._tell_story("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
+            return
+        for effect in effects:
+            self._carry_out(effect, event)
+
+    def _carry_out(self, effect: Effect, event: Event) -> None:
+        match effect:
+            case Send(ranks, message):
+                self._send(ranks, message)
+            case JournalEffect(name, fields):
+                self._tell_story(name, dict(fields))
+                match event:
+                    case Received(Published(step=step, path=path)) if name == "published":
+                        self._published = PublishedCheckpoint(step, path)
+            case Finish(reason):
+                self._finish(reason)
+            case _:
+                assert_never(effect)
+
+    def _send(self, ranks: tuple[int, ...], message: Downward) -> None:
+        """One envelope a stream, whatever number of these ranks it carries."""
+        by_link: dict[Link, list[int]] = {}
+        for rank in ranks:
+            if rank in self._routes:
+                by_link.setdefault(self._routes[rank], []).append(rank)
+        for link, its_ranks in by_link.items():
+            try:
+                link.send(tuple(its_ranks), message)
+            except CodecError as error:
+                self._tell_story("not_sent", {"ranks": tuple(its_ranks), "text": str(error)})
+
+    def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
+        self._journal.story(self._unix_clock(), self._clock(), event, fields)
+
+    def _finish(self, reason: str) -> None:
+        self._finished = self._finished or reason or "finished"

@@ -1,0 +1,179 @@
+"""What happened, as JSON lines: the story for people and tools, and every input, so that a run can be replayed.
+
+- `PATH`: one line per event of the story: `{"unix_s", "monotonic_s", "event", "fields"}`. Small; kept whole.
+- `PATH.inputs`: the machine's state, then every event that went into it with its time. When it has grown to
+  `segment_bytes` it becomes `PATH.inputs.1` (the one before is dropped) and a new one begins with a fresh state; so each
+  file replays on its own, and a long job keeps its recent past.
+
+Lines are written and flushed by a thread of its own: a slow or full disk delays and loses lines, never a decision.
+Never decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ttp.controller.record import from_json, plain_json, to_json
+
+from .events import ControllerSettings, Effect, Event
+
+SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLine:
+    """One line of the story, read back."""
+
+    unix_s: float
+    monotonic_s: float
+    event: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One inputs file, read back: `state` is what the machine had before the first of `inputs`."""
+
+    settings: ControllerSettings
+    state: Any
+    inputs: tuple[tuple[float, Event], ...]
+    """(the machine's time, event)."""
+
+
+class Journal:
+    """Open at construction (raises OSError: the caller says what to do), then written from the driver's thread."""
+
+    def __init__(self, path: Path, settings: ControllerSettings, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._settings = settings
+        self._segment_bytes = segment_bytes
+        self._inputs_path = inputs_path(path)
+        self._story: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        try:
+            self._inputs: IO[str] = open(self._inputs_path, "w", encoding="utf-8")  # noqa: SIM115
+        except OSError:
+            self._story.close()
+            raise
+        self._input_bytes = 0
+        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
+        self._thread.start()
+
+    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
+        """Add one line to the story."""
+        self._queue.put(("story", (unix_s, monotonic_s, event, fields)))
+
+    def starting_state(self, state: Any) -> None:
+        """Begin the inputs with the machine's state (immutable); also whenever `wants_state` says so."""
+        self._input_bytes = 0
+        self._queue.put(("state", state))
+
+    @property
+    def wants_state(self) -> bool:
+        """The inputs file has grown enough: call `starting_state` with the state of now."""
+        return self._input_bytes >= self._segment_bytes
+
+    def input(self, now: float, event: Event) -> None:
+        """Record an event that is about to go into the machine at its time `now`."""
+        self._input_bytes += 120  # about a heartbeat's line; exactness is not needed for a cap
+        self._queue.put(("input", (now, event)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued and close the files, or give up after `timeout_s` (a hung file system)."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with self._story, self._inputs:
+            batch: list[tuple[str, Any]] = []
+            while True:
+                item = self._queue.get()
+                while item is not None:
+                    batch.append(item)
+                    if self._queue.empty() or len(batch) >= 512:
+                        break
+                    item = self._queue.get()
+                self._write_guarded(batch)
+                batch.clear()
+                if item is None:
+                    return
+
+    def _write_guarded(self, batch: list[tuple[str, Any]]) -> None:
+        try:
+            for kind, content in batch:
+                self._write(kind, content)
+            self._story.flush()
+            self._inputs.flush()
+        except OSError as error:  # a full disk: the job goes on without its journal
+            if not self._complained:
+                self._complained = True
+                print(f"ttp-controller: the journal {self._story.name} lost lines: {error}", file=sys.stderr)
+
+    def _write(self, kind: str, content: Any) -> None:
+        if kind == "story":
+            unix_s, monotonic_s, event, fields = content
+            line = {"unix_s": unix_s, "monotonic_s": monotonic_s, "event": event, "fields": plain_json(fields)}
+            self._story.write(json.dumps(line) + "\n")
+            return
+        if kind == "state":
+            if self._inputs.tell() > 0:
+                self._inputs.close()
+                os.replace(self._inputs_path, f"{self._inputs_path}.1")
+                self._inputs = open(self._inputs_path, "w", encoding="utf-8")  # noqa: SIM115
+            first = {"settings": to_json(self._settings), "state": to_json(content)}
+            self._inputs.write(json.dumps(first) + "\n")
+            return
+        now, event = content
+        self._inputs.write(json.dumps([now, to_json(event)]) + "\n")
+
+
+def inputs_path(path: Path) -> Path:
+    """Return where the inputs of the journal `path` are."""
+    return path.with_name(path.name + ".inputs")
+
+
+def read_story(path: Path) -> Iterator[JournalLine]:
+    """Yield the story's lines; a last line that was cut off by a crash is left out."""
+    for line in _whole_lines(path):
+        yield JournalLine(line["unix_s"], line["monotonic_s"], line["event"], line["fields"])
+
+
+def read_inputs(path: Path) -> Recording:
+    """Read one inputs file. Raises ValueError when it has no first line."""
+    lines = _whole_lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise ValueError(f"{path} is empty: wanted settings and state on its first line")
+    inputs = tuple((now, from_json(event)) for now, event in lines)
+    return Recording(from_json(first["settings"]), from_json(first["state"]), inputs)
+
+
+class Transition(Protocol):
+    def __call__(self, state: Any, event: Event, now: float, /) -> tuple[Any, Iterable[Effect]]: ...
+
+
+def replay(recording: Recording, transition: Transition) -> Iterator[tuple[float, Event, Any, tuple[Effect, ...]]]:
+    """Run the recorded inputs through a machine; yield (time, event, state after, effects) for each.
+
+    A ProtocolError is raised as it was in the run: there, the state stayed as it was; catch it in `transition` to go on.
+    """
+    state = recording.state
+    for now, event in recording.inputs:
+        state, effects = transition(state, event, now)
+        yield now, event, state, tuple(effects)
+
+
+def _whole_lines(path: Path) -> Iterator[Any]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,140 @@
+"""Starts a controller as a process of its own (rank 0 calls; standbys later).
+
+The process leads its own session, so that neither the terminal's Ctrl-C nor the death of the rank that started it reaches
+it. Owns the start only; the controller ends by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import site
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ttp
+from ttp.errors import ControllerError
+
+START_TIMEOUT_S = 60.0
+_READY = "ttp-controller listening on "
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerProcess:
+    """A running controller. Keep it as long as this process lives: it reaps the controller when it has ended."""
+
+    address: str
+    """`host:port` for processors and agents."""
+    pid: int
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return its exit status once it has ended, None when it has not within `timeout_s`."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM); harmless when it has."""
+        self.process.terminate()
+
+
+def start_controller(
+    *,
+    job_id: str,
+    term: int,
+    world_size: int,
+    journal: Path,
+    bind: str = "127.0.0.1",
+    advertise: str = "",
+    port: int = 0,
+    heartbeat_s: float = 1.0,
+    lease_s: float = 3.0,
+    total_timeout_s: float = 120.0,
+    options: tuple[str, ...] = (),
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> ControllerProcess:
+    """Start a controller and return once it listens.
+
+    bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
+    (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. options: more
+    arguments of `python -m ttp.controller`.
+    Raises ControllerError: the port is taken, the folder cannot be written, it did not start in time.
+    """
+    command = [
+        *(sys.executable, "-P", "-m", "ttp.controller"),
+        *("--bind", bind, "--port", str(port), "--job-id", job_id, "--term", str(term)),
+        *("--world-size", str(world_size), "--journal", str(journal)),
+        *("--heartbeat-s", str(heartbeat_s), "--lease-s", str(lease_s), "--total-timeout-s", str(total_timeout_s)),
+        *options,
+    ]
+    log_path = journal.with_suffix(".log")
+    try:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_path, "ab") as log:
+            log_start = log.tell()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env=_environment(),
+            )
+    except OSError as error:
+        raise ControllerError(f"the controller cannot be started: {error}; its log would be {log_path}") from error
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        line = _read_line(pipe.fileno(), start_timeout_s)
+    if not line.startswith(_READY):
+        raise _start_error(process, line, log_path, log_start, start_timeout_s)
+    _, _, rest = line.partition(_READY)
+    bound_port = rest.split()[0].rpartition(":")[2]
+    host = advertise or bind
+    return ControllerProcess(f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}", process.pid, process)
+
+
+def _environment() -> dict[str, str]:
+    """The controller must find this very ttp; `-P` keeps the user's working directory off its path."""
+    environment = dict(os.environ)
+    root = str(Path(ttp.__path__[0]).parent)
+    if root not in [*site.getsitepackages(), site.getusersitepackages()]:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    return environment
+
+
+def _read_line(descriptor: int, timeout_s: float) -> str:
+    """Read up to the first newline, the end of the file, or the timeout."""
+    deadline = time.monotonic() + timeout_s
+    received = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while b"\n" not in received and selector.select(max(0.0, deadline - time.monotonic())):
+            chunk = os.read(descriptor, 4096)
+            if not chunk:
+                break
+            received += chunk
+    return received.partition(b"\n")[0].decode(errors="replace")
+
+
+def _start_error(
+    process: subprocess.Popen[bytes], line: str, log_path: Path, log_start: int, timeout_s: float
+) -> ControllerError:
+    try:
+        status: int | None = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        status = None
+        process.kill()
+        process.wait()
+    with open(log_path, "rb") as log:
+        log.seek(log_start)
+        said = log.read().decode(errors="replace").strip()
+    if status is None:
+        what = f"did not say that it listens within {timeout_s} s (it said {line!r}) and was killed"
+    else:
+        what = f"ended at once with exit status {status}"
+    return ControllerError(f"the controller {what}; see {log_path}: {said[-2000:] or 'nothing was logged'}")

@@ -1,0 +1,89 @@
+"""JSON for the machine's plain values: frozen dataclasses, enums, tuples, frozensets, mappings, numbers, text.
+
+Serves the journal, so that a run can be replayed: what is read back equals what was written, floats to the bit (NaN and
+infinities too). It knows types of this project only, and builds nothing else. Never used on the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+TYPE_KEY = "$"
+"""Marks an object that is not a plain JSON value; its value names the kind or the type."""
+
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def to_json(value: object) -> Any:
+    """Return `value` as what the json module takes. Raises TypeError for a value of another kind, naming it."""
+    if value is None or isinstance(value, str | bool) or type(value) is int:
+        return value
+    if isinstance(value, enum.Enum):
+        return {TYPE_KEY: _name(type(value)), "name": value.name}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {TYPE_KEY: _name(type(value)), **fields}
+    if isinstance(value, Mapping):
+        return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
+    raise TypeError(f"a {type(value).__name__} cannot go into the journal: {value!r}")
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given. Raises ValueError for a type that is not this project's."""
+    if isinstance(value, list):
+        return tuple(from_json(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    kind = value[TYPE_KEY]
+    if kind == "float":
+        return _SPECIAL[value["value"]]
+    if kind == "frozenset":
+        return frozenset(from_json(item) for item in value["items"])
+    if kind == "mapping":
+        return {from_json(key): from_json(item) for key, item in value["items"]}
+    cls = _find(kind)
+    if issubclass(cls, enum.Enum):
+        return cls[value["name"]]
+    return cls(**{name: from_json(item) for name, item in value.items() if name != TYPE_KEY})
+
+
+def plain_json(value: object) -> Any:
+    """Return a journal field for people: mappings as objects, enums by value, odd floats as text. Not read back."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return [plain_json(item) for item in sorted(value)]
+    return value
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+@cache
+def _find(name: str) -> type[Any]:
+    module, _, qualname = name.partition(":")
+    if not module.startswith("ttp.") or "." in qualname:
+        raise ValueError(f"{name!r} in a journal is not a type of ttp; is the file altered?")
+    cls = getattr(importlib.import_module(module), qualname, None)
+    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)):
+        raise ValueError(f"{name!r} in a journal is not known here; was it written by another version?")
+    return cls
