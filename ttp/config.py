@@ -6,7 +6,9 @@
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
 | TTP_CONTROLLER_PORT | 0 | port of the controller (0: any free one) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
-| TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: tells one start of the job from the next |
+| TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
+| TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
+| TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
 """
 
@@ -28,12 +30,14 @@ class Settings:
     controller_port: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
-    round_id: str = "0"
+    round_number: int = 0
+    launched: bool = False
     faults: str = ""
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    one_node: bool = True
 
     def __post_init__(self) -> None:
         if self.total_timeout_s <= 0:
@@ -53,15 +57,17 @@ class Settings:
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
-            controller_port=int(_number(environ, "TTP_CONTROLLER_PORT", 0)),
+            controller_port=_integer(environ, "TTP_CONTROLLER_PORT", 0),
             heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
             lease_s=_number(environ, "TTP_LEASE_S", 3.0),
-            round_id=environ.get("TTP_ROUND_ID", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
+            launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=environ.get("TTP_FAULTS", ""),
             job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
             host=environ.get("TTP_HOST", socket.gethostname()),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(_number(environ, "MASTER_PORT", 0)),
+            master_port=_integer(environ, "MASTER_PORT", 0),
+            one_node=environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"),
         )
 
 
@@ -83,3 +89,11 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name} is {text!r}: wanted a number") from None
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}: wanted a whole number") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from ttp.checkpoint import shards, writer
 from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.keys import param_group_blobs
 from ttp.errors import CheckpointError
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
@@ -63,6 +64,7 @@ class OptimizerHolder:
         pid: int,
         save_dirs: Sequence[str],
         layout: Mapping[str, Any],
+        term: int,
     ) -> None:
         self.optimizer = optimizer
         self.step_states = StepStates()
@@ -77,6 +79,7 @@ class OptimizerHolder:
             layout=json.dumps(layout, sort_keys=True),
         )
         self._rank = rank
+        self._term = term
         self._layout = dict(layout)
 
     def registration(self) -> Registration:
@@ -115,8 +118,18 @@ class OptimizerHolder:
             state=self.host_state(order.step),
             layout=self._layout,
             expected=self.optimizer.expected_tensors(),
+            blobs=param_group_blobs(self._param_groups(order.step)),
+            rank=self._rank,
+            term=self._term,
         )
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""
         return {"optimizer": self.optimizer.host_state(step), "trainer": self.step_states.get(step)}
+
+    def _param_groups(self, step: int) -> list[dict[str, Any]]:
+        """Return the base optimizer's param groups at `step`, with names in place of parameters, as stock torch has them."""
+        groups: list[dict[str, Any]] = [dict(group) for group in self.optimizer.host_state(step)["param_groups"]]
+        for index, group in enumerate(groups):
+            group["params"] = [spec.name for spec in self.optimizer.layout.params if spec.group == index]
+        return groups

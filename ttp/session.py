@@ -21,11 +21,10 @@ is the controller's.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
-import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +35,23 @@ import torch.distributed as dist
 
 from ttp.chaos.inject import injector, parse_faults
 from ttp.checkpoint import load, writer
-from ttp.checkpoint.manifest import Manifest
 from ttp.config import Settings
-from ttp.errors import CheckpointError, ConfigError, ControllerError, CorruptCheckpoint
+from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from ttp.exchange import broadcast_json, exchange_json
 from ttp.holder import OptimizerHolder
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
-from ttp.proto.messages import Cause, CauseKind, CommitRecord
+from ttp.protection import Protection
+from ttp.proto.messages import (
+    BlobEntry,
+    Cause,
+    CauseKind,
+    CommitRecord,
+    FileEntry,
+    Part,
+    PublishOrder,
+    ShareResult,
+    TensorEntry,
+)
 
 log = logging.getLogger("ttp")
 
@@ -125,6 +134,7 @@ class Session:
             pid=os.getpid(),
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
+            term=settings.round_number + 1,
         )
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
         self._writers = {
@@ -133,7 +143,9 @@ class Session:
             for group_id in groups
         }
         self._save_count = 0
-        self._protection = Protection(self) if settings.enable else None
+        self._protection = (
+            Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
+        )
         optimizer.on_point = injector(parse_faults(settings.faults), self.rank, settings.round_number)
 
     @property
@@ -158,56 +170,68 @@ class Session:
     def resume(self, choice: str = "auto") -> ResumePoint | None:
         """Load the newest valid checkpoint into the optimizer (all ranks call) and return where it stands.
 
-        choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start; refused when the
-        directories hold checkpoints already, for they would be mixed up with this run's; a restart of the same job resumes
-        all the same), or the path of one checkpoint.
+        choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start), or the path of one
+        checkpoint. `never` and a path are about the job's first start, and are refused when save_dirs hold newer
+        checkpoints, which would be mixed up with this run's; a restart after a fault goes on where the fault left off.
         Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError.
         """
-        candidates = broadcast_json(self._candidates(choice) if self.rank == 0 else None, self._device)
-        skipped: list[str] = []
-        for path in candidates:
-            reason = self._verify_together(path)
-            if not reason:
-                return self._load(path, tuple(skipped))
-            skipped.append(f"{path}: {reason}")
-            if self.rank == 0:
-                log.warning("skipping checkpoint %s: %s", path, reason)
-        if choice not in ("auto", "never") and skipped:
-            raise CorruptCheckpoint(f"{skipped[0]}; name another checkpoint, or resume from 'auto'")
-        if skipped and self.rank == 0:
+        voters = _Ranks(self._device)
+        candidates = self._agree_on_candidates(choice)
+        found = load.first_valid(candidates, voters=voters, on_skip=self._say_skipped)
+        if found is not None:
+            return self._load(found)
+        if choice not in ("auto", "never"):
+            raise CorruptCheckpoint(
+                f"{choice} is not a valid checkpoint (see above); name another one, or resume 'auto'"
+            )
+        if candidates and self.rank == 0:
             log.warning("no valid checkpoint in %s: starting from step 0", ", ".join(self.save_dirs))
         return None
 
+    def _agree_on_candidates(self, choice: str) -> list[str]:
+        """Take rank 0's list, or its refusal, on every rank."""
+        answer: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                answer["paths"] = self._candidates(choice)
+            except CheckpointError as error:
+                answer["error"] = str(error)
+        answer = broadcast_json(answer, self._device)
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
+        paths: list[str] = answer["paths"]
+        return paths
+
     def _candidates(self, choice: str) -> list[str]:
-        if choice not in ("auto", "never"):
-            return [str(Path(choice).resolve())]
-        found = [str(path) for path in load.list_checkpoints(self.save_dirs)]
-        if choice == "never" and found and self.settings.round_number == 0:
+        """Return the checkpoints that may be resumed from, newest first. Raises CheckpointError."""
+        named = [] if choice in ("auto", "never") else [Path(choice).resolve()]
+        found = load.list_checkpoints(self.save_dirs)
+        if choice == "auto":
+            return [str(path) for path in found]
+        after = load.step_of(named[0]) if named else 0
+        newer = [path for path in found if load.step_of(path) > after]
+        if newer and self.settings.round_number == 0:
             raise CheckpointError(
-                f"resume is 'never', but {Path(found[0]).parent} holds checkpoints already (newest: {Path(found[0]).name});"
-                " use an empty directory, or resume 'auto'"
+                f"resume is {choice!r}, but {newer[0].parent} holds newer checkpoints (the newest: {newer[0].name}), which this"
+                " run's would be mixed up with; resume 'auto', use an empty directory, or move them away"
             )
-        return found
+        return [str(path) for path in [*newer, *named]]
 
-    def _verify_together(self, path: str) -> str:
-        """Every rank checks its share of the files; return the first reason against the checkpoint, or empty."""
-        try:
-            load.verify(path, share=(self.rank, self.world_size))
-            mine = ""
-        except (CheckpointError, OSError) as error:
-            mine = str(error)
-        return next((reason for reason in exchange_json(mine, self._device) if reason), "")
+    def _say_skipped(self, path: Path, reason: str) -> None:
+        if self.rank == 0:
+            log.warning("skipping checkpoint %s: %s", path, reason)
 
-    def _load(self, path: str, skipped: tuple[str, ...]) -> ResumePoint:
-        manifest: Manifest = load.read_manifest(path)
+    def _load(self, found: load.Found) -> ResumePoint:
+        path, manifest = str(found.path), found.manifest
+        load.check_matches(path, self.optimizer.expected_tensors())
         load.read_into(path, self.optimizer.load_begin())
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         if self._protection is not None:
-            self._protection.gate.resumed(manifest.step, manifest.record)
+            self._protection.resumed(manifest.step, manifest.record)
         if self.rank == 0:
             log.info("resumed from %s: step %d (%s)", path, manifest.step, manifest.cause.kind.value)
-        return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, skipped)
+        return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
 
     # --- training ---
 
@@ -242,13 +266,13 @@ class Session:
         )
         mine: dict[str, Any] = {}
         try:
-            mine["result"] = encode_share(self.holder.write_parts(directory, tmp_name, step, parts))
+            mine["result"] = dataclasses.asdict(self.holder.write_parts(directory, tmp_name, step, parts))
         except (CheckpointError, OSError) as error:
             mine["error"] = f"rank {self.rank}: {error}"
         everyone = exchange_json(mine, self._device)
-        error = next((answer["error"] for answer in everyone if "error" in answer), "")
-        if error:
-            return "", error
+        refusal = next((answer["error"] for answer in everyone if "error" in answer), "")
+        if refusal:
+            return "", refusal
         outcome: list[str] | None = None
         if self.rank == 0:
             try:
@@ -256,8 +280,8 @@ class Session:
                 outcome = [self.holder.publish(self._periodic_order(directory, tmp_name, step, results)), ""]
             except (CheckpointError, OSError) as problem:
                 outcome = ["", str(problem)]
-        path, error = broadcast_json(outcome, self._device)
-        return path, error
+        path, refusal = broadcast_json(outcome, self._device)
+        return path, refusal
 
     def _periodic_order(
         self, directory: str, tmp_name: str, step: int, results: tuple[ShareResult, ...]
@@ -294,8 +318,37 @@ class Session:
             _current = None
 
 
+class _Ranks:
+    """The job's ranks, agreeing on a checkpoint (`load.Voters`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index, self.count = world()
+        self._device = device
+
+    def same_list(self, paths: list[str]) -> list[str]:
+        shared: list[str] = broadcast_json(paths, self._device)
+        return shared
+
+    def first_failure(self, reason: str) -> str:
+        return next((other for other in exchange_json(reason, self._device) if other), "")
+
+
 def world() -> tuple[int, int]:
     """Return (rank, world_size) of this process, (0, 1) without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def decode_share(fields: Mapping[str, Any]) -> ShareResult:
+    """Make a ShareResult of what `dataclasses.asdict` made of one, and JSON of that."""
+
+    def tensor(entry: Mapping[str, Any]) -> TensorEntry:
+        tuples = {name: tuple(entry[name]) for name in ("shape", "offsets", "sizes")}
+        return TensorEntry(**{**entry, **tuples})
+
+    return ShareResult(
+        files=tuple(FileEntry(**entry) for entry in fields["files"]),
+        tensors=tuple(tensor(entry) for entry in fields["tensors"]),
+        blobs=tuple(BlobEntry(**entry) for entry in fields["blobs"]),
+    )

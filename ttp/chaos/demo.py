@@ -67,7 +67,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", help="a text file or folder to train on (default: text that comes with Python)")
     parser.add_argument("--output", default="output/demo")
     parser.add_argument("--config", default="gpt_tiny")
-    args, args.overrides = parser.parse_known_args(argv)
+    args, overrides = parser.parse_known_args(argv)
+    args.overrides = overrides
     return args
 
 

@@ -1,0 +1,145 @@
+"""What protects one rank while it trains: the gate, the processor, and, on rank 0, the controller's process.
+
+Owns their start and end, and what becomes of an exception out of `train`. Decides nothing about a fault.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ttp.config import Settings
+from ttp.controller.process import ControllerProcess, start_controller
+from ttp.errors import ControllerError
+from ttp.holder import OptimizerHolder
+from ttp.processor.driver import Processor
+from ttp.processor.events import ProcessorSettings
+from ttp.processor.faults import classify
+from ttp.processor.gate import Gate
+from ttp.proto.messages import Cause, CauseKind, CommitRecord
+
+log = logging.getLogger("ttp")
+
+STORE_TIMEOUT = timedelta(seconds=60)
+ASSEMBLY_TIMEOUT_S = 300.0
+"""How long a rank waits at the start for all others to be registered."""
+CONTROLLER_END_S = 10.0
+
+
+class Protection:
+    """One rank's gate, processor and (rank 0) controller. Made by every rank, ended by `close` or by the process's end."""
+
+    def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
+        """Start everything and wait until all ranks are registered. Raises ControllerError."""
+        self._settings = settings
+        self._rank = rank
+        self._world_size = world_size
+        self._controller: ControllerProcess | None = None
+        self.gate = Gate(
+            rank, state_step=0, drain=holder.optimizer.drain_within if holder.optimizer.needs_drain else None
+        )
+        holder.optimizer.attach(self.gate)
+        address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
+        self.processor = Processor(
+            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s),
+            address,
+            settings.job_id,
+            holder,
+            self.gate,
+            watch_parent=settings.launched,
+        )
+        self.processor.start()
+        survives = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
+        if survives is None:
+            self.close()
+            raise ControllerError(
+                f"rank {rank}: the controller at {address} did not report all {world_size} ranks registered within"
+                f" {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
+            )
+        if rank == 0:
+            log.info("protected; the job survives: %s", survives)
+
+    def resumed(self, step: int, record: CommitRecord | None) -> None:
+        """A checkpoint of `step` was loaded."""
+        self.gate.resumed(step, record)
+
+    def hold_after(self, exc: BaseException) -> None:
+        """Tell the controller that `train` raised and stay as a holder. Returns when the exception may go on; a rank whose
+        peer was the cause leaves with status 75 instead."""
+        text = traceback.format_exception_only(exc)[-1].strip()
+        kind = CauseKind.EXCEPTION if not isinstance(exc, Exception) else classify(text)
+        if kind is CauseKind.EXCEPTION:
+            log.error("rank %d: train raised; holding this rank's shards for the others", self._rank, exc_info=exc)
+            self.processor.release_at_exit()
+        else:
+            log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, text)
+        detail = "".join(traceback.format_exception(exc))
+        self.processor.fault(Cause(kind, (self._rank,), text), detail)
+        self.processor.wait_for_verdict()
+
+    def finished(self) -> None:
+        """`train` returned: stay as a holder until every rank's has."""
+        self.processor.finished()
+
+    def close(self) -> None:
+        """End this process's threads; the controller ends by itself when all ranks have gone."""
+        self.processor.stop()
+        if self._controller is not None:
+            try:
+                self._controller.wait(CONTROLLER_END_S)
+            except TimeoutError:
+                log.warning("the controller (pid %d) has not ended yet; it ends by itself", self._controller.pid)
+
+    # --- finding each other ---
+
+    def _open_controller(self, log_dir: Path) -> str:
+        settings = self._settings
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._controller = start_controller(
+            bind="127.0.0.1" if settings.one_node else "0.0.0.0",
+            advertise="127.0.0.1" if settings.one_node else settings.host,
+            port=settings.controller_port,
+            job_id=settings.job_id,
+            term=settings.round_number + 1,
+            world_size=self._world_size,
+            journal=log_dir / f"journal_{settings.round_number}.jsonl",
+            heartbeat_s=settings.heartbeat_s,
+            lease_s=settings.lease_s,
+            total_timeout_s=settings.total_timeout_s,
+        )
+        address = self._controller.address
+        if self._world_size > 1:
+            self._store().set(controller_key(settings.round_number), f"{address} {self._controller.pid}")
+        return address
+
+    def _find_controller(self) -> str:
+        store = self._store()
+        key = controller_key(self._settings.round_number)
+        try:
+            store.wait([key], timedelta(seconds=ASSEMBLY_TIMEOUT_S))
+        except RuntimeError as error:
+            raise ControllerError(
+                f"rank {self._rank}: rank 0 did not publish a controller within {ASSEMBLY_TIMEOUT_S:.0f} s ({error});"
+                " look into rank 0's log"
+            ) from None
+        address: str = store.get(key).decode().split()[0]
+        return address
+
+    def _store(self) -> TCPStore:
+        """Return a client of the store that the ranks met in."""
+        settings = self._settings
+        if not settings.master_port:
+            raise ControllerError(
+                f"rank {self._rank}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find the controller;"
+                " start them with ttprun or torchrun, or set ENABLE_TTP=False"
+            )
+        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def controller_key(round_number: int) -> str:
+    """Return the store's key for the controller of a start; `ttprun` looks there too. Value: `host:port pid`."""
+    return f"ttp/controller/{round_number}"
