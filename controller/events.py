@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ttp.proto.messages import Downward, Upward
 
 JSONValue = str | int | float | bool | None | tuple["JSONValue", ...] | Mapping[str, "JSONValue"]
+Fields = dict[str, JSONValue]
+"""A journal line's fields while they are gathered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,122 @@
+"""Which ranks hold which shards, and what the job survives (PURE).
+
+Owns the arithmetic over holder sets. Never asks who is alive: that is membership's. Everything is O(groups + holders):
+the pairs that a job does not survive are counted from the groups with two holders, never by trying all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import comb
+
+from ttp.proto.messages import Registration
+
+_NAMED = 8
+"""How many ranks, nodes or shards a sentence names before it says how many more there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Shards that always move together, with every rank that registered them (ascending)."""
+
+    group_id: str
+    label: str
+    nbytes: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The whole job's shards. `groups` in the order of their ids; `hosts` indexed by rank."""
+
+    groups: tuple[Group, ...]
+    hosts: tuple[str, ...]
+
+
+def coverage_of(registrations: Iterable[Registration]) -> Coverage:
+    """Gather the groups of all ranks; called once, with one registration of every rank."""
+    ordered = sorted(registrations, key=lambda registration: registration.rank)
+    holders: dict[str, list[int]] = {}
+    first: dict[str, tuple[str, int]] = {}
+    for registration in ordered:
+        for group in registration.groups:
+            holders.setdefault(group.group_id, []).append(registration.rank)
+            first.setdefault(group.group_id, (group.label, group.nbytes))
+    groups = tuple(Group(key, *first[key], tuple(sorted(set(holders[key])))) for key in sorted(holders))
+    return Coverage(groups, tuple(registration.host for registration in ordered))
+
+
+def fatal_ranks(coverage: Coverage) -> tuple[int, ...]:
+    """Return the ranks whose death alone leaves a shard without a holder."""
+    return tuple(sorted({group.holders[0] for group in coverage.groups if len(group.holders) == 1}))
+
+
+def survived_pairs(coverage: Coverage) -> tuple[int, int]:
+    """Return (pairs of ranks that the job can lose together, pairs there are)."""
+    world_size = len(coverage.hosts)
+    fatal = set(fatal_ranks(coverage))
+    partners = {group.holders for group in coverage.groups if len(group.holders) == 2}
+    lost_together = sum(1 for pair in partners if not fatal.intersection(pair))
+    return comb(world_size - len(fatal), 2) - lost_together, comb(world_size, 2)
+
+
+def fatal_hosts(coverage: Coverage) -> tuple[str, ...]:
+    """Return the nodes whose loss leaves a shard without a holder."""
+    fatal = set()
+    for group in coverage.groups:
+        hosts = {coverage.hosts[rank] for rank in group.holders}
+        if len(hosts) == 1:
+            fatal.update(hosts)
+    return tuple(sorted(fatal))
+
+
+def survives(coverage: Coverage) -> str:
+    """Say what the job survives: `any 1 of 8 ranks; 24 of 28 pairs; each of 2 nodes`."""
+    world_size = len(coverage.hosts)
+    fatal = fatal_ranks(coverage)
+    if not fatal:
+        ranks = f"any 1 of {world_size} ranks"
+    else:
+        ranks = f"{world_size - len(fatal)} of {world_size} ranks (not {named('rank', fatal)})"
+    parts = [ranks]
+    if world_size > 2:
+        good, pairs = survived_pairs(coverage)
+        parts.append(f"{good} of {pairs} pairs")
+    hosts = sorted(set(coverage.hosts))
+    if len(hosts) > 1:
+        lost = fatal_hosts(coverage)
+        nodes = f"{len(hosts) - len(lost)} of {len(hosts)} nodes (not {named('node', lost)})"
+        parts.append(nodes if lost else f"each of {len(hosts)} nodes")
+    return "; ".join(parts)
+
+
+def warnings(coverage: Coverage) -> tuple[str, ...]:
+    """Say which shards are worse protected than this world allows; at most a handful of sentences."""
+    alone = [group for group in coverage.groups if len(group.holders) == 1]
+    found = [
+        f"{group.label} is held by rank {group.holders[0]} only: its death loses the step; raise the number of replicas"
+        for group in alone[:_NAMED]
+    ]
+    together: list[Group] = []
+    if len(set(coverage.hosts)) > 1:
+        together = [g for g in coverage.groups if len(g.holders) > 1 and _share_a_host(coverage, g)]
+    found += [
+        f"{group.label}: its holders, {named('rank', group.holders)}, do not all sit on different nodes"
+        for group in together[:_NAMED]
+    ]
+    more = max(0, len(alone) - _NAMED) + max(0, len(together) - _NAMED)
+    return (*found, f"{more} more shard groups are protected as badly") if more else tuple(found)
+
+
+def _share_a_host(coverage: Coverage, group: Group) -> bool:
+    """True when two holders sit on one node although there are enough nodes for one each (or nodes left over)."""
+    hosts = {coverage.hosts[rank] for rank in group.holders}
+    return len(hosts) < min(len(group.holders), len(set(coverage.hosts)))
+
+
+def named(noun: str, items: Iterable[int | str]) -> str:
+    """Return `rank 3`, `ranks 3, 5` or `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more`."""
+    listed = [str(item) for item in items]
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return f"{noun}{'' if len(listed) == 1 else 's'} {', '.join(listed[:_NAMED])}{more}"

@@ -1,0 +1,127 @@
+"""Which step the survivors write, and who has to roll forward for it (PURE).
+
+Owns the rule of the protocol: the newest step at which every shard group has a live holder that has that step or can
+reach it alone. Knows nothing of stages, deadlines or messages to send.
+
+Why one such step exists whenever every group has a holder: a commit record of step t can only come out of the collective
+that every rank entered at READY(t). So with a record every survivor can finish step t alone, and without one nobody has
+begun it and all stand at t-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ttp.proto.messages import CommitRecord, StateReport
+
+from .coverage import Group
+
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Write step `step`."""
+
+    step: int
+    record: CommitRecord | None
+    """Commit record of `step`, if any rank told it."""
+    roll_forward: tuple[int, ...]
+    """Holders that stand at step-1 and reach `step` with the record."""
+    able: tuple[int, ...]
+    """Holders that have `step`, or have it after rolling forward (ascending)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Nothing can be written, and why."""
+
+    reason: str
+    missing: tuple[str, ...] = ()
+    """Labels of the shard groups without a usable holder."""
+
+
+def decide(
+    groups: Iterable[Group],
+    reports: Mapping[int, StateReport],
+    records: Mapping[int, CommitRecord],
+    unreachable: frozenset[tuple[int, int]] = frozenset(),
+    absent: Mapping[int, str] | None = None,
+) -> Decision | Refusal:
+    """Choose the step to write.
+
+    reports: what the live ranks said whose gate may be trusted; a dead or stuck rank is not among them.
+    records: by step, from any rank that ever told one, stuck and dead ones too: a record is a proof, not a state.
+    unreachable: (rank, step) pairs where rolling forward was tried and failed.
+    absent: for people, why a holder is not among the reports.
+    """
+    groups = tuple(groups)
+    usable = {rank: report for rank, report in reports.items() if report.closed and not report.torn}
+    has, reach = _offers(usable, records, unreachable)
+    candidates = sorted({step for steps in (has, reach) for ranks in steps.values() for step in ranks}, reverse=True)
+    best: tuple[int, list[Group]] | None = None
+    for step in candidates:
+        able = {rank for rank in usable if step in has[rank] or step in reach[rank]}
+        lacking = [group for group in groups if not able.intersection(group.holders)]
+        if not lacking:
+            return _decision(step, records.get(step), usable, has, able)
+        if best is None or len(lacking) < len(best[1]):
+            best = (step, lacking)
+    if best is None:
+        best = (0, list(groups))
+    return _refusal(*best, usable, absent or {})
+
+
+def _offers(
+    usable: Mapping[int, StateReport],
+    records: Mapping[int, CommitRecord],
+    unreachable: frozenset[tuple[int, int]],
+) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """Return, by rank, the steps that it has in memory, and the step that it reaches with a record.
+
+    The phase is not asked: whoever stands at t-1 while a record of t exists has been READY(t), even if its report was
+    made in COMPUTE(t) and its main thread ran on to READY(t) afterwards. Where records do not span the ranks (local
+    copies), such a rank may refuse to roll forward; it stays whole and the next round knows (`unreachable`).
+    """
+    has: dict[int, set[int]] = {}
+    reach: dict[int, set[int]] = {}
+    for rank, report in usable.items():
+        has[rank] = {report.state_step}
+        if report.backup_step >= 0:
+            has[rank].add(report.backup_step)
+        following = report.state_step + 1
+        reach[rank] = {following} if following in records and (rank, following) not in unreachable else set()
+    return has, reach
+
+
+def _decision(
+    step: int,
+    record: CommitRecord | None,
+    usable: Mapping[int, StateReport],
+    has: Mapping[int, set[int]],
+    able: set[int],
+) -> Decision | Refusal:
+    if step == 0:
+        return Refusal("no optimizer step was finished yet, so there is nothing to save")
+    rolling = tuple(sorted(rank for rank in able if step not in has[rank]))
+    return Decision(step, record, rolling, tuple(sorted(able)))
+
+
+def _refusal(step: int, lacking: list[Group], usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> Refusal:
+    """Name the shards that nobody can write, who held them, and what became of those ranks."""
+    told = []
+    for group in lacking[:_NAMED]:
+        holders = ", ".join(_fate(rank, usable, absent) for rank in group.holders[:_NAMED])
+        more = f" and {len(group.holders) - _NAMED} more" if len(group.holders) > _NAMED else ""
+        told.append(f"{group.label} (held by {holders}{more})")
+    more = f", and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    where = f" at step {step}" if step else ""
+    reason = f"no live rank can write{where}: {'; '.join(told)}{more}"
+    return Refusal(reason, tuple(group.label for group in lacking))
+
+
+def _fate(rank: int, usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> str:
+    if rank in usable:
+        return f"rank {rank}, which stands at step {usable[rank].state_step}"
+    return f"rank {rank}, {absent.get(rank, 'which did not answer')}"

@@ -1,0 +1,51 @@
+"""How the job's ranks leave: refused, published, never assembled, or finished (PURE).
+
+Owns the ends of the story. Never judges whether an end is due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
+
+from .decision import Refusal
+from .events import Effect, Fields, Finish, Journal, Send
+from .membership import reachable
+from .state import EXIT_WAIT_S, ControllerState, Stage
+
+
+def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
+    """Tell every rank with a stream to exit, silent ones included, and wait for the streams to close."""
+    members = state.members
+    told = reachable(members)
+    untold = members.table.ranks(lambda m: m.dead is None and m.registration is not None and not m.attached)
+    if told:
+        out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
+    out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
+    return replace(
+        state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)
+    )
+
+
+def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
+    """Write nothing, say why, and have the job restart from what there is."""
+    fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
+    out.append(Journal("refused", fields))
+    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}", now, out)
+
+
+def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
+    """Every rank's `train` has returned: let all go."""
+    told = reachable(state.members)
+    if told:
+        out.append(Send(told, Dismiss()))
+    out.append(Journal("finished", {"ranks": state.members.finished}))
+    return over(state, "all ranks have finished", out)
+
+
+def over(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
+    """End the controller's own work."""
+    out.append(Finish(reason))
+    return replace(state, stage=Stage.OVER, deadline=inf, fault=None, dump=None, reason=reason)

@@ -1,0 +1,149 @@
+"""The controller's protocol core: (state, event, now) -> (state, effects) (PURE).
+
+Owns the entry points and the clock's side: leases, deadlines, and what their running out means. Never sends, sleeps or
+reads a clock: the driver does, and promises to call `transition` with a Tick at `next_deadline`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from ttp.errors import ProtocolError
+from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
+
+from .events import ControllerSettings, Effect, Event, Journal, Received
+from .leaving import over
+from .membership import empty, forgive, hear, sweep
+from .publishing import silent_while_publishing
+from .rolling import silent_while_rolling
+from .rounds import has_culprit
+from .state import ControllerState, Fault, Stage
+from .transitions import TRANSITIONS, abandon_start, die, give_up, settle, suspicion
+from .writing import silent_while_writing
+
+_ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
+
+
+def initial(settings: ControllerSettings, now: float) -> ControllerState:
+    """Return the state of a controller that nobody has registered with."""
+    return ControllerState(settings, Stage.ASSEMBLING, empty(settings.world_size), now + settings.register_timeout_s)
+
+
+def transition(state: ControllerState, event: Event, now: float) -> tuple[ControllerState, tuple[Effect, ...]]:
+    """Take one event. Raises ProtocolError, with nothing changed, for one that the state does not allow."""
+    subject = event.message if isinstance(event, Received) else event
+    handler = TRANSITIONS.get((state.stage, type(subject)))
+    if handler is None:
+        raise ProtocolError(
+            f"job {state.settings.job_id}, stage {state.stage.value}: {type(subject).__name__} is not allowed here: "
+            f"{subject!r}; does its sender run another version?"
+        )
+    out: list[Effect] = []
+    state = _excuse_own_absence(state, now)
+    if isinstance(event, Received):
+        _check_rank(state, event.message)
+        state = _hear(state, event.message, now, out)
+    state = handler(state, subject, now, out)
+    deadline = next_deadline(state)
+    if deadline is not None and now >= deadline:
+        state = _expire(state, now, out)
+    return settle(state, now, out), tuple(out)
+
+
+def next_deadline(state: ControllerState) -> float | None:
+    """Return when the driver must call again with a Tick if nothing happens before; None: never. O(1)."""
+    if state.stage is Stage.OVER:
+        return None
+    if state.stage is Stage.EXITING:
+        return state.deadline
+    moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
+    if state.stage is Stage.ASSEMBLING:
+        moment = min(moment, state.deadline)
+    if state.fault is not None:
+        moment = min(moment, state.fault.began + state.settings.total_timeout_s)
+        if state.stage is Stage.FREEZING:
+            moment = min(moment, _round_end(state, state.fault))
+    if state.stage in _ORDERED and state.dump is not None:
+        moment = min(moment, state.dump.progress_by)
+    return None if moment == inf else moment
+
+
+def _round_end(state: ControllerState, fault: Fault) -> float:
+    """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
+    if not fault.causes:
+        return inf
+    waiting = fault.awaiting or state.members.suspects
+    earliest = -inf if has_culprit(fault.causes) else fault.hint_until
+    return max(earliest, fault.round_deadline) if waiting else earliest
+
+
+def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
+    """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
+    deadline = next_deadline(state)
+    if deadline is None or now - deadline <= state.settings.heartbeat_s or state.stage is Stage.EXITING:
+        return state
+    settings = state.settings
+    state = replace(state, members=forgive(state.members, now, settings))
+    if state.members.attached == 0 and state.members.empty_since < inf:
+        state = replace(state, members=replace(state.members, empty_since=now))
+    if state.fault is not None:
+        fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))
+        state = replace(state, fault=fault)
+    if state.dump is not None:
+        state = replace(state, dump=replace(state.dump, progress_by=now + settings.progress_timeout_s))
+    return state
+
+
+def _check_rank(state: ControllerState, message: Upward) -> None:
+    if not isinstance(message, AgentHello) and not 0 <= message.rank < state.settings.world_size:
+        raise ProtocolError(
+            f"job {state.settings.job_id}: {type(message).__name__} of rank {message.rank}, the world has ranks 0 to "
+            f"{state.settings.world_size - 1}; is a process of another job sending here?"
+        )
+
+
+def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:
+    """Whatever a rank says itself proves that it lives."""
+    if isinstance(message, (AgentHello, WorkerExit)):
+        return state
+    members = hear(state.members, message.rank, now)
+    if members.suspects < state.members.suspects:
+        out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
+    return replace(state, members=members)
+
+
+def _expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Do what is due; `settle` looks at the freeze round's own deadline."""
+    settings = state.settings
+    if state.stage is Stage.EXITING:
+        return over(state, state.reason, out) if now >= state.deadline else state
+    if now >= state.members.empty_since + settings.orphan_timeout_s:
+        return over(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
+    if state.stage is Stage.ASSEMBLING and now >= state.deadline:
+        return abandon_start(state, now, out)
+    if state.fault is not None and now >= state.fault.began + settings.total_timeout_s:
+        return give_up(state, now, out)
+    if now >= state.members.sweep_at:
+        state = _look_at_leases(state, now, out)
+    if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
+        state = _SILENT[state.stage](state, now, out)
+    return state
+
+
+_SILENT = {
+    Stage.ROLLING: silent_while_rolling,
+    Stage.WRITING: silent_while_writing,
+    Stage.PUBLISHING: silent_while_publishing,
+}
+
+
+def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    swept = sweep(state.members, now, state.settings, welcomed=state.stage is not Stage.ASSEMBLING)
+    state = replace(state, members=swept.members)
+    for rank in swept.newly_suspect:
+        state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
+    for rank in swept.run_out:
+        cause = Cause(CauseKind.SILENT, (rank,), f"nothing was heard for {state.settings.lease_s:g} s")
+        state = die(state, rank, cause, False, now, out)
+    return state

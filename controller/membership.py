@@ -1,0 +1,173 @@
+"""Who is registered, attached, silent, finished or dead (PURE).
+
+Owns one record per rank, the counters over them, and the lease arithmetic. Never sends anything and never decides what
+a death means: transitions do. A rank is *suspect* when its stream broke or most of its lease has passed in silence, and
+*dead* when an agent saw its process end or its lease has run out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from ttp.proto.messages import Cause, Registration
+
+from .events import ControllerSettings
+from .rank_table import RankTable
+
+SUSPECT_AFTER = 2 / 3
+"""Part of the lease after which a silent rank that is still attached is suspect: gates close before it is declared
+dead, and a rank that was only slow costs a short pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent says no."""
+
+    registration: Registration | None = None
+    attached: bool = False
+    """Its stream is open."""
+    heard: float = -inf
+    """When it last said anything."""
+    suspect: bool = False
+    dead: Cause | None = None
+    finished: bool = False
+    """`train` has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """All ranks with counters, so that no message needs a scan."""
+
+    table: RankTable[Member]
+    registered: int = 0
+    attached: int = 0
+    alive: int = 0
+    finished: int = 0
+    suspects: int = 0
+    """Suspects that are not dead."""
+    amnesty: float = -inf
+    """Silence before this moment is forgiven: the controller itself was away, or everybody was."""
+    sweep_at: float = inf
+    """No lease runs out before this moment."""
+    empty_since: float = inf
+    """Since when nobody is attached; inf while somebody is, and before the first rank attached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a look at all leases found."""
+
+    members: Membership
+    newly_suspect: tuple[int, ...]
+    run_out: tuple[int, ...]
+    """Ranks whose lease has passed: to be declared dead."""
+
+
+def empty(world_size: int) -> Membership:
+    """Return a membership in which nobody has registered yet."""
+    return Membership(RankTable.filled(world_size, Member()), alive=world_size)
+
+
+def update(members: Membership, rank: int, member: Member) -> Membership:
+    """Replace one rank's record and keep the counters right."""
+    old = members.table[rank]
+    return replace(
+        members,
+        table=members.table.put(rank, member),
+        registered=members.registered + _is_registered(member) - _is_registered(old),
+        attached=members.attached + member.attached - old.attached,
+        alive=members.alive + (member.dead is None) - (old.dead is None),
+        finished=members.finished + member.finished - old.finished,
+        suspects=members.suspects + _is_suspect(member) - _is_suspect(old),
+    )
+
+
+def hear(members: Membership, rank: int, now: float) -> Membership:
+    """Note that an attached rank said something; O(sqrt(world))."""
+    member = members.table[rank]
+    if not member.attached:  # a leftover of a broken stream proves nothing about now
+        return members
+    changed = replace(member, heard=now, suspect=False)
+    if member.suspect:
+        return update(members, rank, changed)
+    return replace(members, table=members.table.put(rank, changed))
+
+
+def attach(members: Membership, registration: Registration, now: float, settings: ControllerSettings) -> Membership:
+    """Note a registration on a fresh stream; it clears the suspicion against that rank."""
+    rank = registration.rank
+    if members.attached == 0:
+        # Everybody had lost the controller: the others get a whole lease to come back as well.
+        members = replace(members, amnesty=now, empty_since=inf)
+    member = replace(members.table[rank], registration=registration, attached=True, heard=now, suspect=False)
+    members = update(members, rank, member)
+    return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
+
+
+def detach(
+    members: Membership, rank: int, now: float, settings: ControllerSettings, welcomed: bool = True
+) -> Membership:
+    """Note a broken stream: the rank is suspect, and dead once its lease runs out.
+
+    `welcomed` False: ranks do not send heartbeats yet, so the lease runs from the break.
+    """
+    member = members.table[rank]
+    heard = member.heard if welcomed else now
+    members = update(members, rank, replace(member, attached=False, suspect=True, heard=heard))
+    expiry = max(heard, members.amnesty) + settings.lease_s
+    members = replace(members, sweep_at=min(members.sweep_at, expiry))
+    return replace(members, empty_since=now) if members.attached == 0 else members
+
+
+def bury(members: Membership, rank: int, cause: Cause, gone: bool, now: float) -> Membership:
+    """Note a death. `gone`: the process is known to have ended, so its stream counts as closed."""
+    member = members.table[rank]
+    attached = member.attached and not gone
+    members = update(members, rank, replace(member, dead=cause, attached=attached))
+    emptied = members.attached == 0 and member.attached
+    return replace(members, empty_since=now) if emptied else members
+
+
+def forgive(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """Start every lease anew: the silence was the controller's own."""
+    return replace(members, amnesty=now, sweep_at=now + SUSPECT_AFTER * settings.lease_s)
+
+
+def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool) -> Swept:
+    """Look at every lease; O(world), but not before `sweep_at`.
+
+    `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count.
+    """
+    if members.attached == 0:  # nobody answers: it is the controller that is cut off
+        return Swept(replace(members, sweep_at=inf), (), ())
+    newly_suspect, run_out, next_at = [], [], inf
+    for rank, member in enumerate(members.table):
+        if member.dead is not None or member.registration is None or (member.attached and not welcomed):
+            continue
+        since = max(member.heard, members.amnesty)
+        suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
+        if now >= dead_at:
+            run_out.append(rank)
+        elif member.suspect or now >= suspect_at:
+            next_at = min(next_at, dead_at)
+            if not member.suspect:
+                newly_suspect.append(rank)
+        else:
+            next_at = min(next_at, suspect_at)
+    for rank in newly_suspect:
+        members = update(members, rank, replace(members.table[rank], suspect=True))
+    return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
+
+
+def reachable(members: Membership) -> tuple[int, ...]:
+    """Return the ranks with an open stream, dead ones that were only silent included. O(world)."""
+    return members.table.ranks(lambda member: member.attached)
+
+
+def _is_registered(member: Member) -> bool:
+    return member.registration is not None
+
+
+def _is_suspect(member: Member) -> bool:
+    return member.suspect and member.dead is None

@@ -1,0 +1,53 @@
+"""An immutable table with one value per rank (PURE).
+
+Owns only the storage trick: the table is a tuple of chunks of about sqrt(world) values, so that replacing one value
+copies two short tuples. At 10,000 ranks a heartbeat then copies 200 references instead of 10,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable(Generic[T]):
+    """Values of ranks 0 to size-1. Equal tables compare and hash equal when their values do."""
+
+    chunks: tuple[tuple[T, ...], ...]
+    width: int
+    size: int
+
+    @classmethod
+    def filled(cls, size: int, value: T) -> RankTable[T]:
+        """Return a table of `size` ranks that all have `value`."""
+        width = max(8, math.isqrt(size))
+        whole, rest = divmod(size, width)
+        full = (value,) * width
+        chunks = (full,) * whole + (((value,) * rest,) if rest else ())
+        return cls(chunks, width, size)
+
+    def __getitem__(self, rank: int) -> T:
+        return self.chunks[rank // self.width][rank % self.width]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[T]:
+        for chunk in self.chunks:
+            yield from chunk
+
+    def put(self, rank: int, value: T) -> RankTable[T]:
+        """Return the table with `rank`'s value replaced."""
+        row, column = divmod(rank, self.width)
+        chunk = self.chunks[row]
+        changed = (*chunk[:column], value, *chunk[column + 1 :])
+        return RankTable((*self.chunks[:row], changed, *self.chunks[row + 1 :]), self.width, self.size)
+
+    def ranks(self, wanted: Callable[[T], bool]) -> tuple[int, ...]:
+        """Return the ranks whose value is wanted, ascending. O(world)."""
+        return tuple(rank for rank, value in enumerate(self) if wanted(value))

@@ -1,0 +1,153 @@
+"""From a decision to ranks that all hold the decided step (PURE).
+
+Owns the decision's inputs and the roll-forward orders. A rank that fails or falls silent is left out; if the shards are
+then no longer covered, the ranks are asked again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttp.proto.messages import RollForward
+
+from .coverage import Group
+from .decision import Decision, Refusal, decide
+from .events import Effect, Fields, Journal, Send
+from .leaving import refuse
+from .rank_table import RankTable
+from .rounds import frozen_fields, next_round
+from .state import ControllerState, Dump, Fault, Stage, Work
+
+
+def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """All reports are in, or the round's time is over: decide, and order the roll-forwards."""
+    fault = state.fault
+    assert fault is not None and state.coverage is not None
+    out.append(Journal("frozen", frozen_fields(state)))
+    if not state.coverage.groups:
+        return refuse(state, Refusal("no rank registered any shards"), now, out)
+    reports = {
+        report.rank: report
+        for report in fault.reports
+        if report is not None and is_holder(state, report.rank) and not state.members.table[report.rank].suspect
+    }
+    records = {record.step: record for record in fault.records}
+    verdict = decide(state.coverage.groups, reports, records, fault.unreachable, _absences(state, fault))
+    if isinstance(verdict, Refusal):
+        return refuse(state, verdict, now, out)
+    fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
+    out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
+    rolling = RankTable.filled(state.settings.world_size, False)
+    if verdict.roll_forward:
+        assert verdict.record is not None
+        out.append(Send(verdict.roll_forward, RollForward(state.freeze_id, verdict.record)))
+        for rank in verdict.roll_forward:
+            rolling = rolling.put(rank, True)
+    dump = Dump(
+        decision=verdict,
+        able=frozenset(verdict.able),
+        rolling=rolling,
+        pending=len(verdict.roll_forward),
+        progress_by=now + state.settings.progress_timeout_s,
+        directories=_directories(state, verdict),
+        work=RankTable.filled(state.settings.world_size, Work()),
+    )
+    return replace(state, stage=Stage.ROLLING, dump=dump)
+
+
+def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has finished the decided step's update."""
+    dump = state.dump
+    assert dump is not None and state.fault is not None
+    if not dump.rolling[rank]:
+        return state
+    if state_step != dump.decision.step:
+        return roll_failed(state, rank, f"it stands at step {state_step}", now, out)
+    out.append(Journal("rolled_forward", {"rank": rank, "step": state_step}))
+    return _answered(state, rank, now, keep=True)
+
+
+def roll_failed(state: ControllerState, rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
+    """A rank cannot reach the decided step. Whether its own older state is whole, its next report says."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    if not dump.rolling[rank]:
+        return state
+    out.append(Journal("roll_forward_failed", {"rank": rank, "step": dump.decision.step, "error": error}))
+    fault = replace(fault, unreachable=fault.unreachable | {(rank, dump.decision.step)})
+    return _answered(replace(state, fault=fault), rank, now, keep=False)
+
+
+def lost_while_rolling(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank died."""
+    assert state.dump is not None
+    return _answered(state, rank, now, keep=False) if state.dump.rolling[rank] else state
+
+
+def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """No answer came for too long: every rank that owes one is stuck."""
+    assert state.dump is not None and state.fault is not None
+    late = state.dump.rolling.ranks(bool)
+    out.append(Journal("stuck", {"ranks": late, "stage": "roll_forward"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
+    for rank in late:
+        state = _answered(state, rank, now, keep=False)
+    return state
+
+
+def all_rolled(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
+    assert state.dump is not None and state.coverage is not None
+    lacking = [group for group in state.coverage.groups if not holders(state, group)]
+    if lacking:
+        return next_round(state, f"{lacking[0].label}: no holder reached step {state.dump.decision.step}", now, out)
+    return replace(state, stage=Stage.WRITING)
+
+
+def is_holder(state: ControllerState, rank: int) -> bool:
+    """True for a rank that may be given orders: alive and not stuck."""
+    assert state.fault is not None
+    return state.members.table[rank].dead is None and rank not in state.fault.stuck
+
+
+def holders(state: ControllerState, group: Group) -> tuple[int, ...]:
+    """Return the ranks that can write a group at the decided step now."""
+    assert state.dump is not None
+    return tuple(rank for rank in group.holders if rank in state.dump.able and is_holder(state, rank))
+
+
+def _answered(state: ControllerState, rank: int, now: float, keep: bool) -> ControllerState:
+    dump = state.dump
+    assert dump is not None
+    dump = replace(
+        dump,
+        rolling=dump.rolling.put(rank, False),
+        pending=dump.pending - 1,
+        able=dump.able if keep else dump.able - {rank},
+        progress_by=now + state.settings.progress_timeout_s,
+    )
+    return replace(state, dump=dump)
+
+
+def _directories(state: ControllerState, decision: Decision) -> tuple[str, ...]:
+    """Return the first able rank's directories: they are the job's, in its order of preference."""
+    registration = state.members.table[decision.able[0]].registration
+    return registration.save_dirs if registration is not None else ()
+
+
+def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
+    """Say of every rank without a usable report why, for a refusal's text."""
+    absent = {}
+    for rank, member in enumerate(state.members.table):
+        report = fault.reports[rank]
+        if member.dead is not None:
+            absent[rank] = f"dead ({member.dead.text})"
+        elif rank in fault.stuck:
+            absent[rank] = "stuck in an order"
+        elif report is None or member.suspect:
+            absent[rank] = "which did not answer"
+        elif report.torn:
+            absent[rank] = f"whose update of step {report.step} failed half way"
+        elif not report.closed:
+            absent[rank] = f"stuck in {report.phase.name} of step {report.step}"
+    return absent

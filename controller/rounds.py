@@ -1,0 +1,173 @@
+"""Freeze rounds: closing every rank's gate and collecting what the ranks hold (PURE).
+
+Owns the causes of a fault, its rounds and its reports. A fault may need several rounds: when a plan falls through, the
+ranks are asked again under a new number, and everything is decided afresh from what they say then. Never decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, StateReport, Thaw
+
+from .events import Effect, Fields, Journal, Send
+from .membership import Member, reachable
+from .rank_table import RankTable
+from .state import ControllerState, Fault, Stage
+
+_KEPT_RECORDS = 4
+_NAMED = 8
+
+
+def begin_fault(
+    state: ControllerState, causes: tuple[Cause, ...], suspicion: Cause, now: float, out: list[Effect]
+) -> ControllerState:
+    """Close all gates. `causes` empty: only `suspicion` so far, which may turn out a false alarm."""
+    fault = Fault(
+        began=now,
+        causes=causes,
+        hint_until=_hint_until(state, inf, causes, now),
+        round_deadline=now,
+        awaiting=0,
+        reports=RankTable.filled(state.settings.world_size, None),
+    )
+    return _ask(replace(state, fault=fault), root_cause(causes) or suspicion, now, out)
+
+
+def next_round(state: ControllerState, why: str, now: float, out: list[Effect]) -> ControllerState:
+    """The plan fell through: ask again who holds what. Gates are closed already, so this costs one round trip."""
+    assert state.fault is not None
+    cause = root_cause(state.fault.causes)
+    assert cause is not None, "a plan is made for a fault with a cause"
+    out.append(Journal("replanned", {"reason": why, "freeze_id": state.freeze_id}))
+    return _ask(replace(state, dump=None), cause, now, out)
+
+
+def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) -> ControllerState:
+    fault = state.fault
+    assert fault is not None
+    freeze_id = state.freeze_id + 1
+    asked = awaited(state)
+    told = reachable(state.members)
+    out.append(Send(told, Freeze(freeze_id, cause)))
+    out.append(Journal("freeze_sent", {"freeze_id": freeze_id, "ranks": told, **cause_fields(cause)}))
+    fault = replace(
+        fault,
+        round_deadline=now + state.settings.freeze_timeout_s,
+        awaiting=len(asked),
+        reports=RankTable.filled(state.settings.world_size, None),
+    )
+    return replace(state, stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
+
+
+def awaited(state: ControllerState) -> tuple[int, ...]:
+    """Return the ranks whose report a round waits for: alive, and not found stuck earlier in this fault."""
+    stuck = state.fault.stuck if state.fault is not None else frozenset()
+    alive = state.members.table.ranks(lambda member: member.dead is None)
+    return tuple(rank for rank in alive if rank not in stuck)
+
+
+def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerState:
+    """Note what became known during a fault. A rank's later, better text replaces `exiting`."""
+    fault = state.fault
+    assert fault is not None
+    causes = (*fault.causes, cause)
+    return replace(
+        state, fault=replace(fault, causes=causes, hint_until=_hint_until(state, fault.hint_until, causes, now))
+    )
+
+
+def _hint_until(state: ControllerState, until: float, causes: tuple[Cause, ...], now: float) -> float:
+    """A dead rank's peers often fail before its death is seen: give that one lease from the first hint."""
+    return until if until < inf or not causes else now + state.settings.lease_s
+
+
+def has_culprit(causes: Iterable[Cause]) -> bool:
+    """True when somebody is known to be at fault, and not only peers' failed collectives."""
+    return any(cause.kind is not CauseKind.PEER_ERROR for cause in causes)
+
+
+def root_cause(causes: tuple[Cause, ...]) -> Cause | None:
+    """Make one cause of many: the kind that was seen first, with every rank that it befell; hints only if alone."""
+    if not causes:
+        return None
+    named = [cause for cause in causes if cause.kind is not CauseKind.PEER_ERROR] or list(causes)
+    same = [cause for cause in named if cause.kind is named[0].kind]
+    ranks = tuple(sorted({rank for cause in same for rank in cause.ranks}))
+    if len(same) == 1:
+        return Cause(same[0].kind, ranks, same[0].text)
+    texts = [f"{'+'.join(map(str, cause.ranks))}: {cause.text}" for cause in same[:_NAMED]]
+    more = f"; and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    return Cause(same[0].kind, ranks, "; ".join(texts) + more)
+
+
+def cause_fields(cause: Cause) -> Fields:
+    """Return a cause as journal fields."""
+    return {"kind": cause.kind.value, "culprits": cause.ranks, "text": cause.text}
+
+
+def take_report(state: ControllerState, report: StateReport, out: list[Effect]) -> ControllerState:
+    """Keep a rank's report of this round, and any commit record in it. Older news than what is known is dropped."""
+    fault = state.fault
+    assert fault is not None
+    known = fault.reports[report.rank]
+    fault = replace(fault, records=_merge(fault.records, report, out))
+    if known is None:
+        awaited_one = state.members.table[report.rank].dead is None and report.rank not in fault.stuck
+        fault = replace(fault, awaiting=fault.awaiting - awaited_one)
+    elif _is_older(report, known):
+        return replace(state, fault=fault)
+    return replace(state, fault=replace(fault, reports=fault.reports.put(report.rank, report)))
+
+
+def _is_older(report: StateReport, known: StateReport) -> bool:
+    """Behind a closed gate a state only moves forward or tears; anything else was said earlier and came late."""
+    if known.torn or report.torn:
+        return known.torn
+    return known.closed and (not report.closed or report.state_step < known.state_step)
+
+
+def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Effect]) -> tuple[CommitRecord, ...]:
+    by_step = {record.step: record for record in records}
+    for record in report.records:
+        known = by_step.setdefault(record.step, record)
+        if repr(known) != repr(record):  # by text: a skipped step's norm is NaN
+            fields: Fields = {"step": record.step, "rank": report.rank, "known": repr(known), "told": repr(record)}
+            out.append(Journal("records_differ", fields))
+    return tuple(by_step[step] for step in sorted(by_step)[-_KEPT_RECORDS:])
+
+
+def forget(state: ControllerState, rank: int, member: Member) -> ControllerState:
+    """A rank that a round may wait for has died. `member` is its record before the death."""
+    fault = state.fault
+    if fault is None or member.dead is not None or rank in fault.stuck or fault.reports[rank] is not None:
+        return state
+    return replace(state, fault=replace(fault, awaiting=fault.awaiting - 1))
+
+
+def thaw(state: ControllerState, out: list[Effect]) -> ControllerState:
+    """A false alarm: nobody died and nothing was ordered. Training goes on."""
+    told = reachable(state.members)
+    out.append(Send(told, Thaw(state.freeze_id)))
+    out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
+    return replace(state, stage=Stage.RUNNING, fault=None, dump=None)
+
+
+def frozen_fields(state: ControllerState) -> Fields:
+    """Return what the ranks said in this round as journal fields, one column per fact."""
+    assert state.fault is not None
+    reports = [report for report in state.fault.reports if report is not None]
+    return {
+        "freeze_id": state.freeze_id,
+        "ranks": tuple(report.rank for report in reports),
+        "phases": tuple(report.phase.name for report in reports),
+        "steps": tuple(report.step for report in reports),
+        "state_steps": tuple(report.state_step for report in reports),
+        "backup_steps": tuple(report.backup_step for report in reports),
+        "not_closed": tuple(report.rank for report in reports if not report.closed),
+        "torn": tuple(report.rank for report in reports if report.torn),
+        "silent": tuple(rank for rank in awaited(state) if state.fault.reports[rank] is None),
+        "records": tuple(record.step for record in state.fault.records),
+    }

@@ -1,0 +1,114 @@
+"""All that the controller's machine remembers (PURE).
+
+Owns the state's shape and nothing else: frozen and hashable, so that states can be compared, kept and searched.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ttp.proto.messages import Cause, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
+
+from .coverage import Coverage
+from .decision import Decision
+from .events import ControllerSettings
+from .membership import Membership
+from .rank_table import RankTable
+
+EXIT_WAIT_S = 5.0
+"""How long the controller waits for streams to close after Exit before it leaves itself."""
+
+
+class Stage(enum.Enum):
+    """Where the job is. The order is the order of a fault's life."""
+
+    ASSEMBLING = "assembling"
+    RUNNING = "running"
+    FREEZING = "freezing"
+    ROLLING = "rolling"
+    WRITING = "writing"
+    PUBLISHING = "publishing"
+    EXITING = "exiting"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault from the first freeze to the thaw or the exit, over all its freeze rounds."""
+
+    began: float
+    causes: tuple[Cause, ...]
+    """In the order seen. Empty: only suspicions so far, so that it may still be a false alarm."""
+    hint_until: float
+    """Peers' errors alone name no culprit; a death is waited for until then."""
+    round_deadline: float
+    """When this freeze round goes on without the ranks that have not closed their gate."""
+    awaiting: int
+    """Ranks whose report of this round is still awaited."""
+    reports: RankTable[StateReport | None]
+    """Of this freeze round."""
+    records: tuple[CommitRecord, ...] = ()
+    """One per step, oldest first, from any report of any round, whatever became of its rank."""
+    unreachable: frozenset[tuple[int, int]] = frozenset()
+    """(rank, step): rolling forward to that step failed on that rank."""
+    stuck: frozenset[int] = frozenset()
+    """Ranks that took an order and did not answer in time: no holders any more during this fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One rank's share of the writing."""
+
+    orders: tuple[WriteOrder, ...] = ()
+    """Sent and not answered."""
+    results: tuple[ShareResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A decision being carried out."""
+
+    decision: Decision
+    able: frozenset[int]
+    """Ranks that have the decided step, or are rolling forward to it. Dead and stuck ones may still be in it."""
+    rolling: RankTable[bool]
+    """Ranks whose RollForward is not answered."""
+    pending: int
+    """Roll-forwards, or write orders, that are not answered."""
+    progress_by: float
+    """When everything that is not answered counts as failed; moves with every answer."""
+    directories: tuple[str, ...]
+    work: RankTable[Work]
+    attempt: int = 0
+    """Index into `directories`, and the last number of the attempt's name is one more."""
+    failed_here: frozenset[int] = frozenset()
+    """Ranks whose write failed in this attempt's directory."""
+    order: PublishOrder | None = None
+    publisher: int = -1
+    failed_publishers: frozenset[int] = frozenset()
+    errors: tuple[str, ...] = ()
+    """What failed in writing and publishing, for the refusal's reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """The machine's whole state."""
+
+    settings: ControllerSettings
+    stage: Stage
+    members: Membership
+    deadline: float
+    """ASSEMBLING: when registering must be over. EXITING: when the controller leaves. Else unused."""
+    coverage: Coverage | None = None
+    survives: str = ""
+    agents: frozenset[str] = frozenset()
+    """Hosts whose launcher is attached."""
+    freeze_id: int = 0
+    """The last freeze round's number; grows through the controller's life."""
+    fault: Fault | None = None
+    dump: Dump | None = None
+    reason: str = ""
+    """Why the ranks leave, once EXITING."""
+    untold: frozenset[int] = frozenset()
+    """Live ranks that were without a stream when Exit was sent."""

@@ -1,0 +1,149 @@
+"""Write orders: every shard once, by live holders, in one directory (PURE).
+
+Owns the attempt: its name, who owes which parts, and what was written. A writer that dies, fails or falls silent is
+replaced for the parts that it had not finished; a directory that nobody can write to is given up for the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttp.proto.messages import Part, ShareResult, WriteOrder, Written
+
+from .decision import Refusal
+from .events import Effect, Fields, Journal, Send
+from .leaving import refuse
+from .planning import Plan, hand_over, share_out
+from .rank_table import RankTable
+from .rolling import holders, is_holder
+from .rounds import next_round
+from .state import ControllerState, Dump, Work
+
+
+def tmp_name(state: ControllerState) -> str:
+    """Return this attempt's directory name: no other attempt of any controller has it."""
+    assert state.dump is not None
+    step, attempt = state.dump.decision.step, state.dump.attempt + 1
+    return f"iter_{step:07d}_tmp_{state.settings.term}_{state.freeze_id}_{attempt}"
+
+
+def start_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Order every part of every shard group from the able ranks; called when no order is outstanding yet."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    if not dump.directories:
+        return refuse(state, Refusal("the ranks registered no directory to save in"), now, out)
+    if not all(holders(state, group) for group in state.coverage.groups):
+        return next_round(state, "a shard lost its last writer", now, out)
+    able = [rank for rank in sorted(dump.able) if is_holder(state, rank)]
+    plan = share_out(state.coverage.groups, able)
+    directory = dump.directories[dump.attempt]
+    fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
+    out.append(Journal("write_sent", {**fields, "ranks": tuple(plan), "parts": tuple(map(len, plan.values()))}))
+    return _order(state, plan, now, out)
+
+
+def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) -> ControllerState:
+    dump = state.dump
+    assert dump is not None
+    work, directory, name = dump.work, dump.directories[dump.attempt], tmp_name(state)
+    for rank, parts in plan.items():
+        order = WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts)
+        out.append(Send((rank,), order))
+        work = work.put(rank, Work((*work[rank].orders, order), work[rank].results))
+    progress_by = now + state.settings.progress_timeout_s
+    return replace(state, dump=replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by))
+
+
+def written(state: ControllerState, answer: Written, now: float, out: list[Effect]) -> ControllerState:
+    """A writer is done with an order. Answers to orders that were taken from it since are dropped: each part counts once."""
+    dump = state.dump
+    assert dump is not None
+    mine = dump.work[answer.rank]
+    open_orders = [order for order in mine.orders if (order.tmp_name, order.parts) == (answer.tmp_name, answer.parts)]
+    if not open_orders:
+        return state
+    left = tuple(order for order in mine.orders if order is not open_orders[0])
+    nbytes = sum(file.nbytes for file in answer.result.files)
+    out.append(Journal("written", {"rank": answer.rank, "parts": len(answer.parts), "bytes": nbytes}))
+    dump = replace(
+        dump,
+        work=dump.work.put(answer.rank, Work(left, (*mine.results, answer.result))),
+        pending=dump.pending - 1,
+        progress_by=now + state.settings.progress_timeout_s,
+    )
+    return replace(state, dump=dump)
+
+
+def write_failed(
+    state: ControllerState, rank: int, name: str, error: str, now: float, out: list[Effect]
+) -> ControllerState:
+    """A writer's disk failed it: it writes no more into this attempt's directory."""
+    dump = state.dump
+    assert dump is not None
+    if name != tmp_name(state) or not dump.work[rank].orders:
+        return state
+    out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": error}))
+    errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
+    state = replace(state, dump=replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
+    return replace_writers(state, (rank,), now, out)
+
+
+def silent_while_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """No writer answered for too long: all that owe something are stuck."""
+    assert state.dump is not None and state.fault is not None
+    late = state.dump.work.ranks(lambda work: bool(work.orders))
+    out.append(Journal("stuck", {"ranks": late, "stage": "write"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
+    return replace_writers(state, late, now, out)
+
+
+def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
+    """Give the unfinished parts of lost writers to other holders, or change the plan when a part has none."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    parts: list[Part] = []
+    work, pending = dump.work, dump.pending
+    for rank in lost:
+        parts += [part for order in work[rank].orders for part in order.parts]
+        pending -= len(work[rank].orders)
+        work = work.put(rank, Work((), work[rank].results))
+    groups, wanted = state.coverage.groups, {part.group_id for part in parts}
+    state = replace(state, dump=replace(dump, work=work, pending=pending))
+    if not parts:
+        return state
+    capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
+    able_here = {key: tuple(r for r in ranks if r not in dump.failed_here) for key, ranks in capable.items()}
+    loads = {rank: len(work[rank].orders) for ranks in able_here.values() for rank in ranks}
+    plan = hand_over(parts, able_here, loads)
+    if plan is not None:
+        out.append(Journal("write_moved", {"from": lost, "ranks": tuple(plan), "parts": len(parts)}))
+        return _order(state, plan, now, out)
+    if all(capable.values()):
+        return next_directory(state, now, out)
+    return next_round(state, "a shard lost its last writer", now, out)
+
+
+def next_directory(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Start again in the next directory of the list; refuse at its end."""
+    dump = state.dump
+    assert dump is not None
+    if dump.attempt + 1 >= len(dump.directories):
+        reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(dump.errors[-4:])}"
+        return refuse(state, Refusal(reason), now, out)
+    dump = replace(
+        dump,
+        attempt=dump.attempt + 1,
+        failed_here=frozenset(),
+        failed_publishers=frozenset(),
+        work=RankTable.filled(state.settings.world_size, Work()),
+        pending=0,
+        order=None,
+        publisher=-1,
+    )
+    return start_writing(replace(state, dump=dump), now, out)
+
+
+def results(dump: Dump) -> tuple[ShareResult, ...]:
+    """Return all that was written in this attempt, by rank."""
+    return tuple(result for work in dump.work for result in work.results)
