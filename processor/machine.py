@@ -1,0 +1,42 @@
+"""A processor's protocol core: (state, event, now) -> (state, effects) (PURE).
+
+Owns the entry points. Never touches the gate, the stream or the optimizer: the driver does, and promises to call
+`transition` with a Tick at `next_deadline`.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ttp.errors import ProtocolError
+
+from .events import Effect, Event, ProcessorSettings, Received
+from .state import Link, ProcessorState, Standing
+from .transitions import TRANSITIONS, give_up_at
+
+
+def initial(settings: ProcessorSettings, now: float) -> ProcessorState:
+    """Return the state of a rank that trains and has not looked for a controller yet; its first Tick does."""
+    return ProcessorState(settings, Standing.TRAINING, Link.DOWN, reconnect_at=now, lost_since=now)
+
+
+def transition(state: ProcessorState, event: Event, now: float) -> tuple[ProcessorState, tuple[Effect, ...]]:
+    """Take one event. Raises ProtocolError, with nothing changed, for one that the state does not allow."""
+    subject = event.message if isinstance(event, Received) else event
+    handler = TRANSITIONS.get((state.standing, type(subject)))
+    if handler is None:
+        raise ProtocolError(
+            f"rank {state.settings.rank}, {state.standing.value}: {type(subject).__name__} is not allowed here: "
+            f"{subject!r}"
+        )
+    out: list[Effect] = []
+    return handler(state, subject, now, out), tuple(out)
+
+
+def next_deadline(state: ProcessorState) -> float | None:
+    """Return when the driver must call again with a Tick if nothing happens before; None: never."""
+    if state.standing is Standing.LEAVING:
+        return None
+    reconnect_at = state.reconnect_at if state.link is Link.DOWN else inf
+    moment = min(reconnect_at, state.heartbeat_at, give_up_at(state))
+    return None if moment == inf else moment

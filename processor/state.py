@@ -1,0 +1,80 @@
+"""All that a processor's machine remembers (PURE).
+
+Owns the state's shape: frozen and hashable.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from math import inf
+
+from ttp.proto.messages import CommitRecord, FaultReport, Published, PublishOrder, StepFailed, WriteOrder, Written
+
+from .events import ProcessorSettings
+
+
+class Standing(enum.Enum):
+    """What the rank's gate is, and whether there is still a rank."""
+
+    TRAINING = "training"
+    """The gate is open."""
+    CLOSING = "closing"
+    """Closing was asked for; an update in progress may still finish."""
+    FROZEN = "frozen"
+    """The gate's closing was reported, as done or as impossible."""
+    LEAVING = "leaving"
+    """Told to exit, or dismissed: nothing matters any more."""
+
+
+class Link(enum.Enum):
+    """The stream to the controller."""
+
+    DOWN = "down"
+    CONNECTING = "connecting"
+    UP = "up"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A write or publish order of the current freeze, and its answer once there is one: kept to be said again."""
+
+    order: WriteOrder | PublishOrder
+    answer: Written | Published | StepFailed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorState:
+    """The machine's whole state; times as the driver counts them."""
+
+    settings: ProcessorSettings
+    standing: Standing
+    link: Link
+    reconnect_at: float
+    """DOWN: when to try again."""
+    lost_since: float
+    """Since when no controller is attached; inf while one is."""
+    heartbeat_at: float = inf
+    """When the next heartbeat is due; inf until welcomed on this stream."""
+    heartbeat_s: float = inf
+    answer_by: float = inf
+    """A fault was told and no controller has reacted: the rank gives up then."""
+    term: int = -1
+    """Of the controller that welcomed last."""
+    freeze_id: int = 0
+    """The latest freeze's number; meaningful while not TRAINING."""
+    closed: bool = False
+    """FROZEN: the gate is really closed, so that the state stands still."""
+    torn: bool = False
+    state_step: int = 0
+    """FROZEN: the step that the optimizer state is known to have."""
+    applying: CommitRecord | None = None
+    """A roll-forward that is being done."""
+    rolled: bool = False
+    """A roll-forward was begun behind this closed gate: it can never open again."""
+    orders: tuple[Order, ...] = ()
+    faults: tuple[FaultReport, ...] = ()
+    """All told, in order; said again on every new stream, because nothing acknowledges them."""
+    finished: bool = False
+    """`train` has returned."""
+    loss_logged: bool = False
