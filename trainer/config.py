@@ -287,7 +287,7 @@ class ScheduleConfig:
     warmup_steps: int = 0
     """Steps of linear growth to learning_rate."""
     decay_steps: int | None = None
-    """Step at which end_learning_rate is reached, warm-up included; null: training_iters."""
+    """Step at which end_learning_rate is reached, warm-up included; null: training_iters (a shorter training ends in its warm-up)."""
     use_cosine: bool = True
     """Decay along half a cosine, else along a line."""
     end_learning_rate: float = 0.0
@@ -355,23 +355,14 @@ class Config:
             raise ConfigError(
                 "model_config.compute_dtype is 'float16': its gradients vanish without training_config.loss_scale"
             )
-        schedule = self.optimizer_config.learning_rate_scheduler_kwargs
-        if schedule is not None and schedule.warmup_steps >= self.decay_steps:
-            key = "optimizer_config.learning_rate_scheduler_kwargs.warmup_steps"
-            check(
-                False,
-                key,
-                schedule.warmup_steps,
-                f"fewer than the {self.decay_steps} steps of warm-up and decay together",
-            )
 
     @property
     def decay_steps(self) -> int:
-        """Step at which the learning rate stops falling."""
+        """Step at which the learning rate stops falling, beyond the warm-up."""
         schedule = self.optimizer_config.learning_rate_scheduler_kwargs
-        if schedule is None or schedule.decay_steps is None:
-            return self.training_config.training_iters
-        return schedule.decay_steps
+        if schedule is not None and schedule.decay_steps is not None:
+            return schedule.decay_steps
+        return max(self.training_config.training_iters, schedule.warmup_steps + 1 if schedule is not None else 1)
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Return the sequences of one step, over all ranks."""

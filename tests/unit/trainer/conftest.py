@@ -20,6 +20,13 @@ SMALL: dict[str, Any] = {
     "training_config.device": "cpu",
 }
 
+
+@pytest.fixture
+def small_keys() -> dict[str, Any]:
+    """Return the keys that make gpt_tiny small."""
+    return dict(SMALL)
+
+
 MakeConfig = Callable[..., Config]
 
 

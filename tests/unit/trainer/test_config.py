@@ -83,7 +83,7 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
         ("dataset_config: {batch_size: 0}", "dataset_config.batch_size is 0: wanted 1 or more"),
         (
             "optimizer_config: {learning_rate_scheduler_kwargs: {warmup_steps: 10, decay_steps: 10}}",
-            "learning_rate_scheduler_kwargs.warmup_steps is 10: wanted fewer than the 10 steps",
+            "learning_rate_scheduler_kwargs.decay_steps is 10: wanted more than the 10 warmup_steps",
         ),
         (
             "optimizer_config: {learning_rate: 1e-4, learning_rate_scheduler_kwargs: {end_learning_rate: 2e-4}}",

@@ -185,9 +185,9 @@ def test_initial_weights_have_the_configured_spread(small_model: ModelConfig) ->
     """0.02, and 0.02 / sqrt(2 x layers) into the residual stream; norms one, biases zero; no dependence on the type."""
     model = model_of(small_model, hidden_size=256, use_bias=True, normalization="LayerNorm")
     parameters = dict(model.named_parameters())
-    assert float(parameters["layers.0.attention.wq.weight"].std()) == pytest.approx(0.02, rel=0.05)
-    assert float(parameters["layers.0.attention.wo.weight"].std()) == pytest.approx(0.01, rel=0.05)
-    assert float(parameters["layers.1.feed_forward.down.weight"].std()) == pytest.approx(0.01, rel=0.05)
+    assert parameters["layers.0.attention.wq.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert parameters["layers.0.attention.wo.weight"].std().item() == pytest.approx(0.01, rel=0.05)
+    assert parameters["layers.1.feed_forward.down.weight"].std().item() == pytest.approx(0.01, rel=0.05)
     for name, parameter in parameters.items():
         if name.endswith("bias"):
             assert not parameter.any(), name

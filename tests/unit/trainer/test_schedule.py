@@ -57,3 +57,9 @@ def test_decay_lasts_as_long_as_the_training_unless_told(rates: Rates) -> None:
 def test_no_schedule_is_constant(rates: Rates) -> None:
     """learning_rate_scheduler_kwargs: null."""
     assert rates([1, 10, 10**6], {SCHEDULE: None}) == [PEAK] * 3
+
+
+def test_training_shorter_than_its_warm_up_ends_in_it(rates: Rates) -> None:
+    """A short trial of a long preset is no error."""
+    changes = {f"{SCHEDULE}.decay_steps": None, "training_config.training_iters": 5}
+    assert rates([5, 10], changes) == pytest.approx([PEAK / 2, PEAK])

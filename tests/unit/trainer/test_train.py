@@ -1,0 +1,229 @@
+"""One rank's real training, start to end: the real optimizer, checkpoints, logs and metrics."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ttp
+from ttp.session import find_session
+from ttp.trainer import train as train_module
+from ttp.trainer.__main__ import main
+from ttp.trainer.metrics import account, read_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+Run = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Train without processes around, and leave torch as it was."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TTP_FAULTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ENABLE_TTP", "False")
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():  # a run that failed leaves its group
+        torch.distributed.destroy_process_group()
+    session = find_session()
+    if session is not None:
+        session.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, small_keys: dict[str, Any]) -> Run:
+    """Return a function that trains the small model into a folder and returns the folder."""
+
+    def train(folder: str, changes: dict[str, Any] | None = None, status: int = 0) -> Path:
+        output = tmp_path / folder
+        keys = {**small_keys, "training_config.output_dir": output, **(changes or {})}
+        assert main(["--config", "gpt_tiny", *(f"--{key}={value}" for key, value in keys.items())]) == status
+        return output
+
+    return train
+
+
+def bits(output: Path) -> dict[int, tuple[str, str]]:
+    return {
+        step: (line["loss"], line["grad_norm"]) for step, line in account(read_lines(output / "metrics.jsonl")).items()
+    }
+
+
+def final(output: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((output / "final.json").read_text())
+    return value
+
+
+EVERYTHING = {
+    "model_config.hidden_dropout": 0.1,
+    "model_config.attention_dropout": 0.1,
+    "dataset_config.micro_batch_num": 2,
+    "optimizer_config.learning_rate_scheduler_kwargs.decay_steps": 50,
+}
+
+
+def test_same_seed_gives_the_same_bits_and_another_seed_others(run: Run) -> None:
+    """Losses, gradient norms and final weights; with dropout and accumulation."""
+    first, second = run("first", EVERYTHING), run("second", EVERYTHING)
+    other = run("other", {**EVERYTHING, "training_config.seed": 7})
+    assert sorted(bits(first)) == [1, 2, 3, 4, 5, 6]
+    assert bits(first) == bits(second) and final(first) == final(second)
+    assert bits(first)[1] != bits(other)[1]
+    assert final(first)["weights_sha256"] != final(other)["weights_sha256"]
+    assert final(first)["step"] == 6 and final(first)["consumed_samples"] == 24
+
+
+def test_stopped_and_resumed_run_equals_an_unbroken_one(run: Run) -> None:
+    """Bit for bit; the logs and metrics go on in the same files."""
+    whole = run("whole", {**EVERYTHING, "training_config.save_interval": 2})
+    run("parts", {**EVERYTHING, "training_config.save_interval": 2, "training_config.training_iters": 4})
+    torch.manual_seed(999)  # what the process drew before is nobody's business
+    parts = run("parts", {**EVERYTHING, "training_config.save_interval": 2})
+    assert bits(parts) == bits(whole) and final(parts) == final(whole)
+    events = [(line["event"], line["from_step"]) for line in read_lines(parts / "metrics.jsonl") if "event" in line]
+    assert events == [("start", 0), ("resume", 4)]
+    log = (parts / "log" / "rank_0" / "info.log").read_text()
+    assert [int(n) for n in re.findall(r"^train: Epoch:0, Step:(\d+), Loss: ", log, re.M)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_line_that_was_lost_with_rank_0_comes_back_from_the_checkpoint(run: Run) -> None:
+    """The process died after the update was committed and before the line was written."""
+    changes = {**EVERYTHING, "training_config.save_interval": 4, "training_config.training_iters": 4}
+    output = run("parts", changes)
+    before = bits(output)
+    path = output / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    run("parts", {**changes, "training_config.training_iters": 6})
+    lines = account(read_lines(path))
+    assert lines[4]["recovered"] and not lines[5].get("recovered")
+    assert bits(output)[4] == before[4]
+    assert lines[4]["lr"] == lines[3]["lr"] or len(lines[4]["lr"]) == 2
+
+
+def test_nothing_is_left_to_do_after_the_last_step(run: Run) -> None:
+    """Starting a finished run again changes nothing."""
+    changes = {"training_config.save_interval": 3}
+    before = final(run("done", changes))
+    assert final(run("done", changes)) == before
+    assert "nothing to do: 6 of 6 steps are done" in (run("done", changes) / "log/rank_0/info.log").read_text()
+
+
+def test_accumulation_is_the_same_gradient_as_one_batch(run: Run) -> None:
+    """Two micro-batches of 2 take the same text as one of 4; the results differ by rounding alone."""
+    one = run("one", {"dataset_config.batch_size": 4})
+    two = run("two", {"dataset_config.micro_batch_num": 2})
+    for step, (loss, norm) in bits(one).items():
+        assert float.fromhex(bits(two)[step][0]) == pytest.approx(float.fromhex(loss), rel=1e-4), step
+        assert float.fromhex(bits(two)[step][1]) == pytest.approx(float.fromhex(norm), rel=1e-3), step
+
+
+def test_sum_reduction_scales_the_gradient_by_the_tokens_and_not_the_shown_loss(run: Run) -> None:
+    """2 micro-batches x 2 sequences x 16 tokens."""
+    keys = {"dataset_config.micro_batch_num": 2}
+    mean, total = run("mean", keys), run("sum", {**keys, "training_config.loss_reduction": "sum"})
+    (mean_loss, mean_norm), (sum_loss, sum_norm) = bits(mean)[1], bits(total)[1]
+    assert float.fromhex(sum_loss) == pytest.approx(float.fromhex(mean_loss), rel=1e-6)
+    assert float.fromhex(sum_norm) == pytest.approx(64 * float.fromhex(mean_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training_config.grad_clip_kwargs": "null"},
+        {"training_config.grad_clip_kwargs": "{grad_clip_type: GradClipByValue, clip_value: 0.01}"},
+        {"training_config.local_copy_os": "true", "optimizer_config.optimizer_type": "Adam"},
+        {"training_config.use_distributed_optimizer": "false"},
+        {"model_config.compute_dtype": "bfloat16", "training_config.loss_scale": 4096},
+        {"model_config.compute_dtype": "bfloat16", "model_config.params_dtype": "bfloat16"},
+    ],
+    ids=["no clip", "clip by value", "Adam with local copy", "not distributed", "autocast and scale", "short weights"],
+)
+def test_every_way_to_train_learns(run: Run, changes: dict[str, Any]) -> None:
+    """The loss falls by a nat within 30 steps."""
+    output = run("output", {"training_config.training_iters": 30, "dataset_config.batch_size": 8, **changes})
+    values = [line["loss_value"] for line in account(read_lines(output / "metrics.jsonl")).values()]
+    assert values[-1] < values[0] - 1.0
+
+
+def test_line_of_a_step_is_written_before_the_next_collective(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the state that belongs to a step is told before its update."""
+    seen: list[tuple[int, list[int], int]] = []
+    step = ttp.TTPReplicaOptimizer.step
+    metrics_path: list[Path] = []
+
+    def watched(self: ttp.TTPReplicaOptimizer, *args: Any, **kwargs: Any) -> ttp.StepResult:
+        number = self.current_step + 1
+        written = sorted(account(read_lines(metrics_path[0])))
+        state = ttp.current_session().holder.step_states.get(number)
+        seen.append((number, written, state["consumed_samples"]))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(ttp.TTPReplicaOptimizer, "step", watched)
+    opened = train_module.MetricsFile
+
+    def open_metrics(path: Path) -> Any:
+        metrics_path.append(path)
+        return opened(path)
+
+    monkeypatch.setattr(train_module, "MetricsFile", open_metrics)
+    run("output", {"training_config.training_iters": 3})
+    assert seen == [(1, [], 2), (2, [1], 4), (3, [1, 2], 6)]
+
+
+def test_exception_in_training_leaves_its_traceback_in_the_error_log_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And goes on to the caller."""
+    monkeypatch.setattr(train_module, "token_loss", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run("output")
+    text = (tmp_path / "output" / "log" / "rank_0" / "error.log").read_text()
+    assert text.count("Traceback (most recent call last)") == 1 and "ZeroDivisionError" in text
+
+
+def test_output_folder_that_cannot_be_written_is_found_at_the_start(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any step."""
+    (tmp_path / "file").write_text("")
+    run("file/below", status=2)
+    assert "training_config.output_dir is" in capsys.readouterr().err
+
+
+def test_missing_text_ends_with_status_1_and_one_sentence(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before the ranks meet."""
+    output = run("output", {"dataset_config.dataset_dir": "/nowhere"}, status=1)
+    assert "ttp.trainer: DatasetError: /nowhere: no such file or folder" in capsys.readouterr().err
+    assert "DatasetError: /nowhere" in (output / "log" / "rank_0" / "error.log").read_text()
+
+
+def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> None:
+    """It is allowed, and not silently."""
+    changes = {"training_config.save_interval": 3, "training_config.training_iters": 3}
+    run("output", changes)
+    (tmp_path / "text").write_text("to be or not to be " * 100)
+    output = run(
+        "output", {**changes, "training_config.training_iters": 4, "dataset_config.dataset_dir": tmp_path / "text"}
+    )
+    assert "resuming with another text than the checkpoint's" in (output / "log" / "rank_0" / "info.log").read_text()
+
+
+def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
+    """`import ttp` and its errors; nothing from inside."""
+    for path in sorted((ROOT / "trainer").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert all(name in ("ttp", "ttp.errors") for name in names if name.split(".")[0] == "ttp"), (
+                f"{path}: {names}"
+            )
