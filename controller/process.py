@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ttp
+import ttp.errors
 from ttp.errors import ControllerError
 
 START_TIMEOUT_S = 60.0
@@ -101,7 +101,7 @@ def start_controller(
 def _environment() -> dict[str, str]:
     """The controller must find this very ttp; `-P` keeps the user's working directory off its path."""
     environment = dict(os.environ)
-    root = str(Path(ttp.__path__[0]).parent)
+    root = str(Path(ttp.errors.__file__).resolve().parents[1])
     if root not in [*site.getsitepackages(), site.getusersitepackages()]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
     return environment
@@ -132,7 +132,8 @@ def _start_error(
         process.wait()
     with open(log_path, "rb") as log:
         log.seek(log_start)
-        said = log.read().decode(errors="replace").strip()
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    said = "\n".join([line for line in lines if line.startswith("ttp-controller: ")] or lines)
     if status is None:
         what = f"did not say that it listens within {timeout_s} s (it said {line!r}) and was killed"
     else:

@@ -4,106 +4,111 @@
 # source: ttp/proto/control.proto
 # Protobuf Python Version: 5.27.2
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 5, 27, 2, "", "ttp/proto/control.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    5,
+    27,
+    2,
+    '',
+    'ttp/proto/control.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x17ttp/proto/control.proto\x12\x0ettp.control.v1"X\n\x0eUpwardEnvelope\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.ttp.control.v1.Upward"\xbc\x04\n\x06Upward\x12\x34\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1c.ttp.control.v1.RegistrationH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.ttp.control.v1.HeartbeatH\x00\x12\x33\n\x0cstate_report\x18\x03 \x01(\x0b\x32\x1b.ttp.control.v1.StateReportH\x00\x12\x33\n\x0c\x66\x61ult_report\x18\x04 \x01(\x0b\x32\x1b.ttp.control.v1.FaultReportH\x00\x12,\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x18.ttp.control.v1.FinishedH\x00\x12\x31\n\x0b\x61gent_hello\x18\x06 \x01(\x0b\x32\x1a.ttp.control.v1.AgentHelloH\x00\x12\x31\n\x0bworker_exit\x18\x07 \x01(\x0b\x32\x1a.ttp.control.v1.WorkerExitH\x00\x12\x37\n\x0erolled_forward\x18\x08 \x01(\x0b\x32\x1d.ttp.control.v1.RolledForwardH\x00\x12*\n\x07written\x18\t \x01(\x0b\x32\x17.ttp.control.v1.WrittenH\x00\x12.\n\tpublished\x18\n \x01(\x0b\x32\x19.ttp.control.v1.PublishedH\x00\x12\x31\n\x0bstep_failed\x18\x0b \x01(\x0b\x32\x1a.ttp.control.v1.StepFailedH\x00\x42\x06\n\x04\x62ody"\xeb\x03\n\x10\x44ownwardEnvelope\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\r\n\x05ranks\x18\x03 \x03(\x05\x12\x35\n\rstream_opened\x18\x04 \x01(\x0b\x32\x1c.ttp.control.v1.StreamOpenedH\x00\x12*\n\x07welcome\x18\x05 \x01(\x0b\x32\x17.ttp.control.v1.WelcomeH\x00\x12(\n\x06\x66reeze\x18\x06 \x01(\x0b\x32\x16.ttp.control.v1.FreezeH\x00\x12$\n\x04thaw\x18\x07 \x01(\x0b\x32\x14.ttp.control.v1.ThawH\x00\x12\x33\n\x0croll_forward\x18\x08 \x01(\x0b\x32\x1b.ttp.control.v1.RollForwardH\x00\x12\x31\n\x0bwrite_order\x18\t \x01(\x0b\x32\x1a.ttp.control.v1.WriteOrderH\x00\x12\x35\n\rpublish_order\x18\n \x01(\x0b\x32\x1c.ttp.control.v1.PublishOrderH\x00\x12$\n\x04\x65xit\x18\x0b \x01(\x0b\x32\x14.ttp.control.v1.ExitH\x00\x12*\n\x07\x64ismiss\x18\x0c \x01(\x0b\x32\x17.ttp.control.v1.DismissH\x00\x42\x06\n\x04\x62ody"\x0e\n\x0cStreamOpened"M\n\x05\x43\x61use\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.ttp.control.v1.CauseKind\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t"\x8f\x01\n\x0c\x43ommitRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x03 \x01(\x01\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\x12\x12\n\nloss_scale\x18\x05 \x01(\x01\x12\x16\n\x0elearning_rates\x18\x06 \x03(\x01\x12\x0c\n\x04sums\x18\x07 \x03(\x01"=\n\nShardGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0e\n\x06nbytes\x18\x03 \x01(\x03"6\n\x04Part\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x05"\x88\x01\n\x0bTensorEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0f\n\x07offsets\x18\x04 \x03(\x03\x12\r\n\x05sizes\x18\x05 \x03(\x03\x12\x0c\n\x04\x66ile\x18\x06 \x01(\t\x12\x10\n\x08position\x18\x07 \x01(\x03\x12\x0e\n\x06length\x18\x08 \x01(\x03"H\n\tBlobEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03"G\n\tFileEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06nbytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05"\x8f\x01\n\x0bShareResult\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.ttp.control.v1.FileEntry\x12,\n\x07tensors\x18\x02 \x03(\x0b\x32\x1b.ttp.control.v1.TensorEntry\x12(\n\x05\x62lobs\x18\x03 \x03(\x0b\x32\x19.ttp.control.v1.BlobEntry"\xae\x01\n\x0cRegistration\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12*\n\x06groups\x18\x05 \x03(\x0b\x32\x1a.ttp.control.v1.ShardGroup\x12\x12\n\nstate_step\x18\x06 \x01(\x03\x12\x11\n\tsave_dirs\x18\x07 \x03(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t"M\n\tHeartbeat\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12$\n\x05phase\x18\x02 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x03"\xd8\x01\n\x0bStateReport\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\x12$\n\x05phase\x18\x04 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x12\n\nstate_step\x18\x06 \x01(\x03\x12\x0c\n\x04torn\x18\x07 \x01(\x08\x12\x13\n\x0b\x62\x61\x63kup_step\x18\x08 \x01(\x03\x12-\n\x07records\x18\t \x03(\x0b\x32\x1c.ttp.control.v1.CommitRecord"Q\n\x0b\x46\x61ultReport\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0b\x32\x15.ttp.control.v1.Cause\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t"\x18\n\x08\x46inished\x12\x0c\n\x04rank\x18\x01 \x01(\x05"7\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x0c\n\x04pids\x18\x03 \x03(\x03"J\n\nWorkerExit\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0bseen_unix_s\x18\x04 \x01(\x01"D\n\rRolledForward\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x12\n\nstate_step\x18\x03 \x01(\x03"\x8e\x01\n\x07Written\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x10\n\x08tmp_name\x18\x03 \x01(\t\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.ttp.control.v1.Part\x12+\n\x06result\x18\x05 \x01(\x0b\x32\x1b.ttp.control.v1.ShareResult"H\n\tPublished\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04path\x18\x04 \x01(\t"]\n\nStepFailed\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t"]\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x10\n\x08survives\x18\x05 \x01(\t"A\n\x06\x46reeze\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0b\x32\x15.ttp.control.v1.Cause"\x19\n\x04Thaw\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03"N\n\x0bRollForward\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12,\n\x06record\x18\x02 \x01(\x0b\x32\x1c.ttp.control.v1.CommitRecord"w\n\nWriteOrder\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12#\n\x05parts\x18\x05 \x03(\x0b\x32\x14.ttp.control.v1.Part"\xd6\x01\n\x0cPublishOrder\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12,\n\x07results\x18\x05 \x03(\x0b\x32\x1b.ttp.control.v1.ShareResult\x12$\n\x05\x63\x61use\x18\x06 \x01(\x0b\x32\x15.ttp.control.v1.Cause\x12,\n\x06record\x18\x07 \x01(\x0b\x32\x1c.ttp.control.v1.CommitRecord"$\n\x04\x45xit\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t"\t\n\x07\x44ismiss"\x1f\n\rStatusRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t"\xaf\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12$\n\x05phase\x18\x05 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12\x0c\n\x04\x64\x65\x61\x64\x18\x07 \x01(\x08\x12$\n\x05\x63\x61use\x18\x08 \x01(\x0b\x32\x15.ttp.control.v1.Cause"1\n\x13PublishedCheckpoint\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t"\xce\x01\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x10\n\x08survives\x18\x05 \x01(\t\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.ttp.control.v1.RankStatus\x12\x36\n\tpublished\x18\x07 \x01(\x0b\x32#.ttp.control.v1.PublishedCheckpoint\x12\x0b\n\x03pid\x18\x08 \x01(\x03"1\n\x0fShutdownRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t"\x0f\n\rShutdownReply*O\n\x05Phase\x12\x11\n\rPHASE_COMPUTE\x10\x00\x12\x0f\n\x0bPHASE_READY\x10\x01\x12\x12\n\x0ePHASE_UPDATING\x10\x02\x12\x0e\n\nPHASE_DONE\x10\x03*\xd8\x01\n\tCauseKind\x12\x1a\n\x16\x43\x41USE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41USE_KIND_PERIODIC\x10\x01\x12\x15\n\x11\x43\x41USE_KIND_EXITED\x10\x02\x12\x15\n\x11\x43\x41USE_KIND_SILENT\x10\x03\x12\x18\n\x14\x43\x41USE_KIND_EXCEPTION\x10\x04\x12\x19\n\x15\x43\x41USE_KIND_PEER_ERROR\x10\x05\x12\x18\n\x14\x43\x41USE_KIND_PREEMPTED\x10\x06\x12\x19\n\x15\x43\x41USE_KIND_AGENT_LOST\x10\x07\x32\xe9\x01\n\x07\x43ontrol\x12N\n\x06\x41ttach\x12\x1e.ttp.control.v1.UpwardEnvelope\x1a .ttp.control.v1.DownwardEnvelope(\x01\x30\x01\x12\x42\n\x06Status\x12\x1d.ttp.control.v1.StatusRequest\x1a\x19.ttp.control.v1.JobStatus\x12J\n\x08Shutdown\x12\x1f.ttp.control.v1.ShutdownRequest\x1a\x1d.ttp.control.v1.ShutdownReplyb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17ttp/proto/control.proto\x12\x0ettp.control.v1\"X\n\x0eUpwardEnvelope\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.ttp.control.v1.Upward\"\xbc\x04\n\x06Upward\x12\x34\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1c.ttp.control.v1.RegistrationH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.ttp.control.v1.HeartbeatH\x00\x12\x33\n\x0cstate_report\x18\x03 \x01(\x0b\x32\x1b.ttp.control.v1.StateReportH\x00\x12\x33\n\x0c\x66\x61ult_report\x18\x04 \x01(\x0b\x32\x1b.ttp.control.v1.FaultReportH\x00\x12,\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x18.ttp.control.v1.FinishedH\x00\x12\x31\n\x0b\x61gent_hello\x18\x06 \x01(\x0b\x32\x1a.ttp.control.v1.AgentHelloH\x00\x12\x31\n\x0bworker_exit\x18\x07 \x01(\x0b\x32\x1a.ttp.control.v1.WorkerExitH\x00\x12\x37\n\x0erolled_forward\x18\x08 \x01(\x0b\x32\x1d.ttp.control.v1.RolledForwardH\x00\x12*\n\x07written\x18\t \x01(\x0b\x32\x17.ttp.control.v1.WrittenH\x00\x12.\n\tpublished\x18\n \x01(\x0b\x32\x19.ttp.control.v1.PublishedH\x00\x12\x31\n\x0bstep_failed\x18\x0b \x01(\x0b\x32\x1a.ttp.control.v1.StepFailedH\x00\x42\x06\n\x04\x62ody\"\xeb\x03\n\x10\x44ownwardEnvelope\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\r\n\x05ranks\x18\x03 \x03(\x05\x12\x35\n\rstream_opened\x18\x04 \x01(\x0b\x32\x1c.ttp.control.v1.StreamOpenedH\x00\x12*\n\x07welcome\x18\x05 \x01(\x0b\x32\x17.ttp.control.v1.WelcomeH\x00\x12(\n\x06\x66reeze\x18\x06 \x01(\x0b\x32\x16.ttp.control.v1.FreezeH\x00\x12$\n\x04thaw\x18\x07 \x01(\x0b\x32\x14.ttp.control.v1.ThawH\x00\x12\x33\n\x0croll_forward\x18\x08 \x01(\x0b\x32\x1b.ttp.control.v1.RollForwardH\x00\x12\x31\n\x0bwrite_order\x18\t \x01(\x0b\x32\x1a.ttp.control.v1.WriteOrderH\x00\x12\x35\n\rpublish_order\x18\n \x01(\x0b\x32\x1c.ttp.control.v1.PublishOrderH\x00\x12$\n\x04\x65xit\x18\x0b \x01(\x0b\x32\x14.ttp.control.v1.ExitH\x00\x12*\n\x07\x64ismiss\x18\x0c \x01(\x0b\x32\x17.ttp.control.v1.DismissH\x00\x42\x06\n\x04\x62ody\"\x0e\n\x0cStreamOpened\"M\n\x05\x43\x61use\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.ttp.control.v1.CauseKind\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x8f\x01\n\x0c\x43ommitRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x03 \x01(\x01\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\x12\x12\n\nloss_scale\x18\x05 \x01(\x01\x12\x16\n\x0elearning_rates\x18\x06 \x03(\x01\x12\x0c\n\x04sums\x18\x07 \x03(\x01\"=\n\nShardGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0e\n\x06nbytes\x18\x03 \x01(\x03\"6\n\x04Part\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\"\x88\x01\n\x0bTensorEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0f\n\x07offsets\x18\x04 \x03(\x03\x12\r\n\x05sizes\x18\x05 \x03(\x03\x12\x0c\n\x04\x66ile\x18\x06 \x01(\t\x12\x10\n\x08position\x18\x07 \x01(\x03\x12\x0e\n\x06length\x18\x08 \x01(\x03\"H\n\tBlobEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\"G\n\tFileEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06nbytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\"\x8f\x01\n\x0bShareResult\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.ttp.control.v1.FileEntry\x12,\n\x07tensors\x18\x02 \x03(\x0b\x32\x1b.ttp.control.v1.TensorEntry\x12(\n\x05\x62lobs\x18\x03 \x03(\x0b\x32\x19.ttp.control.v1.BlobEntry\"\xae\x01\n\x0cRegistration\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12*\n\x06groups\x18\x05 \x03(\x0b\x32\x1a.ttp.control.v1.ShardGroup\x12\x12\n\nstate_step\x18\x06 \x01(\x03\x12\x11\n\tsave_dirs\x18\x07 \x03(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\"M\n\tHeartbeat\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12$\n\x05phase\x18\x02 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x03 \x01(\x03\"\xd8\x01\n\x0bStateReport\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\x12$\n\x05phase\x18\x04 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x12\n\nstate_step\x18\x06 \x01(\x03\x12\x0c\n\x04torn\x18\x07 \x01(\x08\x12\x13\n\x0b\x62\x61\x63kup_step\x18\x08 \x01(\x03\x12-\n\x07records\x18\t \x03(\x0b\x32\x1c.ttp.control.v1.CommitRecord\"Q\n\x0b\x46\x61ultReport\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0b\x32\x15.ttp.control.v1.Cause\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x18\n\x08\x46inished\x12\x0c\n\x04rank\x18\x01 \x01(\x05\"7\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\x0c\n\x04pids\x18\x03 \x03(\x03\"J\n\nWorkerExit\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x13\n\x0bseen_unix_s\x18\x04 \x01(\x01\"D\n\rRolledForward\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x12\n\nstate_step\x18\x03 \x01(\x03\"\x8e\x01\n\x07Written\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x10\n\x08tmp_name\x18\x03 \x01(\t\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.ttp.control.v1.Part\x12+\n\x06result\x18\x05 \x01(\x0b\x32\x1b.ttp.control.v1.ShareResult\"H\n\tPublished\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0c\n\x04path\x18\x04 \x01(\t\"]\n\nStepFailed\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tfreeze_id\x18\x02 \x01(\x03\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"]\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x10\n\x08survives\x18\x05 \x01(\t\"A\n\x06\x46reeze\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0b\x32\x15.ttp.control.v1.Cause\"\x19\n\x04Thaw\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\"N\n\x0bRollForward\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12,\n\x06record\x18\x02 \x01(\x0b\x32\x1c.ttp.control.v1.CommitRecord\"w\n\nWriteOrder\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12#\n\x05parts\x18\x05 \x03(\x0b\x32\x14.ttp.control.v1.Part\"\xd6\x01\n\x0cPublishOrder\x12\x11\n\tfreeze_id\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x10\n\x08tmp_name\x18\x04 \x01(\t\x12,\n\x07results\x18\x05 \x03(\x0b\x32\x1b.ttp.control.v1.ShareResult\x12$\n\x05\x63\x61use\x18\x06 \x01(\x0b\x32\x15.ttp.control.v1.Cause\x12,\n\x06record\x18\x07 \x01(\x0b\x32\x1c.ttp.control.v1.CommitRecord\"$\n\x04\x45xit\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\t\n\x07\x44ismiss\"\x1f\n\rStatusRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\xaf\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12$\n\x05phase\x18\x05 \x01(\x0e\x32\x15.ttp.control.v1.Phase\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12\x0c\n\x04\x64\x65\x61\x64\x18\x07 \x01(\x08\x12$\n\x05\x63\x61use\x18\x08 \x01(\x0b\x32\x15.ttp.control.v1.Cause\"1\n\x13PublishedCheckpoint\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\"\xce\x01\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x10\n\x08survives\x18\x05 \x01(\t\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.ttp.control.v1.RankStatus\x12\x36\n\tpublished\x18\x07 \x01(\x0b\x32#.ttp.control.v1.PublishedCheckpoint\x12\x0b\n\x03pid\x18\x08 \x01(\x03\"1\n\x0fShutdownRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rShutdownReply*O\n\x05Phase\x12\x11\n\rPHASE_COMPUTE\x10\x00\x12\x0f\n\x0bPHASE_READY\x10\x01\x12\x12\n\x0ePHASE_UPDATING\x10\x02\x12\x0e\n\nPHASE_DONE\x10\x03*\xd8\x01\n\tCauseKind\x12\x1a\n\x16\x43\x41USE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41USE_KIND_PERIODIC\x10\x01\x12\x15\n\x11\x43\x41USE_KIND_EXITED\x10\x02\x12\x15\n\x11\x43\x41USE_KIND_SILENT\x10\x03\x12\x18\n\x14\x43\x41USE_KIND_EXCEPTION\x10\x04\x12\x19\n\x15\x43\x41USE_KIND_PEER_ERROR\x10\x05\x12\x18\n\x14\x43\x41USE_KIND_PREEMPTED\x10\x06\x12\x19\n\x15\x43\x41USE_KIND_AGENT_LOST\x10\x07\x32\xe9\x01\n\x07\x43ontrol\x12N\n\x06\x41ttach\x12\x1e.ttp.control.v1.UpwardEnvelope\x1a .ttp.control.v1.DownwardEnvelope(\x01\x30\x01\x12\x42\n\x06Status\x12\x1d.ttp.control.v1.StatusRequest\x1a\x19.ttp.control.v1.JobStatus\x12J\n\x08Shutdown\x12\x1f.ttp.control.v1.ShutdownRequest\x1a\x1d.ttp.control.v1.ShutdownReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "ttp.proto.control_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ttp.proto.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_PHASE"]._serialized_start = 4290
-    _globals["_PHASE"]._serialized_end = 4369
-    _globals["_CAUSEKIND"]._serialized_start = 4372
-    _globals["_CAUSEKIND"]._serialized_end = 4588
-    _globals["_UPWARDENVELOPE"]._serialized_start = 43
-    _globals["_UPWARDENVELOPE"]._serialized_end = 131
-    _globals["_UPWARD"]._serialized_start = 134
-    _globals["_UPWARD"]._serialized_end = 706
-    _globals["_DOWNWARDENVELOPE"]._serialized_start = 709
-    _globals["_DOWNWARDENVELOPE"]._serialized_end = 1200
-    _globals["_STREAMOPENED"]._serialized_start = 1202
-    _globals["_STREAMOPENED"]._serialized_end = 1216
-    _globals["_CAUSE"]._serialized_start = 1218
-    _globals["_CAUSE"]._serialized_end = 1295
-    _globals["_COMMITRECORD"]._serialized_start = 1298
-    _globals["_COMMITRECORD"]._serialized_end = 1441
-    _globals["_SHARDGROUP"]._serialized_start = 1443
-    _globals["_SHARDGROUP"]._serialized_end = 1504
-    _globals["_PART"]._serialized_start = 1506
-    _globals["_PART"]._serialized_end = 1560
-    _globals["_TENSORENTRY"]._serialized_start = 1563
-    _globals["_TENSORENTRY"]._serialized_end = 1699
-    _globals["_BLOBENTRY"]._serialized_start = 1701
-    _globals["_BLOBENTRY"]._serialized_end = 1773
-    _globals["_FILEENTRY"]._serialized_start = 1775
-    _globals["_FILEENTRY"]._serialized_end = 1846
-    _globals["_SHARERESULT"]._serialized_start = 1849
-    _globals["_SHARERESULT"]._serialized_end = 1992
-    _globals["_REGISTRATION"]._serialized_start = 1995
-    _globals["_REGISTRATION"]._serialized_end = 2169
-    _globals["_HEARTBEAT"]._serialized_start = 2171
-    _globals["_HEARTBEAT"]._serialized_end = 2248
-    _globals["_STATEREPORT"]._serialized_start = 2251
-    _globals["_STATEREPORT"]._serialized_end = 2467
-    _globals["_FAULTREPORT"]._serialized_start = 2469
-    _globals["_FAULTREPORT"]._serialized_end = 2550
-    _globals["_FINISHED"]._serialized_start = 2552
-    _globals["_FINISHED"]._serialized_end = 2576
-    _globals["_AGENTHELLO"]._serialized_start = 2578
-    _globals["_AGENTHELLO"]._serialized_end = 2633
-    _globals["_WORKEREXIT"]._serialized_start = 2635
-    _globals["_WORKEREXIT"]._serialized_end = 2709
-    _globals["_ROLLEDFORWARD"]._serialized_start = 2711
-    _globals["_ROLLEDFORWARD"]._serialized_end = 2779
-    _globals["_WRITTEN"]._serialized_start = 2782
-    _globals["_WRITTEN"]._serialized_end = 2924
-    _globals["_PUBLISHED"]._serialized_start = 2926
-    _globals["_PUBLISHED"]._serialized_end = 2998
-    _globals["_STEPFAILED"]._serialized_start = 3000
-    _globals["_STEPFAILED"]._serialized_end = 3093
-    _globals["_WELCOME"]._serialized_start = 3095
-    _globals["_WELCOME"]._serialized_end = 3188
-    _globals["_FREEZE"]._serialized_start = 3190
-    _globals["_FREEZE"]._serialized_end = 3255
-    _globals["_THAW"]._serialized_start = 3257
-    _globals["_THAW"]._serialized_end = 3282
-    _globals["_ROLLFORWARD"]._serialized_start = 3284
-    _globals["_ROLLFORWARD"]._serialized_end = 3362
-    _globals["_WRITEORDER"]._serialized_start = 3364
-    _globals["_WRITEORDER"]._serialized_end = 3483
-    _globals["_PUBLISHORDER"]._serialized_start = 3486
-    _globals["_PUBLISHORDER"]._serialized_end = 3700
-    _globals["_EXIT"]._serialized_start = 3702
-    _globals["_EXIT"]._serialized_end = 3738
-    _globals["_DISMISS"]._serialized_start = 3740
-    _globals["_DISMISS"]._serialized_end = 3749
-    _globals["_STATUSREQUEST"]._serialized_start = 3751
-    _globals["_STATUSREQUEST"]._serialized_end = 3782
-    _globals["_RANKSTATUS"]._serialized_start = 3785
-    _globals["_RANKSTATUS"]._serialized_end = 3960
-    _globals["_PUBLISHEDCHECKPOINT"]._serialized_start = 3962
-    _globals["_PUBLISHEDCHECKPOINT"]._serialized_end = 4011
-    _globals["_JOBSTATUS"]._serialized_start = 4014
-    _globals["_JOBSTATUS"]._serialized_end = 4220
-    _globals["_SHUTDOWNREQUEST"]._serialized_start = 4222
-    _globals["_SHUTDOWNREQUEST"]._serialized_end = 4271
-    _globals["_SHUTDOWNREPLY"]._serialized_start = 4273
-    _globals["_SHUTDOWNREPLY"]._serialized_end = 4288
-    _globals["_CONTROL"]._serialized_start = 4591
-    _globals["_CONTROL"]._serialized_end = 4824
+  DESCRIPTOR._loaded_options = None
+  _globals['_PHASE']._serialized_start=4290
+  _globals['_PHASE']._serialized_end=4369
+  _globals['_CAUSEKIND']._serialized_start=4372
+  _globals['_CAUSEKIND']._serialized_end=4588
+  _globals['_UPWARDENVELOPE']._serialized_start=43
+  _globals['_UPWARDENVELOPE']._serialized_end=131
+  _globals['_UPWARD']._serialized_start=134
+  _globals['_UPWARD']._serialized_end=706
+  _globals['_DOWNWARDENVELOPE']._serialized_start=709
+  _globals['_DOWNWARDENVELOPE']._serialized_end=1200
+  _globals['_STREAMOPENED']._serialized_start=1202
+  _globals['_STREAMOPENED']._serialized_end=1216
+  _globals['_CAUSE']._serialized_start=1218
+  _globals['_CAUSE']._serialized_end=1295
+  _globals['_COMMITRECORD']._serialized_start=1298
+  _globals['_COMMITRECORD']._serialized_end=1441
+  _globals['_SHARDGROUP']._serialized_start=1443
+  _globals['_SHARDGROUP']._serialized_end=1504
+  _globals['_PART']._serialized_start=1506
+  _globals['_PART']._serialized_end=1560
+  _globals['_TENSORENTRY']._serialized_start=1563
+  _globals['_TENSORENTRY']._serialized_end=1699
+  _globals['_BLOBENTRY']._serialized_start=1701
+  _globals['_BLOBENTRY']._serialized_end=1773
+  _globals['_FILEENTRY']._serialized_start=1775
+  _globals['_FILEENTRY']._serialized_end=1846
+  _globals['_SHARERESULT']._serialized_start=1849
+  _globals['_SHARERESULT']._serialized_end=1992
+  _globals['_REGISTRATION']._serialized_start=1995
+  _globals['_REGISTRATION']._serialized_end=2169
+  _globals['_HEARTBEAT']._serialized_start=2171
+  _globals['_HEARTBEAT']._serialized_end=2248
+  _globals['_STATEREPORT']._serialized_start=2251
+  _globals['_STATEREPORT']._serialized_end=2467
+  _globals['_FAULTREPORT']._serialized_start=2469
+  _globals['_FAULTREPORT']._serialized_end=2550
+  _globals['_FINISHED']._serialized_start=2552
+  _globals['_FINISHED']._serialized_end=2576
+  _globals['_AGENTHELLO']._serialized_start=2578
+  _globals['_AGENTHELLO']._serialized_end=2633
+  _globals['_WORKEREXIT']._serialized_start=2635
+  _globals['_WORKEREXIT']._serialized_end=2709
+  _globals['_ROLLEDFORWARD']._serialized_start=2711
+  _globals['_ROLLEDFORWARD']._serialized_end=2779
+  _globals['_WRITTEN']._serialized_start=2782
+  _globals['_WRITTEN']._serialized_end=2924
+  _globals['_PUBLISHED']._serialized_start=2926
+  _globals['_PUBLISHED']._serialized_end=2998
+  _globals['_STEPFAILED']._serialized_start=3000
+  _globals['_STEPFAILED']._serialized_end=3093
+  _globals['_WELCOME']._serialized_start=3095
+  _globals['_WELCOME']._serialized_end=3188
+  _globals['_FREEZE']._serialized_start=3190
+  _globals['_FREEZE']._serialized_end=3255
+  _globals['_THAW']._serialized_start=3257
+  _globals['_THAW']._serialized_end=3282
+  _globals['_ROLLFORWARD']._serialized_start=3284
+  _globals['_ROLLFORWARD']._serialized_end=3362
+  _globals['_WRITEORDER']._serialized_start=3364
+  _globals['_WRITEORDER']._serialized_end=3483
+  _globals['_PUBLISHORDER']._serialized_start=3486
+  _globals['_PUBLISHORDER']._serialized_end=3700
+  _globals['_EXIT']._serialized_start=3702
+  _globals['_EXIT']._serialized_end=3738
+  _globals['_DISMISS']._serialized_start=3740
+  _globals['_DISMISS']._serialized_end=3749
+  _globals['_STATUSREQUEST']._serialized_start=3751
+  _globals['_STATUSREQUEST']._serialized_end=3782
+  _globals['_RANKSTATUS']._serialized_start=3785
+  _globals['_RANKSTATUS']._serialized_end=3960
+  _globals['_PUBLISHEDCHECKPOINT']._serialized_start=3962
+  _globals['_PUBLISHEDCHECKPOINT']._serialized_end=4011
+  _globals['_JOBSTATUS']._serialized_start=4014
+  _globals['_JOBSTATUS']._serialized_end=4220
+  _globals['_SHUTDOWNREQUEST']._serialized_start=4222
+  _globals['_SHUTDOWNREQUEST']._serialized_end=4271
+  _globals['_SHUTDOWNREPLY']._serialized_start=4273
+  _globals['_SHUTDOWNREPLY']._serialized_end=4288
+  _globals['_CONTROL']._serialized_start=4591
+  _globals['_CONTROL']._serialized_end=4824
 # @@protoc_insertion_point(module_scope)
