@@ -296,12 +296,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         at = "optimizer_config.learning_rate_scheduler_kwargs."
         check(self.warmup_steps >= 0, at + "warmup_steps", self.warmup_steps, "0 or more")
-        check(
-            self.decay_steps is None or self.decay_steps >= 1,
-            at + "decay_steps",
-            self.decay_steps,
-            "1 or more, or null",
-        )
+        steps, wanted = self.decay_steps, f"more than the {self.warmup_steps} warmup_steps, which it includes, or null"
+        check(steps is None or steps > self.warmup_steps, at + "decay_steps", steps, wanted)
         end = self.end_learning_rate
         check(math.isfinite(end) and end >= 0, at + "end_learning_rate", end, "a finite number, 0 or more")
 

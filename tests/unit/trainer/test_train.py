@@ -16,7 +16,7 @@ import ttp
 from ttp.session import find_session
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
-from ttp.trainer.metrics import account, read_lines
+from ttp.trainer.metrics import MetricsFile, account, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., Path]
@@ -168,11 +168,10 @@ def test_line_of_a_step_is_written_before_the_next_collective(run: Run, monkeypa
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(ttp.TTPReplicaOptimizer, "step", watched)
-    opened = train_module.MetricsFile
 
-    def open_metrics(path: Path) -> Any:
+    def open_metrics(path: Path) -> MetricsFile:
         metrics_path.append(path)
-        return opened(path)
+        return MetricsFile(path)
 
     monkeypatch.setattr(train_module, "MetricsFile", open_metrics)
     run("output", {"training_config.training_iters": 3})

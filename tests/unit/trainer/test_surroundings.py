@@ -1,0 +1,122 @@
+"""Devices, the launcher's environment and logs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ttp.errors import ConfigError
+from ttp.trainer.devices import DEVICES, bind, choose_device
+from ttp.trainer.logs import LOGGER, open_logs
+from ttp.trainer.metrics import StepMetrics
+from ttp.trainer.world import World, check_agreement, joined, world_from_env
+
+
+def test_missing_plug_in_is_named() -> None:
+    """With what to do."""
+    for name in ("npu", "musa"):
+        with pytest.raises(ConfigError, match=rf"device is '{name}': the torch plug-in torch_{name} is not installed"):
+            choose_device(name)
+
+
+def test_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may know CUDA on a host without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device is 'cuda': torch .* finds no cuda device on this host"):
+        choose_device("cuda")
+    assert choose_device("auto").name == "cpu"
+
+
+def test_first_accelerator_is_taken_and_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in is imported, asked, and told the local rank; a rank too many is refused."""
+    told: list[int] = []
+    device = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=told.append)
+    plugin = types.ModuleType("torch_npu")
+    plugin.__spec__ = types.SimpleNamespace(name="torch_npu")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "torch_npu", plugin)
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kind = choose_device("auto")
+    assert (kind.name, kind.backend) == ("npu", "hccl")
+    with pytest.raises(ConfigError, match=r"local rank 2 has no npu device of its own: this host has 2"):
+        bind(kind, 2)
+    assert told == []
+
+
+def test_world_is_read_from_the_launcher() -> None:
+    """Alone without one; half an environment is refused."""
+    assert world_from_env({}) == World(0, 1, 0, launched=False)
+    assert world_from_env({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == World(3, 4, 1, launched=True)
+    for environ, wanted in (
+        ({"RANK": "0"}, r"WORLD_SIZE, LOCAL_RANK not set, though others are"),
+        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"RANK=x, .*wanted whole numbers"),
+        ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"RANK is 4: wanted 0 to 3"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            world_from_env(environ)
+
+
+def test_lone_process_needs_no_port() -> None:
+    """A group of one over a store in memory."""
+    with joined(World(0, 1, 0, launched=False), DEVICES["cpu"], torch.device("cpu")):
+        assert dist.get_world_size() == 1
+        check_agreement("text", "abc", torch.device("cpu"))
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, before training."""
+
+    def gather(everyone: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for rank, tensor in enumerate(everyone):
+            tensor.copy_(mine + (rank in (1, 3)))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    with pytest.raises(ConfigError, match=r"ranks \[1, 3\] were started with another text than rank 0"):
+        check_agreement("text", "abc", torch.device("cpu"))
+
+
+STEP = StepMetrics(
+    step=3,
+    epoch=0,
+    loss=1.0,
+    grad_norm=1.0,
+    learning_rates=(1e-3,),
+    loss_scale=1.0,
+    skipped=False,
+    tokens=8,
+    time_s=0.5,
+    consumed_samples=6,
+)
+
+
+def test_logs_go_to_the_ranks_own_files_and_are_appended_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """info.log has everything, error.log the errors; only rank 0 speaks on the console."""
+    for rank, start in ((0, "first"), (1, "first"), (0, "second")):
+        with open_logs(tmp_path, rank) as run_log:
+            logging.getLogger("ttp.anything").info("%s start", start)
+            logging.getLogger("ttp.anything").error("%s error", start)
+            run_log.step(STEP, line=True)
+            run_log.step(STEP, line=False)
+    assert LOGGER.handlers == []
+    lines = (tmp_path / "log" / "rank_0" / "info.log").read_text().splitlines()
+    assert [line.split(" INFO ")[-1].split(" ERROR ")[-1] for line in lines] == [
+        "first start",
+        "first error",
+        STEP.text(),
+        "second start",
+        "second error",
+        STEP.text(),
+    ]
+    assert " rank 0 INFO first start" in lines[0] and lines[2].startswith("train: Epoch:0, Step:3, ")
+    errors = (tmp_path / "log" / "rank_0" / "error.log").read_text().splitlines()
+    assert [line.split(" ERROR ")[-1] for line in errors] == ["first error", "second error"]
+    assert (tmp_path / "log" / "rank_1" / "info.log").read_text().count("\n") == 3
+    assert capsys.readouterr().out.count("first error") == 1
