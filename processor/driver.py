@@ -47,7 +47,7 @@ from ttp.processor.events import (
 from ttp.processor.gate import Gate
 from ttp.processor.ports import StateHolder
 from ttp.processor.voice import Voice
-from ttp.processor.worker import Worker
+from ttp.processor.worker import Reopen, Settle, Worker
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Downward, Upward, Welcome
 from ttp.proto.stream import Address, ControlStream
@@ -140,6 +140,7 @@ class Processor:
         self._stream: ControlStream | None = None
         self._stream_open = False
         self._highest_term = 0
+        self._ticket = 0  # of the gate's last closing
 
     # --- any thread ---
 
@@ -264,17 +265,19 @@ class Processor:
             return
         for effect in effects:
             if self._running:
-                self._carry_out(effect, now)
+                self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect, now: float) -> None:
+    def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Send(message):
                 self._send(message)
             case Connect():
                 self._connect()
             case CloseGate(freeze_id):
-                self._close_gate(freeze_id, now)
-            case OpenGate() | ApplyUpdate() | WriteShare() | PublishCheckpoint():
+                self._close_gate(freeze_id)
+            case OpenGate():
+                self._worker.submit(Reopen(self._ticket))
+            case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._worker.submit(effect)
             case ExitProcess(code, reason):
                 self._leave(code, reason)
@@ -301,14 +304,16 @@ class Processor:
         self._stream = ControlStream(self._address, self._job_id, self, fence=self._highest_term)
         self._stream.start()
 
-    def _close_gate(self, freeze_id: int, now: float) -> None:
-        """Most freezes find no update in progress and are answered at once, even while the work thread writes."""
+    def _close_gate(self, freeze_id: int) -> None:
+        """Shut at once, in the order of the effects. Most freezes find no update in progress and are answered at once
+        too, even while the work thread writes; the others are waited for on the work thread."""
+        self._ticket = self._gate.shut(freeze_id)
         if not self._gate.has_drain:
-            report = self._gate.freeze(freeze_id, AT_ONCE_S)
+            report = self._gate.settle(self._ticket, freeze_id, AT_ONCE_S)
             if report.closed:
-                self._step(GateClosed(report), now)
+                self._queue.put(GateClosed(report))
                 return
-        self._worker.submit(CloseGate(freeze_id))
+        self._worker.submit(Settle(self._ticket, freeze_id))
 
     def _watch_parent(self) -> None:
         if self._parent is None or os.getppid() == self._parent:
@@ -323,6 +328,8 @@ class Processor:
         if self._releases_at_exit:
             self._voice.say(logging.INFO, f"released: {reason}")
             self._released.set()
+            if self._stream is not None:
+                self._stream.close(drain_s=1.0)
             return
         self._voice.say(logging.INFO, f"leaving with exit status {code}: {reason}")
         farewell = threading.Thread(target=self._say_farewell, args=(reason,), name="ttp-farewell", daemon=True)

@@ -57,6 +57,8 @@ class Gate:
         "_release",
         "_state_step",
         "_step",
+        "_thawed_ticket",
+        "_ticket",
         "_torn",
         "drain_error",
     )
@@ -72,12 +74,14 @@ class Gate:
         self._lock = threading.RLock()  # guards phase, steps, records, torn: every change of them
         self._acquire = self._lock.acquire
         self._release = self._lock.release
-        self._control = threading.Lock()  # guards _freeze_id, _barred, _open, _final against each other
+        self._control = threading.Lock()  # guards freeze_id, tickets, _barred, _open, _final against each other
         self._open = threading.Event()
         self._open.set()
         self._barred = False
         self._final = False
         self._freeze_id = -1
+        self._ticket = 0  # counts freezes; the last one's is in force while greater than the one thawed last
+        self._thawed_ticket = 0
         self._phase = _COMPUTE
         self._step = state_step + 1
         self._state_step = state_step
@@ -190,28 +194,43 @@ class Gate:
         Waits up to `timeout_s` for an update in progress to end and for the device to finish it. Without success the
         report has `closed` False, and the gate stays closed behind the stuck update.
         """
-        deadline = time.monotonic() + timeout_s
+        return self.settle(self.shut(freeze_id), freeze_id, timeout_s)
+
+    def thaw(self, freeze_id: int) -> bool:
+        """Open the gate again if `freeze_id` is the freeze in force; say whether it is open now. See `reopen`."""
+        with self._control:
+            ticket = self._ticket if freeze_id == self._freeze_id else -1
+        return self.reopen(ticket)
+
+    def shut(self, freeze_id: int) -> int:
+        """The first half of `freeze`: nobody passes any more. Does not wait; returns a ticket for the other half."""
         with self._control:
             self._freeze_id = freeze_id
+            self._ticket += 1
             self._open.clear()
             self._barred = True
+            return self._ticket
+
+    def settle(self, ticket: int, freeze_id: int, timeout_s: float) -> StateReport:
+        """The other half of `freeze`: wait for the update in progress, and report. Not closed once it was thawed since."""
+        deadline = time.monotonic() + timeout_s
         if not self._acquire(timeout=max(0.0, timeout_s)):
             return self._report(freeze_id, closed=False)
         try:
-            in_force = self._is_in_force(freeze_id)
-            drained = in_force and self._drained(deadline)
-            return self._report(freeze_id, closed=drained)
+            closed = self._stands_since(ticket) and self._drained(deadline) and self._stands_since(ticket)
+            return self._report(freeze_id, closed=closed)
         finally:
             self._release()
 
-    def thaw(self, freeze_id: int) -> bool:
-        """Open the gate again if `freeze_id` is the freeze in force; say whether it is open now.
+    def reopen(self, ticket: int) -> bool:
+        """Open the gate if `ticket` is the last one, and say whether it is open now.
 
         Ignored after a roll forward. A torn rank is let out of its wait, but begins no update.
         """
         with self._control:
-            if self._final or freeze_id != self._freeze_id:
+            if self._final or ticket != self._ticket:
                 return self._open.is_set()
+            self._thawed_ticket = ticket
             self._barred = self._torn
             self._open.set()
             return True
@@ -300,9 +319,10 @@ class Gate:
         """The last two commit records, newest last."""
         return tuple(record for record in (self._previous_record, self._record) if record is not None)
 
-    def _is_in_force(self, freeze_id: int) -> bool:
+    def _stands_since(self, ticket: int) -> bool:
+        """No thaw has come since this ticket's freeze."""
         with self._control:
-            return self._freeze_id == freeze_id and not self._open.is_set()
+            return ticket > self._thawed_ticket
 
     def _drained(self, deadline: float) -> bool:
         """The device has finished the last update. A device that answers with an error leaves the state unusable: torn."""

@@ -12,14 +12,13 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 from ttp.processor.events import (
     ApplyUpdate,
-    CloseGate,
     Event,
     GateClosed,
-    OpenGate,
     PublishCheckpoint,
     PublishDone,
     RollForwardDone,
@@ -32,7 +31,23 @@ from ttp.processor.ports import StateHolder
 from ttp.processor.voice import Voice
 from ttp.proto.messages import CommitRecord, PublishOrder, WriteOrder
 
-Task = CloseGate | OpenGate | ApplyUpdate | WriteShare | PublishCheckpoint
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Report on the freeze whose gate is shut already, once the update in progress has ended."""
+
+    ticket: int
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Open the gate, unless it was shut again since; after whatever still reads the state."""
+
+    ticket: int
+
+
+Task = Settle | Reopen | ApplyUpdate | WriteShare | PublishCheckpoint
 
 
 class Worker:
@@ -68,13 +83,13 @@ class Worker:
 
     def _carry_out(self, task: Task) -> Event | None:
         match task:
-            case CloseGate(freeze_id):
-                report = self._gate.freeze(freeze_id, self._freeze_timeout_s)
+            case Settle(ticket, freeze_id):
+                report = self._gate.settle(ticket, freeze_id, self._freeze_timeout_s)
                 if self._gate.drain_error:
                     self._voice.say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
                 return GateClosed(report)
-            case OpenGate(freeze_id):
-                self._gate.thaw(freeze_id)
+            case Reopen(ticket):
+                self._gate.reopen(ticket)
                 return None
             case ApplyUpdate(freeze_id, record):
                 return self._guarded(freeze_id, "roll_forward", "", lambda: self._roll_forward(freeze_id, record))
