@@ -25,7 +25,7 @@ from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import EXPIRED_GRACE_S, Launching, Round
-from ttp.launch.story import exception_text, outcome_text, ranks_text, root_cause_first
+from ttp.launch.story import exception_text, ranks_text, root_cause_first
 
 log = logging.getLogger("ttp.launch")
 
@@ -133,9 +133,9 @@ class HoldAgent(LocalElasticAgent):
 
     def _explain(self, result: RunResult, round_: Round, max_restarts: int) -> RunResult:
         """Put the true root cause first, and say in one line what happened and what comes."""
-        deaths = round_.deaths()
-        failures = root_cause_first(result.failures, {rank: death.seen_unix_s for rank, death in deaths.items()})
-        what = outcome_text(deaths)
+        seen = {rank: death.seen_unix_s for rank, death in round_.deaths().items()}
+        failures = root_cause_first(result.failures, seen)
+        what = round_.outcome()
         root = next(iter(failures), None)
         if root is not None and (raised := exception_text(failures[root])):
             what = f"{what}; rank {root} raised {raised}"

@@ -24,7 +24,7 @@ START_VARIABLE = "TTP_START_ID"
 LEAVE_S = 3.0
 """Time for a controller to leave when it is asked to."""
 
-RequestShutdown = Callable[[str], object]
+RequestShutdown = Callable[[str], None]
 """`request_shutdown(address)`: ask the controller at `host:port` to leave. May raise: it is killed then."""
 
 
@@ -81,6 +81,6 @@ def _ask(pid: int, published: ControllerEntry | None, request_shutdown: RequestS
             request_shutdown(published.address)
             return
         except Exception as error:  # any transport error: the signal below does as well
-            log.info("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
+            log.debug("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGTERM)

@@ -84,10 +84,10 @@ def make_launching(settings: Settings, poll_s: float) -> Launching:
         ranks = tuple(sorted(pids))
         return AgentLink(address, job_id, settings.host, ranks, tuple(pids[rank] for rank in ranks))
 
-    def request_shutdown(address: str) -> object:
+    def request_shutdown(address: str) -> None:
         from ttp.controller import agent_link
 
-        return agent_link.request_shutdown(address)
+        agent_link.request_shutdown(address, reason="the launcher ends this start of the job")
 
     return Launching(
         total_timeout_s=settings.total_timeout_s,

@@ -17,7 +17,7 @@ from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
 from ttp.launch.processes import end_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
-from ttp.launch.story import Fault, describe, first_failure, ranks_text
+from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
 
 log = logging.getLogger("ttp.launch")
 
@@ -59,6 +59,7 @@ class Round:
         self._nodes = nodes
         self._hosts_rank_zero = hosts_rank_zero
         self._fault: Fault | None = None
+        self._ended: set[int] = set()
         self._courier = Courier(job_store, pids, lambda address, ranks: launching.open_link(address, job_id, ranks))
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s)
         self._watch.start()
@@ -79,6 +80,10 @@ class Round:
 
     def deaths(self) -> dict[int, Death]:
         return self._watch.deaths()
+
+    def outcome(self) -> str:
+        """Say in words how the workers here have ended."""
+        return outcome_text(self.deaths(), self._ended)
 
     def failed(self) -> bool:
         """Say whether a worker here has failed."""
@@ -106,8 +111,10 @@ class Round:
     def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:
         """End every worker and what the workers left in their sessions, without reaping them."""
         if living := self.living():
+            self._ended.update(living)
             log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), death_signal.name, grace_s)
         killed = set(end_workers(self._pids.values(), death_signal, grace_s))
+        self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
         if killed:
             names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
             log.warning("%s did not leave on %s: killed", names, death_signal.name)

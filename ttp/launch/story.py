@@ -6,7 +6,7 @@ Text and order only: no waiting, no signals, no files but the workers' own error
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -55,11 +55,16 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(todo) > 1 else ''} {names}"
 
 
-def outcome_text(deaths: Mapping[int, Death]) -> str:
-    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: persisted (exit code 75)`."""
+def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> str:
+    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: persisted (exit code 75)`.
+
+    `ended`: those that the launcher itself has ended.
+    """
     groups: dict[str, list[Death]] = {}
     for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
         text = f"persisted ({death.text})" if death.status == EXIT_CODE_PERSISTED else death.text
+        if death.rank in ended:
+            text = f"ended by ttprun ({death.text})"
         groups.setdefault(text, []).append(death)
     return "; ".join(f"{ranks_text(d.rank for d in group)}: {text}" for text, group in groups.items())
 

@@ -1,0 +1,134 @@
+"""Launchers under test: real processes, watched from outside through files and `/proc`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+DEADLINE_S = 40.0
+TTPRUN = ("-m", "ttp.launch")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+start = os.environ.get("TTP_ROUND_ID", os.environ["TORCHELASTIC_RESTART_COUNT"])
+def note(name, text=""):
+    part = out / f".{name}-{rank}-{start}"
+    part.write_text(str(text))
+    part.rename(out / f"{name}-{rank}-{start}")
+def await_file(name):
+    end = time.monotonic() + 60
+    while not (out / name).exists():
+        if time.monotonic() > end:
+            sys.exit(f"no {name}")
+        time.sleep(0.01)
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+"""
+"""Plain Python, no torch: a worker starts in 50 ms. `note` leaves `<name>-<rank>-<start>` in the output folder."""
+
+
+class Launch:
+    """One launcher and its workers, in a session of their own.
+
+    Use as a context manager: leaving it kills all that carries its mark.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        worker: str,
+        *options: str,
+        program: Sequence[str] = TTPRUN,
+        environ: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        name: str = "launcher",
+    ) -> None:
+        """`arguments` follow the output folder on the worker's command line; `name` tells launchers of one folder apart."""
+        self.out = out
+        self._mark = f"{out}:{name}"
+        script = out / "worker.py"
+        script.write_text(PRELUDE + worker)
+        self.log = out / f"{name}.log"
+        command = [sys.executable, *program, *options, str(script), str(out), *arguments]
+        clean = {
+            key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "TTP_", "PET_"))
+        }
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**clean, "OMP_NUM_THREADS": "1", "LAUNCH_TEST_MARK": self._mark, **(environ or {})},
+            )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pid in (self.process.pid, *self.marked()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll a condition; fail with the launcher's output after a generous time."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}\n{self.text}"
+            time.sleep(0.01)
+
+    def await_notes(self, *names: str) -> None:
+        for name in names:
+            self.until((self.out / name).exists, name)
+
+    def notes(self, name: str) -> list[str]:
+        """Return the notes of this name, sorted: `<name>-<rank>-<start>`."""
+        return sorted(path.name for path in self.out.glob(f"{name}-*"))
+
+    def read(self, note: str) -> str:
+        return (self.out / note).read_text()
+
+    def wait(self) -> int:
+        """Wait for the launcher's end and return its exit status."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher did not end\n{self.text}") from None
+
+    def marked(self) -> list[int]:
+        """Return the processes of this launch, zombies apart, whatever their session; the launcher apart."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if (
+                    entry.name.isdigit()
+                    and int(entry.name) != self.process.pid
+                    and f"LAUNCH_TEST_MARK={self._mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                    and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def assert_nothing_left(self) -> None:
+        left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.marked()}
+        assert not left, f"left behind: {left}\n{self.text}"
