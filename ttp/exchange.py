@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 gave the collective a new name and warns of the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def exchange_json(value: Any, device: torch.device) -> list[Any]:
     """Return every rank's value, in rank order (all ranks call; one process: its own value)."""
@@ -17,12 +20,12 @@ def exchange_json(value: Any, device: torch.device) -> list[Any]:
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     world = dist.get_world_size()
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
+    _all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = torch.zeros(world * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, padded)
+    _all_gather(everyone, padded)
     rows = everyone.view(world, longest).cpu()
     return [json.loads(bytes(rows[r, : int(n)].numpy().tobytes())) for r, n in enumerate(sizes.tolist())]
 

@@ -103,9 +103,9 @@ class Job:
         return max((int(line["step"]) for line in self.metrics() if "loss" in line), default=0)
 
     def journals(self) -> list[list[dict[str, Any]]]:
-        """Return each controller's journal, oldest first."""
-        paths = sorted((self.output_dir / "log").glob("journal_*.jsonl"), key=lambda p: p.stat().st_mtime_ns)
-        return [read_jsonl(path) for path in paths]
+        """Return each start's controller journal, oldest first; an event's fields stand beside its name and time."""
+        paths = sorted((self.output_dir / "log").glob("journal_*.jsonl"), key=lambda p: int(p.stem.split("_")[1]))
+        return [[{**line.get("fields", {}), **line} for line in read_jsonl(path)] for path in paths]
 
     def final(self) -> dict[str, Any]:
         """Return final.json (the last step and a hash of the final weights)."""

@@ -75,7 +75,8 @@ def timeline(journal: Sequence[Line], metrics: Sequence[Line], killed_unix_s: fl
     def since(event: str) -> float | None:
         times = [float(line["unix_s"]) for line in journal if line.get("event") == event]
         times = [t for t in times if t >= killed_unix_s]
-        return (min(times) - killed_unix_s) * 1e3 if times else None
+        reached = max if event == "written" else min  # every writer reports; the stage is over with the last
+        return (reached(times) - killed_unix_s) * 1e3 if times else None
 
     published = next((line for line in journal if line.get("event") == "published"), None)
     refused = next((line for line in journal if line.get("event") == "refused"), None)
