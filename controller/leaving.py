@@ -20,7 +20,7 @@ def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) ->
     """Tell every rank with a stream to exit, silent ones included, and wait for the streams to close."""
     members = state.members
     told = reachable(members)
-    untold = members.table.ranks(lambda m: m.dead is None and m.registration is not None and not m.attached)
+    untold = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
     if told:
         out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
     out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))

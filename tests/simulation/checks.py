@@ -1,0 +1,138 @@
+"""The invariants, checked on a finished simulated job."""
+
+from __future__ import annotations
+
+from tests.simulation.job import Job
+from tests.simulation.rank import Rank
+from tests.simulation.scenario import Scenario
+
+LONGEST_RUN_S = 45.0
+
+
+def run_and_check(scenario: Scenario) -> list[str]:
+    """Run a scenario to its end and return every violated invariant."""
+    job = scenario.job
+    ended = job.run(LONGEST_RUN_S)
+    found = list(job.violations)
+    if not ended:
+        running = [rank.rank for rank in job.ranks if rank.alive]
+        found.append(
+            f"I11: not over after {job.now:.1f} s; controller {job.controller.state.stage.value}, alive {running}"
+        )
+    found += _published_content(job)
+    found += _outcome(scenario)
+    return found
+
+
+def events(job: Job, name: str) -> list[dict[str, object]]:
+    """Return the fields of all journal lines of one kind."""
+    return [dict(line.fields) for _, line in job.controller.story if line.event == name]
+
+
+def _published_content(job: Job) -> list[str]:
+    """I1, I2, I3, I4, I5, I6, I8: what can be seen on disk."""
+    found = []
+    steps = [step for _, step in job.disk.published]
+    for root, step in job.disk.published:
+        name = f"iter_{step:07d}"
+        directory = job.disk.directories[root, name]
+        manifest = directory.manifest
+        if manifest is None or manifest.step != step:
+            found.append(f"I1: {root}/{name} has no manifest of its step")
+            continue
+        files = [directory.files.get(file) for file in manifest.files]
+        if any(file is None or not file.durable for file in files):
+            found.append(f"I1: {root}/{name} lists a file that is missing or not durable")
+        pieces = sorted(piece for file in files if file is not None for piece in file.pieces)
+        found += _pieces(job, step, pieces)
+        found += _step(job, step)
+        durable = {file for file, content in directory.files.items() if content.durable}
+        if not durable >= set(manifest.files) or job.published_as[root, name] != _now_content(directory):
+            found.append(f"I8: {root}/{name} changed after it was published")
+    if len(set(job.disk.published)) != len(job.disk.published):
+        found.append(f"I4: a step was published twice: {job.disk.published}")
+    if len(set(steps)) > 1:
+        found.append(f"I2: one fault published several steps: {steps}")
+    for fields in events(job, "published"):
+        root = str(fields["path"]).rsplit("/", 1)[0]
+        if (root, fields["step"]) not in job.disk.published or job.disk.tracker.get(root) != fields["step"]:
+            found.append(
+                f"I4: {fields['path']} was said to be published; disk {job.disk.published}, {job.disk.tracker}"
+            )
+    return found
+
+
+def _now_content(directory: object) -> str:
+    from tests.simulation.job import _content
+
+    return _content(directory)
+
+
+def _pieces(job: Job, step: int, pieces: list[tuple[str, int, int, int]]) -> list[str]:
+    found = []
+    for group in job.training.groups:
+        mine = [piece for piece in pieces if piece[0] == group]
+        count = mine[0][2] if mine else 1
+        if [(index, of) for _, index, of, _ in mine] != [(index, count) for index in range(count)]:
+            found.append(f"I5: step {step}, {group}: parts {[piece[1:3] for piece in mine]}, wanted each once")
+        wanted = job.training.expected(group, step)
+        if any(value != wanted for _, _, _, value in mine):
+            found.append(f"I3: step {step}, {group}: its bytes are not those of a fault-free run")
+    return found
+
+
+def _step(job: Job, step: int) -> list[str]:
+    """I6: the last committed step, or the one in flight; the former when a sound survivor proves it."""
+    committed = max((record.step for record in job.known_records()), default=0)
+    if step not in (committed - 1, committed):
+        return [f"I6: step {step} was published, step {committed} was the last that was committed"]
+    if step == committed or job.training.local_copy:
+        return []
+    frozen = job.controller.story and events(job, "frozen")
+    told = {s for fields in frozen or () for s in fields["records"]}  # type: ignore[attr-defined]
+    if committed in told:
+        return [f"I6: step {step} was published although a rank told record {committed}"]
+    return []
+
+
+def _outcome(scenario: Scenario) -> list[str]:
+    """I9, I11: published, refused with a true reason, or trained to the end; false alarms cost nothing."""
+    job = scenario.job
+    published, refused = events(job, "published"), events(job, "refused")
+    finished, exits = events(job, "finished"), events(job, "exit_sent")
+    if finished:
+        return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.gate.state_step != job.training.steps]
+    if scenario.harmless:
+        return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
+    if published:
+        return []
+    if not events(job, "assembled"):
+        return [] if exits or not _sound(job) else ["I11: the start failed without a word"]
+    if not refused:
+        return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
+    return _false_refusal(job, str(refused[-1]["reason"]))
+
+
+def _sound(job: Job) -> list[Rank]:
+    """Return the ranks that nothing happened to, to the end."""
+    dead = {fields["rank"] for fields in events(job, "death_seen")}
+    return [
+        rank
+        for rank in job.ranks
+        if rank.rank not in job.killed
+        and rank.rank not in dead
+        and not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll)
+    ]
+
+
+def _false_refusal(job: Job, reason: str) -> list[str]:
+    sound = {rank.rank for rank in _sound(job)}
+    covered = all(sound.intersection(holders) for holders in job.training.layout.holders)
+    if "nothing to save" in reason:
+        # Every sound rank's state must really be the untrained one.
+        trained = [rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0]
+        return [f"I9: refused for having nothing, but ranks {trained} have"] if trained else []
+    if "directories could be written" in reason:
+        bad = job.disk.full | {root for _, root in job.disk.broken_for}
+        return [] if bad >= set(job.roots) else [f"I9: refused for the disks, but only {sorted(bad)} failed"]
+    return [f"I9: covered by sound ranks {sorted(sound)}, yet refused: {reason}"] if covered else []

@@ -1,0 +1,69 @@
+"""Run simulated jobs by seed: `python -m tests.simulation.replay SEED` tells one job's story; `--count N` runs many."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+
+from tests.simulation.checks import run_and_check
+from tests.simulation.scenario import Scenario, build
+from tests.simulation.training import LAYOUTS
+
+
+def outcome_of(scenario: Scenario) -> str:
+    """Return how the job ended, in a word or two."""
+    names = [line.event for _, line in scenario.job.controller.story]
+    for event in ("finished", "published", "refused"):
+        if event in names:
+            return event
+    return "not assembled" if "assembled" not in names else "other"
+
+
+def tell(scenario: Scenario) -> None:
+    """Print the faults and the story of a job that has run."""
+    job = scenario.job
+    mode = "local copies" if job.training.local_copy else "spanning records"
+    print(f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}")
+    for fault in scenario.faults:
+        print(f"  fault: {fault}")
+    lines = [(at, f"{line.event}: {dict(line.fields)}") for at, line in job.controller.story]
+    lines += [(float(note.split()[0]), "    " + note.split(maxsplit=1)[1]) for note in job.notes]
+    for at, text in sorted(lines, key=lambda pair: pair[0]):
+        print(f"{at:9.4f}  {text}")
+    print(
+        f"controller over: {job.controller.over or 'no'} ({job.controller.state.stage.value}); disk {job.disk.published}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--count", type=int, default=1, help="run this many seeds from SEED on")
+    parser.add_argument("--layout", choices=[layout.name for layout in LAYOUTS], help="instead of the seed's own")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failing seed")
+    arguments = parser.parse_args()
+    layout = next((layout for layout in LAYOUTS if layout.name == arguments.layout), None)
+    outcomes: collections.Counter[str] = collections.Counter()
+    failing = []
+    began = time.monotonic()
+    for seed in range(arguments.seed, arguments.seed + arguments.count):
+        scenario = build(seed, layout)
+        found = run_and_check(scenario)
+        outcomes[outcome_of(scenario)] += 1
+        if found:
+            failing.append(seed)
+            print(f"seed {seed}: {'; '.join(found)}")
+            if not arguments.keep_going:
+                tell(scenario)
+                break
+        elif arguments.count == 1:
+            tell(scenario)
+    ran = sum(outcomes.values())
+    print(f"{ran} jobs in {time.monotonic() - began:.1f} s: {dict(outcomes)}; failing seeds: {failing or 'none'}")
+    return 1 if failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""From a seed to a job and what goes wrong in it. One seed is one job, always."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.simulation.job import Job, Times
+from tests.simulation.training import LAYOUTS, Layout, Training
+from ttp.proto.messages import CauseKind
+
+_DUMP_MOMENTS = (
+    "suspect", "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "rolling", "got RollForward", "rolled_forward",
+    "write_sent", "got WriteOrder", "writing", "written", "publish_sent", "publishing", "manifest written", "renamed",
+    "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned",
+)  # fmt: skip
+
+
+@dataclass
+class Scenario:
+    """A job with its faults hooked in. `harmless`: nothing in it may cost more than a pause."""
+
+    seed: int
+    job: Job
+    harmless: bool = True
+    faults: list[str] = field(default_factory=list)
+
+
+def build(seed: int, layout: Layout | None = None) -> Scenario:
+    """Return the scenario of a seed; `layout` overrides the seed's choice."""
+    rng = random.Random(seed)
+    chosen = rng.choice(LAYOUTS)
+    training = Training(layout or chosen, steps=rng.randint(2, 7), local_copy=rng.random() < 0.2)
+    job = Job(rng, training, Times(), agents=rng.random() < 0.8, ready_waits=rng.random() < 0.7)
+    job.slowest_s = rng.choice((0.001, 0.005, 0.05))
+    scenario = Scenario(seed, job)
+    kinds = _HARMLESS if rng.random() < 0.2 else _ALL
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
+        _add(scenario, rng, rng.choice(kinds))
+    return scenario
+
+
+def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
+    """Hook one fault in, at a time of training or at a moment of the protocol."""
+    job = scenario.job
+    scenario.harmless &= kind in _HARMLESS
+    make = _ACTIONS[kind]
+    world_size, steps = job.training.layout.world_size, job.training.steps
+    fixed = rng.randrange(world_size)
+
+    def act(rank: int) -> None:
+        victim = rank if rank >= 0 and rng.random() < 0.6 else fixed
+        make(job, rng, victim)
+
+    if rng.random() < 0.45:
+        moment = rng.uniform(0.0, 0.15 + 0.06 * steps)
+        scenario.faults.append(f"{kind} of rank {fixed} at {moment:.4f}")
+        job.scheduler.at(moment, lambda: act(-1))
+        return
+    training_moments = tuple(f"{phase} {rng.randint(1, steps)}" for phase in ("READY", "UPDATING", "DONE"))
+    moment_name = rng.choice(training_moments if rng.random() < 0.4 else _DUMP_MOMENTS)
+    count = rng.randint(1, max(1, world_size // 2))
+    delay = rng.choice((0.0, 0.0, rng.uniform(0, 0.01), rng.uniform(0, 0.1)))
+    scenario.faults.append(
+        f"{kind} at the {count}. '{moment_name}' + {delay:.4f} s (rank {fixed} or the one concerned)"
+    )
+    job.hook(moment_name, count, lambda rank: job.scheduler.after(delay, lambda: act(rank)))
+
+
+def _kill(job: Job, rng: random.Random, rank: int) -> None:
+    job.kill(rank)
+
+
+def _kill_host(job: Job, rng: random.Random, rank: int) -> None:
+    hosts = job.training.layout.hosts
+    for other in range(len(hosts)):
+        if hosts[other] == hosts[rank]:
+            job.kill(other, quiet=True)
+
+
+def _raise(job: Job, rng: random.Random, rank: int) -> None:
+    process = job.ranks[rank]
+    process.run(lambda: process.fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+
+
+def _peer_error(job: Job, rng: random.Random, rank: int) -> None:
+    process = job.ranks[rank]
+    process.run(lambda: process.fault(CauseKind.PEER_ERROR, "connection closed by peer"))
+
+
+def _preempt(job: Job, rng: random.Random, rank: int) -> None:
+    process = job.ranks[rank]
+    process.run(lambda: process.fault(CauseKind.PREEMPTED, "SIGTERM"))
+
+
+def _break_stream(job: Job, rng: random.Random, rank: int) -> None:
+    job.note(f"rank {rank}'s stream breaks")
+    job.drop_stream(rank)
+
+
+def _break_all_streams(job: Job, rng: random.Random, rank: int) -> None:
+    job.note("all streams break")
+    for other in range(job.training.layout.world_size):
+        job.drop_stream(other)
+
+
+def _hold_stream(seconds: tuple[float, float]) -> Callable[[Job, random.Random, int], None]:
+    def act(job: Job, rng: random.Random, rank: int) -> None:
+        stream = job.ranks[rank].stream
+        if stream is not None:
+            job.note(f"rank {rank}'s stream stands still")
+            stream.hold(rng.uniform(*seconds))
+
+    return act
+
+
+def _stop(job: Job, rng: random.Random, rank: int) -> None:
+    job.stop(rank, rng.choice((0.1, 0.5, 1.0, 2.0, None)))
+
+
+def _stop_briefly(job: Job, rng: random.Random, rank: int) -> None:
+    job.stop(rank, rng.uniform(0.01, 0.25))
+
+
+def _pause_controller(job: Job, rng: random.Random, rank: int) -> None:
+    job.pause_controller(rng.uniform(0.05, 1.5))
+
+
+def _hang_update(job: Job, rng: random.Random, rank: int) -> None:
+    """An update never ends; as nobody watches for hangs here, another rank fails a little later."""
+    job.note(f"rank {rank} will hang in an update")
+    job.ranks[rank].hang_update_at = 1
+    others = [other for other in range(job.training.layout.world_size) if other != rank]
+    victim = rng.choice(others)
+    job.scheduler.after(rng.uniform(0.1, 0.2), lambda: job.kill(victim))
+
+
+def _break_roll(job: Job, rng: random.Random, rank: int) -> None:
+    job.note(f"rank {rank} will fail to roll forward")
+    job.ranks[rank].break_roll = True
+
+
+def _fill_disk(job: Job, rng: random.Random, rank: int) -> None:
+    root = rng.choice(job.roots)
+    job.note(f"{root} is full")
+    job.disk.full.add(root)
+
+
+def _break_disk_of_rank(job: Job, rng: random.Random, rank: int) -> None:
+    root = rng.choice(job.roots)
+    job.note(f"{root} fails for rank {rank}")
+    job.disk.broken_for.add((rank, root))
+
+
+_ACTIONS: dict[str, Callable[[Job, random.Random, int], None]] = {
+    "kill": _kill,
+    "host loss": _kill_host,
+    "exception": _raise,
+    "peer error": _peer_error,
+    "preemption": _preempt,
+    "stream break": _break_stream,
+    "break of all streams": _break_all_streams,
+    "stream pause": _hold_stream((0.2, 1.5)),
+    "stop": _stop,
+    "hang in update": _hang_update,
+    "failing roll-forward": _break_roll,
+    "full disk": _fill_disk,
+    "rank's disk": _break_disk_of_rank,
+    "controller pause": _pause_controller,
+    "brief stop": _stop_briefly,
+    "brief stream pause": _hold_stream((0.01, 0.2)),
+}
+_HARMLESS = ("stream break", "break of all streams", "controller pause", "brief stop", "brief stream pause")
+_ALL = (*("kill",) * 6, *_ACTIONS)

@@ -1,0 +1,31 @@
+"""Simulated time: callbacks in order of their moment, ties in the order they were asked for."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Scheduler:
+    """Owns the clock of one simulated job. Nothing here is random."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def at(self, moment: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (max(moment, self.now), next(self._count), call))
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.at(self.now + delay_s, call)
+
+    def run(self, until_s: float, done: Callable[[], bool]) -> bool:
+        """Run until `done`; False when nothing is left to run or `until_s` passes first."""
+        while not done():
+            if not self._heap or self._heap[0][0] > until_s:
+                return False
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+        return True
