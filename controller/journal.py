@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +26,8 @@ from ttp.controller.record import from_json, plain_json, to_json
 from .events import ControllerSettings, Effect, Event
 
 SEGMENT_BYTES = 64 << 20
+BATCH_LINES = 512
+"""At most so many lines between two flushes; under less load every line is flushed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +95,33 @@ class Journal:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with self._story, self._inputs:
-            batch: list[tuple[str, Any]] = []
-            while True:
+        batch: list[tuple[str, Any]] = []
+        item: tuple[str, Any] | None = ("", None)
+        while item is not None:
+            item = self._queue.get()
+            while item is not None:
+                batch.append(item)
+                if self._queue.empty() or len(batch) >= BATCH_LINES:
+                    break
                 item = self._queue.get()
-                while item is not None:
-                    batch.append(item)
-                    if self._queue.empty() or len(batch) >= 512:
-                        break
-                    item = self._queue.get()
-                self._write_guarded(batch)
-                batch.clear()
-                if item is None:
-                    return
+            self._guarded(lambda: self._write_all(batch))
+            batch.clear()
+        self._guarded(self._story.close)
+        self._guarded(self._inputs.close)
 
-    def _write_guarded(self, batch: list[tuple[str, Any]]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            for kind, content in batch:
-                self._write(kind, content)
-            self._story.flush()
-            self._inputs.flush()
+            work()
         except OSError as error:  # a full disk: the job goes on without its journal
             if not self._complained:
                 self._complained = True
                 print(f"ttp-controller: the journal {self._story.name} lost lines: {error}", file=sys.stderr)
+
+    def _write_all(self, batch: list[tuple[str, Any]]) -> None:
+        for kind, content in batch:
+            self._write(kind, content)
+        self._story.flush()
+        self._inputs.flush()
 
     def _write(self, kind: str, content: Any) -> None:
         if kind == "story":

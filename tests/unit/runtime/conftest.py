@@ -1,0 +1,158 @@
+"""Ranks without tensors: a holder that keeps notes, and a whole rank around it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.controller.process import ControllerProcess, start_controller
+from ttp.processor.driver import Processor
+from ttp.processor.events import ProcessorSettings
+from ttp.processor.gate import Gate
+from ttp.proto.messages import (
+    CommitRecord,
+    FileEntry,
+    PublishOrder,
+    Registration,
+    ShardGroup,
+    ShareResult,
+    WriteOrder,
+)
+
+LONG_S = 30.0
+"""Nothing here should take it: a wait that does is a failure."""
+
+
+def commit_record(step: int) -> CommitRecord:
+    return CommitRecord(step, 1.5, 1.0, False, 1.0, (1e-3,), (2.0,))
+
+
+class NotedHolder:
+    """A state holder that writes down what it is asked for. Rank r holds the groups r and r+1 of a ring."""
+
+    def __init__(self, rank: int, world_size: int, save_dir: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.save_dir = save_dir
+        self.gate = Gate(rank)
+        self.rolled: list[CommitRecord] = []
+        self.written: list[WriteOrder] = []
+        self.published: list[PublishOrder] = []
+
+    def registration(self) -> Registration:
+        groups = sorted({self.rank, (self.rank + 1) % self.world_size})
+        return Registration(
+            rank=self.rank,
+            world_size=self.world_size,
+            host=f"host{self.rank}",
+            pid=1000 + self.rank,
+            groups=tuple(ShardGroup(f"g{group}", f"shard {group}", 100) for group in groups),
+            state_step=self.gate.state_step,
+            save_dirs=(self.save_dir,),
+            layout="{}",
+        )
+
+    def roll_forward(self, record: CommitRecord) -> int:
+        self.rolled.append(record)
+        return record.step
+
+    def write(self, order: WriteOrder) -> ShareResult:
+        self.written.append(order)
+        return ShareResult((FileEntry(f"rank{self.rank}.distcp", 100, "00", self.rank),), (), ())
+
+    def publish(self, order: PublishOrder) -> str:
+        self.published.append(order)
+        return f"{order.directory}/iter_{order.step:07d}"
+
+
+class Rank:
+    """A rank in threads of this process: its exit is noted instead of carried out."""
+
+    def __init__(self, rank: int, world_size: int, address: str | Callable[[], str | None], save_dir: str) -> None:
+        self.holder = NotedHolder(rank, world_size, save_dir)
+        self.gate = self.holder.gate
+        self.exit_code: int | None = None
+        self.exit_reason = ""
+        self.exited = threading.Event()
+        self.processor = Processor(
+            ProcessorSettings(rank=rank, heartbeat_s=0.2, reconnect_s=0.05),
+            address,
+            "job",
+            self.holder,
+            self.gate,
+            on_exit=self._note_reason,
+            exit_process=self._note_exit,
+        )
+        self.processor.start()
+
+    def _note_reason(self, reason: str) -> None:
+        self.exit_reason = reason
+
+    def _note_exit(self, code: int) -> None:
+        self.exit_code = code
+        self.exited.set()
+
+    def train_to(self, step: int) -> None:
+        """Finish every update up to `step`."""
+        for number in range(self.gate.state_step + 1, step + 1):
+            self.gate.computing(number)
+            self.gate.ready(number)
+            self.gate.begin_update(number, commit_record(number))
+            self.gate.end_update(number)
+
+
+StartController = Callable[..., ControllerProcess]
+StartRanks = Callable[[str, int], list[Rank]]
+
+
+@pytest.fixture
+def new_controller(tmp_path: Path) -> Iterator[StartController]:
+    """Start controllers of job `job`, and see that none is left behind."""
+    started: list[ControllerProcess] = []
+
+    def start(world_size: int = 3, **more: object) -> ControllerProcess:
+        arguments: dict[str, object] = {
+            "job_id": "job",
+            "term": 1,
+            "journal": tmp_path / f"journal{len(started)}.jsonl",
+            "heartbeat_s": 0.2,
+            "lease_s": 1.0,
+            **more,
+        }
+        started.append(start_controller(world_size=world_size, **arguments))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for controller in started:
+        controller.terminate()
+        if controller.wait(10.0) is None:
+            controller.process.kill()
+            controller.wait(10.0)
+            raise AssertionError(f"controller {controller.pid} did not end on SIGTERM")
+
+
+@pytest.fixture
+def new_ranks(tmp_path: Path) -> Iterator[StartRanks]:
+    """Start ranks and wait until the controller has welcomed them; stop them at the end, and see that no thread is left."""
+    before = set(threading.enumerate())
+    ranks: list[Rank] = []
+
+    def start(address: str, world_size: int) -> list[Rank]:
+        new = [Rank(rank, world_size, address, str(tmp_path / "checkpoints")) for rank in range(world_size)]
+        ranks.extend(new)
+        for rank in new:
+            assert rank.processor.wait_welcomed(LONG_S) is not None
+        return new
+
+    yield start
+    for rank in ranks:
+        rank.processor.stop()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG_S)
+        if thread.is_alive():
+            stack = sys._current_frames().get(thread.ident or 0)
+            raise AssertionError(f"thread {thread.name} was left behind at {stack}")

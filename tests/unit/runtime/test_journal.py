@@ -1,0 +1,101 @@
+"""The journal: what is read back equals what was written, and a bad disk harms nothing else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ttp.controller.events import ControllerSettings, Event, Received, StreamClosed, Tick
+from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
+from ttp.controller.machine import initial, transition
+from ttp.controller.record import from_json, to_json
+from ttp.proto.messages import CommitRecord, Heartbeat, Phase, Registration, ShardGroup, StateReport
+
+SETTINGS = ControllerSettings(job_id="job", term=1, world_size=2)
+RECORD = CommitRecord(3, math.inf, -0.0, True, 1e-310, (0.1, -math.inf), ())
+EVENTS: list[Event] = [
+    *(
+        Received(Registration(rank, 2, "h", 10 + rank, (ShardGroup("g", "all", 8),), 0, ("/x",), "{}"))
+        for rank in range(2)
+    ),
+    Received(Heartbeat(0, Phase.READY, 4)),
+    Tick(),
+    StreamClosed((1,)),
+    Received(StateReport(0, 1, True, Phase.READY, 4, 3, False, -1, (RECORD,))),
+]
+
+
+def test_inputs_read_back_equal_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.starting_state(initial(SETTINGS, 0.1))
+    for number, event in enumerate(EVENTS):
+        journal.input(number + 0.3, event)
+    journal.close()
+    recording = read_inputs(inputs_path(path))
+    assert recording.settings == SETTINGS
+    assert recording.state == initial(SETTINGS, 0.1)
+    assert recording.inputs == tuple((number + 0.3, event) for number, event in enumerate(EVENTS))
+
+
+def test_a_state_in_the_middle_of_a_fault_survives_json() -> None:
+    state = initial(SETTINGS, 0.0)
+    for number, event in enumerate(EVENTS):
+        state, _ = transition(state, event, number + 0.3)
+    assert from_json(to_json(state)) == state
+    assert hash(from_json(to_json(state))) == hash(state)
+
+
+def test_a_full_segment_is_replaced_and_the_new_one_replays_on_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS, segment_bytes=200)
+    state = initial(SETTINGS, 0.0)
+    journal.starting_state(state)
+    for number, event in enumerate(EVENTS):
+        journal.input(number + 0.3, event)
+        state, _ = transition(state, event, number + 0.3)
+        if journal.wants_state:
+            journal.starting_state(state)
+    journal.input(20.0, Tick())
+    journal.close()
+    last, before = read_inputs(inputs_path(path)), read_inputs(Path(f"{inputs_path(path)}.1"))
+    assert last.inputs == ((20.0, Tick()),)
+    *_, (_, _, replayed, _) = replay(before, transition)
+    assert replayed == last.state == state
+
+
+def test_the_story_is_json_with_both_clocks_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.story(100.5, 7.25, "frozen", {"ranks": (0, 1), "norm": math.nan, "by": {"1": Phase.READY}})
+    journal.close()
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"unix_s": 101')
+    (line,) = read_story(path)
+    assert (line.unix_s, line.monotonic_s, line.event) == (100.5, 7.25, "frozen")
+    assert line.fields == {"ranks": [0, 1], "norm": "nan", "by": {"1": 1}}
+
+
+def test_a_full_disk_loses_lines_says_so_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    inputs_path(path).symlink_to("/dev/full")
+    journal = Journal(path, SETTINGS)
+    for number in range(2000):
+        journal.input(float(number), Tick())
+        journal.story(0.0, float(number), "frozen", {})
+    journal.close()
+    complaints = capsys.readouterr().err.splitlines()
+    assert len(complaints) == 1 and "lost lines" in complaints[0]
+
+
+def test_a_file_that_names_foreign_types_builds_nothing() -> None:
+    with pytest.raises(ValueError, match="not a type of ttp"):
+        from_json({"$": "subprocess:Popen", "args": ["true"]})
+    with pytest.raises(ValueError, match="not known here"):
+        from_json({"$": "ttp.proto.messages:Nothing"})
+    with pytest.raises(TypeError, match="cannot go into the journal"):
+        to_json(object())

@@ -1,0 +1,369 @@
+"""A controller in its own process, ranks in threads, gRPC between them: a fault from its report to the exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
+from ttp.controller.events import Journal as JournalEffect
+from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
+from ttp.controller.machine import transition
+from ttp.controller.process import ControllerProcess, start_controller
+from ttp.errors import ControllerError
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase
+from ttp.proto.stream import ControlStream
+
+from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for another process's doing, which gives no other sign."""
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.005)
+
+
+def story(controller: ControllerProcess, tmp_path: Path) -> list[str]:
+    controller.wait(LONG_S)
+    return [line.event for line in read_story(tmp_path / "journal0.jsonl")]
+
+
+def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """Rank 1 dies. Rank 2 had updated step 3, rank 0 was READY(3): it rolls forward with rank 2's record; then both write,
+    one publishes, and both leave with status 75."""
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    agent = AgentLink(controller.address, "job", "host", (0, 1, 2), (1000, 1001, 1002))
+    for rank in ranks:
+        rank.train_to(2)
+    ranks[2].train_to(3)
+    ranks[0].gate.computing(3)
+    ranks[0].gate.ready(3)
+    agent.worker_exit(1, 1001, "signal SIGKILL")
+    for rank in (ranks[0], ranks[2]):
+        assert rank.exited.wait(LONG_S)
+        assert rank.exit_code == 75
+        assert rank.exit_reason
+    assert ranks[0].holder.rolled == [commit_record(3)]
+    assert ranks[2].holder.rolled == []
+    parts = [part for rank in (ranks[0], ranks[2]) for order in rank.holder.written for part in order.parts]
+    assert {part.group_id for part in parts} == {"g0", "g1", "g2"}
+    assert len(set(parts)) == len(parts), "each part is written once"
+    (order,) = ranks[0].holder.published + ranks[2].holder.published
+    assert order.step == 3 and order.record == commit_record(3)
+    assert order.cause.ranks == (1,) and "SIGKILL" in order.cause.text
+    assert not ranks[0].gate.thaw(1), "the gate stays closed after a roll forward"
+    agent.close()
+    ranks[1].processor.stop()
+    events = story(controller, tmp_path)
+    expected = ["assembled", "death_seen", "freeze_sent", "frozen", "decided", "write_sent", "published", "exit_sent"]
+    assert [event for event in events if event in expected][: len(expected)] == expected
+
+
+def test_a_recorded_run_replays_to_the_same_effects(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(1)
+    agent = AgentLink(controller.address, "job", "host", (1,), (1001,))
+    agent.worker_exit(1, 1001, "signal SIGKILL")
+    assert ranks[0].exited.wait(LONG_S) and ranks[2].exited.wait(LONG_S)
+    agent.close()
+    for rank in ranks:
+        rank.processor.stop()
+    told = story(controller, tmp_path)
+    recording = read_inputs(inputs_path(tmp_path / "journal0.jsonl"))
+    assert recording.settings.world_size == 3
+    replayed = [
+        effect.event
+        for _, _, _, effects in replay(recording, transition)
+        for effect in effects
+        if isinstance(effect, JournalEffect)
+    ]
+    assert replayed == told
+
+
+def test_a_killed_process_freezes_the_others_at_once(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """The broken stream alone closes the survivors' gates, long before the lease says that the rank is dead."""
+    controller = new_controller(world_size=3, lease_s=2.0)
+    victim = subprocess.Popen([sys.executable, str(Path(__file__).with_name("rank_process.py")), controller.address])
+    before = set(threading.enumerate())
+    others = [Rank(rank, 3, controller.address, str(tmp_path)) for rank in (0, 1)]
+    try:
+        for rank in others:
+            assert rank.processor.wait_welcomed(LONG_S) is not None
+            rank.train_to(1)
+        killed_at = time.monotonic()
+        victim.kill()
+        for rank in others:
+            while not rank.gate.closed:
+                assert time.monotonic() - killed_at < LONG_S
+        froze_after_s = time.monotonic() - killed_at
+        print(f"from SIGKILL to both gates closed: {froze_after_s * 1e3:.1f} ms")
+        assert froze_after_s < 1.0, "it waited for the lease"
+        assert all(rank.exited.wait(LONG_S) for rank in others)
+        assert [rank.exit_code for rank in others] == [75, 75]
+    finally:
+        victim.kill()
+        victim.wait()
+        for rank in others:
+            rank.processor.stop()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(LONG_S)
+
+
+def test_a_rank_whose_stream_only_broke_thaws_everyone(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """A false alarm: the rank comes back within its lease, and training goes on unharmed."""
+    controller = new_controller(lease_s=20.0)
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(1)
+    stream = ranks[1].processor._stream
+    assert stream is not None
+    stream.close()
+    until(lambda: "thawed" in {line.event for line in read_story(tmp_path / "journal0.jsonl")}, "thawed")
+    trainers = [threading.Thread(target=rank.train_to, args=(5,), daemon=True) for rank in ranks]
+    for trainer in trainers:
+        trainer.start()
+    for trainer in trainers:
+        trainer.join(LONG_S)
+        assert not trainer.is_alive()
+    assert [rank.gate.state_step for rank in ranks] == [5, 5, 5]
+    assert all(rank.exit_code is None for rank in ranks)
+
+
+def test_an_exception_is_reported_and_its_rank_stays_as_a_holder(
+    new_controller: StartController, new_ranks: StartRanks
+) -> None:
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(2)
+    ranks[1].processor.release_at_exit()
+    ranks[1].processor.fault(Cause(CauseKind.EXCEPTION, (1,), "ValueError: bad batch"), "traceback")
+    ranks[1].processor.wait_for_verdict()
+    assert ranks[1].exit_code is None, "released: it has its own exception to show"
+    assert ranks[0].exited.wait(LONG_S) and ranks[2].exited.wait(LONG_S)
+    published = [order for rank in ranks for order in rank.holder.published]
+    assert [order.step for order in published] == [2]
+    assert published[0].cause.kind is CauseKind.EXCEPTION
+
+
+def test_ranks_that_finish_are_held_until_all_have_and_then_released(
+    new_controller: StartController, new_ranks: StartRanks
+) -> None:
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    waiting = [threading.Thread(target=rank.processor.finished, daemon=True) for rank in ranks[:2]]
+    for thread in waiting:
+        thread.start()
+    assert all(thread.is_alive() for thread in waiting)
+    ranks[2].processor.finished()
+    for thread in waiting:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    for rank in ranks:
+        rank.processor.stop()
+    assert controller.wait(LONG_S) == 0, "the controller ends by itself"
+
+
+def test_the_status_says_where_everyone_is(new_controller: StartController, new_ranks: StartRanks) -> None:
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(4)
+    until(lambda: all(r.step == 4 for r in request_status(controller.address).ranks), "heartbeats of step 4")
+    status = request_status(controller.address, job_id="job")
+    assert (status.job_id, status.term, status.world_size, status.stage) == ("job", 1, 3, "running")
+    assert status.pid == controller.pid and status.survives and status.published is None
+    assert [(r.rank, r.host, r.pid, r.attached, r.phase, r.dead) for r in status.ranks] == [
+        (rank, f"host{rank}", 1000 + rank, True, Phase.DONE, False) for rank in range(3)
+    ]
+    with pytest.raises(ControllerError, match="not of 'other'"):
+        request_status(controller.address, job_id="other")
+
+
+def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT") as error:
+            new_controller(port=port)
+    assert f"127.0.0.1:{port}" in str(error.value)
+    first = new_controller(port=port)
+    with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT"):
+        new_controller(port=port, journal=tmp_path / "second.jsonl")
+    assert request_status(first.address).pid == first.pid
+
+
+def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ControllerError, match="cannot write the journal"):
+        start_controller(job_id="job", term=1, world_size=1, journal=tmp_path / "folder")
+
+
+def test_ctrl_c_leaves_the_controller_alone_and_sigterm_ends_it(new_controller: StartController) -> None:
+    controller = new_controller()
+    assert os.getsid(controller.pid) == controller.pid, "a session of its own"
+    os.kill(controller.pid, signal.SIGINT)
+    assert request_status(controller.address).stage == "assembling"
+    controller.terminate()
+    assert controller.wait(LONG_S) == 0
+
+
+def test_a_shutdown_request_ends_the_controller_and_frees_its_port(new_controller: StartController) -> None:
+    controller = new_controller()
+    request_shutdown(controller.address, reason="the launcher has ended")
+    assert controller.wait(LONG_S) == 0
+    host, port = controller.address.split(":")
+    with socket.socket() as free:
+        free.bind((host, int(port)))
+    with pytest.raises(ControllerError, match="did not answer"):
+        request_status(controller.address, timeout_s=1.0)
+
+
+def test_an_orphaned_controller_leaves(new_controller: StartController, new_ranks: StartRanks) -> None:
+    controller = new_controller(options=("--orphan-timeout-s", "0.3", "--lease-s", "0.5"))
+    for rank in new_ranks(controller.address, 3):
+        rank.processor.stop()
+    assert controller.wait(LONG_S) == 0
+
+
+def closing_reasons(rank: Rank) -> list[str]:
+    """Collect why the rank's streams end, from now on."""
+    reasons: list[str] = []
+    told = rank.processor.stream_closed
+
+    def note(stream: ControlStream, reason: str) -> None:
+        reasons.append(reason)
+        told(stream, reason)
+
+    rank.processor.stream_closed = note  # type: ignore[method-assign]
+    return reasons
+
+
+def test_a_rank_does_not_register_with_the_controller_of_another_job(
+    new_controller: StartController, tmp_path: Path
+) -> None:
+    controller = new_controller(job_id="another")
+    rank = Rank(0, 3, controller.address, str(tmp_path))
+    reasons = closing_reasons(rank)
+    until(lambda: any("controller of job 'another', wanted 'job'" in reason for reason in reasons), "a refusal")
+    rank.processor.stop()
+    assert rank.processor.wait_welcomed(0) is None
+    assert not request_status(controller.address).ranks[0].attached
+
+
+def test_a_controller_of_a_lower_term_is_refused(new_controller: StartController, tmp_path: Path) -> None:
+    """A rank that has seen term 2 registers with no controller of term 1 any more."""
+    new, old = new_controller(world_size=1, term=2), new_controller(world_size=1, term=1)
+    addresses = [new.address]
+    rank = Rank(0, 1, lambda: addresses[0], str(tmp_path))
+    assert rank.processor.wait_welcomed(LONG_S) is not None
+    reasons = closing_reasons(rank)
+    addresses[0] = old.address
+    new.terminate()
+    assert new.wait(LONG_S) == 0
+    until(lambda: any("term 1, but term 2 was seen: it is fenced" in reason for reason in reasons), "a refusal")
+    rank.processor.stop()
+    assert not request_status(old.address).ranks[0].attached
+
+
+def test_a_rank_leaves_although_its_training_thread_is_stuck_with_the_logging_lock(
+    new_controller: StartController,
+) -> None:
+    """Neither the verdict nor the exit needs anything that the training thread may hold."""
+    controller = new_controller(world_size=1)
+    rank = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("rank_process.py")), controller.address, "--alone", "--stuck"]
+    )
+    try:
+        assert rank.wait(LONG_S) == 75
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_a_writer_that_fails_says_so_and_the_job_goes_another_way(
+    new_controller: StartController, new_ranks: StartRanks
+) -> None:
+    """Rank 0 cannot write: another holder of its shards takes its share."""
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(1)
+
+    def broken_write(order: object) -> object:
+        raise OSError("disk on fire")
+
+    ranks[0].holder.write = broken_write  # type: ignore[method-assign, assignment]
+    ranks[2].processor.fault(Cause(CauseKind.EXCEPTION, (2,), "ValueError: x"), "")
+    for rank in ranks:
+        assert rank.exited.wait(LONG_S)
+    assert [order.step for rank in ranks for order in rank.holder.published] == [1]
+
+
+def test_a_lost_parent_is_the_ranks_own_fault(new_controller: StartController, tmp_path: Path) -> None:
+    """The launcher of a rank is killed: the rank says so, and the job is saved."""
+    controller = new_controller(world_size=1)
+    script = str(Path(__file__).with_name("rank_process.py"))
+    code = (
+        "import subprocess, sys; "
+        f"print(subprocess.Popen([sys.executable, {script!r}, {controller.address!r}, '--alone']).pid, flush=True); "
+        "sys.stdin.read()"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdin is not None
+    rank_pid = int(launcher.stdout.readline())
+    until(lambda: request_status(controller.address).stage == "running", "assembled")
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    launcher.stdin.close()
+    until(lambda: not Path(f"/proc/{rank_pid}").exists() or is_zombie(rank_pid), "the orphan has left")
+    assert controller.wait(LONG_S) == 0
+    (death,) = [line for line in read_story(tmp_path / "journal0.jsonl") if line.event == "published"]
+    assert death.fields
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_no_record_is_needed_where_nobody_began(new_controller: StartController, new_ranks: StartRanks) -> None:
+    """All survivors stand before step 3's update: step 2 is published with step 2's record."""
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(2)
+        rank.gate.computing(3)
+    ranks[0].processor.preempted()
+    for rank in ranks:
+        assert rank.exited.wait(LONG_S)
+    (order,) = [order for rank in ranks for order in rank.holder.published]
+    record: CommitRecord | None = order.record
+    assert order.step == 2 and record == commit_record(2)
+    assert order.cause.kind is CauseKind.PREEMPTED

@@ -1,0 +1,145 @@
+"""The controller's door, by raw gRPC: what it refuses, with which words, and how it follows ranks from stream to stream."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from ttp.controller.agent_link import request_status
+from ttp.proto import control_pb2 as pb
+from ttp.proto.codec import decode_downward, encode_upward
+from ttp.proto.control_pb2_grpc import ControlStub
+from ttp.proto.messages import Downward, Finished, Heartbeat, Phase, Registration, ShardGroup, Upward, Welcome
+from ttp.proto.transport import grpc, open_channel
+
+from .conftest import LONG_S, StartController
+
+
+class RawStream:
+    """One stream, spoken by hand."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
+        self._call = ControlStub(channel).Attach(iter(self._outbox.get, None), timeout=LONG_S)
+        self._answers = iter(self._call)
+        greeting = decode_downward(next(self._answers))
+        assert greeting.message is None
+        self.job_id, self.term = greeting.job_id, greeting.term
+
+    def say(self, *messages: Upward, job_id: str | None = None, term: int | None = None) -> None:
+        self.put(encode_upward(job_id or self.job_id, term or self.term, messages))
+
+    def put(self, envelope: pb.UpwardEnvelope) -> None:
+        self._outbox.put(envelope)
+
+    def next(self) -> tuple[tuple[int, ...], Downward | None]:
+        parcel = decode_downward(next(self._answers))
+        return parcel.ranks, parcel.message
+
+    def end(self) -> None:
+        """End the stream from this side and wait until the controller has ended it too."""
+        self._outbox.put(None)
+        for _ in self._call:
+            pass
+
+    def refusal(self) -> tuple[grpc.StatusCode, str]:
+        """Read to the end; return the status and the words of it."""
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in self._call:
+                pass
+        self._outbox.put(None)
+        assert isinstance(error.value, grpc.Call)
+        return error.value.code(), error.value.details() or ""
+
+
+def registration(rank: int, world_size: int = 3) -> Registration:
+    return Registration(rank, world_size, "host", 100 + rank, (ShardGroup("g", "all", 8),), 0, ("/nowhere",), "{}")
+
+
+@pytest.fixture
+def channel(new_controller: StartController) -> Iterator[grpc.Channel]:
+    controller = new_controller(world_size=3, lease_s=20.0)
+    with open_channel(controller.address) as channel:
+        channel.address = controller.address  # type: ignore[attr-defined]
+        yield channel
+
+
+def attached(channel: grpc.Channel) -> list[bool]:
+    return [rank.attached for rank in request_status(channel.address).ranks]  # type: ignore[attr-defined]
+
+
+def test_a_message_of_another_job_is_denied(channel: grpc.Channel) -> None:
+    stream = RawStream(channel)
+    stream.say(registration(0), job_id="other")
+    code, text = stream.refusal()
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert "job 'job'" in text and "'other'" in text
+    assert attached(channel) == [False] * 3
+
+
+@pytest.mark.parametrize(("term", "why"), [(7, "this controller is fenced"), (-1, "that term is over")])
+def test_a_message_of_another_term_is_refused(channel: grpc.Channel, term: int, why: str) -> None:
+    stream = RawStream(channel)
+    stream.say(registration(0), term=term)
+    code, text = stream.refusal()
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert why in text and f"term {term}" in text
+    assert attached(channel) == [False] * 3
+
+
+def test_a_rank_that_speaks_before_it_registers_is_told_to(channel: grpc.Channel) -> None:
+    stream = RawStream(channel)
+    stream.say(Heartbeat(1, Phase.COMPUTE, 1))
+    code, text = stream.refusal()
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "rank 1 said Heartbeat before it registered" in text
+
+
+@pytest.mark.parametrize("wrong", [registration(0, world_size=4), registration(3), registration(-1)])
+def test_a_rank_of_another_world_is_refused(channel: grpc.Channel, wrong: Registration) -> None:
+    stream = RawStream(channel)
+    stream.say(wrong)
+    code, text = stream.refusal()
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "this controller's job has 3 ranks" in text
+
+
+def test_a_message_of_an_unknown_kind_is_refused(channel: grpc.Channel) -> None:
+    stream = RawStream(channel)
+    stream.put(pb.UpwardEnvelope(job_id="job", term=1, messages=[pb.Upward()]))
+    code, text = stream.refusal()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "unknown" in text
+
+
+def test_one_stream_carries_several_ranks_and_one_envelope_addresses_them(channel: grpc.Channel) -> None:
+    stream = RawStream(channel)
+    stream.say(*(registration(rank) for rank in range(3)))
+    welcomed: set[int] = set()
+    while welcomed != {0, 1, 2}:
+        ranks, message = stream.next()
+        assert isinstance(message, Welcome)
+        welcomed |= set(ranks)
+    stream.say(*(Heartbeat(rank, Phase.READY, 5) for rank in range(3)))
+    stream.say(*(Finished(rank) for rank in range(3)))
+    ranks, message = stream.next()
+    assert ranks == (0, 1, 2), "the dismissal is one envelope for all three"
+
+
+def test_a_rank_that_came_back_on_a_new_stream_is_not_lost_with_the_old_one(channel: grpc.Channel) -> None:
+    """The old stream's end is noticed late: it must not detach the rank from the new one."""
+    old, keeper = RawStream(channel), RawStream(channel)
+    old.say(registration(0), registration(1))
+    while attached(channel) != [True, True, False]:
+        pass
+    new = RawStream(channel)
+    new.say(registration(0))
+    keeper.say(registration(2))
+    while attached(channel) != [True, True, True]:
+        pass
+    old.end()
+    while attached(channel)[1]:
+        pass
+    assert attached(channel) == [True, False, True]
