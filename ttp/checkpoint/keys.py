@@ -31,7 +31,7 @@ def param_group_blobs(groups: Sequence[Mapping[str, object]]) -> dict[str, objec
 
     Both forms that torch knows are there: by group number, and by parameter. Where the two collide (a parameter whose
     whole name is a number) the form by group number stands. Every group must have at least the hyperparameters of the
-    optimizer that will load them: pass the base optimizer's own `param_groups`.
+    optimizer that will load them: pass the base optimizer's own `param_groups`. `betas` becomes a tuple, as torch has it.
     """
     by_group: dict[str, object] = {}
     by_parameter: dict[str, object] = {}
@@ -40,6 +40,7 @@ def param_group_blobs(groups: Sequence[Mapping[str, object]]) -> dict[str, objec
         if not isinstance(fqns, Sequence) or not all(isinstance(fqn, str) for fqn in fqns):
             raise TypeError(f"param group {i}: params is {fqns!r}, wanted a list of parameter names")
         for name, value in group.items():
+            value = tuple(value) if name == "betas" and isinstance(value, list) else value
             by_group[f"optim.param_groups.{i}.{name}"] = list(fqns) if name == "params" else value
             if name != "params":
                 by_parameter.update({f"optim.param_groups.{fqn}.{name}": value for fqn in fqns})

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ttp.checkpoint import dcp
 from ttp.checkpoint import manifest as manifests
-from ttp.checkpoint.durable import steps_in
+from ttp.checkpoint.durable import step_of_directory, steps_in
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.manifest import Manifest
 from ttp.checkpoint.verify import share_of_files, verify
@@ -26,10 +26,12 @@ __all__ = [
     "Voters",
     "check_matches",
     "find_newest_valid",
+    "first_valid",
     "list_checkpoints",
     "read_into",
     "read_manifest",
     "share_of_files",
+    "step_of",
     "verify",
 ]
 
@@ -74,6 +76,14 @@ def list_checkpoints(dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return [path for _, _, path in sorted(found, key=lambda entry: entry[:2])]
 
 
+def step_of(path: str | os.PathLike[str]) -> int:
+    """Return the step that a published checkpoint's directory is named for. Raises CheckpointError for another name."""
+    step = step_of_directory(Path(path))
+    if step is None:
+        raise CheckpointError(f"{path} is not named iter_<step>: wanted a published checkpoint's directory")
+    return step
+
+
 def find_newest_valid(
     dirs: Sequence[str | os.PathLike[str]],
     *,
@@ -81,13 +91,23 @@ def find_newest_valid(
     voters: Voters | None = None,
     on_skip: Callable[[Path, str], None] | None = None,
 ) -> Found | None:
-    """Return the newest checkpoint that is valid, or None; `on_skip` hears of every newer one that is not, and why.
+    """Return the newest checkpoint of `dirs` that is valid, or None; `on_skip` hears of every newer one that is not, and
+    why. With `voters`, every rank calls this, each checks its share of the files, and all return the same checkpoint."""
+    names = (voters or Alone()).same_list([str(path) for path in list_checkpoints(dirs)])
+    return first_valid(names, deep=deep, voters=voters, on_skip=on_skip)
 
-    With `voters`, every rank calls this, each checks its share of the files, and all return the same checkpoint.
-    """
+
+def first_valid(
+    paths: Sequence[str],
+    *,
+    deep: bool = True,
+    voters: Voters | None = None,
+    on_skip: Callable[[Path, str], None] | None = None,
+) -> Found | None:
+    """Return the first of `paths` (the same on every rank) that is valid, as `find_newest_valid` does."""
     voters = voters or Alone()
     skipped: list[str] = []
-    for name in voters.same_list([str(path) for path in list_checkpoints(dirs)]):
+    for name in paths:
         path, found, reason = Path(name), None, ""
         try:
             found = verify(path, deep=deep, share=(voters.index, voters.count))

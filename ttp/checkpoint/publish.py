@@ -9,7 +9,6 @@ claims the attempt by renaming its directory; whoever loses the claim fails on a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import logging
@@ -21,12 +20,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import ttp
 from ttp.checkpoint import dcp
 from ttp.checkpoint.durable import (
     TRACKER_NAME,
@@ -35,7 +34,7 @@ from ttp.checkpoint.durable import (
     sha256_of,
     step_directory_name,
 )
-from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorSpec, to_bytes, write_manifest
+from ttp.checkpoint.manifest import Manifest, TensorSpec, to_bytes, write_manifest
 from ttp.checkpoint.shards import tiling_error
 from ttp.checkpoint.share import write_share
 from ttp.checkpoint.verify import verify
@@ -87,7 +86,7 @@ def publish(
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
         attempt=tmp_name,
         term=term,
-        versions={"torch": str(torch.__version__), "ttp": _ttp_version()},
+        versions={"torch": str(torch.__version__), "ttp": ttp.__version__},
     )
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
     try:
@@ -183,7 +182,10 @@ def _complete(
     final: Path,
     rank: int,
 ) -> None:
-    """Add blobs, torch's metadata and the manifest, all durable, and remove what no writer reported."""
+    """Remove what no writer reported; add blobs, torch's metadata and the manifest, all durable."""
+    reported = {file.name for result in results for file in result.files}
+    for name in sorted(set(os.listdir(claim)) - reported):  # of a writer that died, or of a publisher before us
+        os.unlink(claim / name)
     results = [*results]
     if blobs:
         results.append(write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs"))
@@ -191,10 +193,6 @@ def _complete(
     metadata = claim / dcp.METADATA_NAME
     entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
     files = sorted((*(file for result in results for file in result.files), entry), key=lambda file: file.name)
-    listed = {file.name for file in files} | {MANIFEST_NAME}
-    for name in sorted(set(os.listdir(claim)) - listed):
-        with contextlib.suppress(OSError):  # half a file of a writer that died: it may as well stay
-            os.unlink(claim / name)
     write_manifest(claim, replace(fields, files=tuple(files)))
     fsync_directory(claim)
 
@@ -343,10 +341,3 @@ def probe_writable(directory: str | os.PathLike[str]) -> None:
     finally:
         for leftover in (probe, renamed):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _ttp_version() -> str:
-    try:
-        return version("try-to-persist")
-    except PackageNotFoundError:  # a bare checkout
-        return "unknown"

@@ -1,0 +1,263 @@
+"""Every kind of damage is named, the damaged checkpoint skipped, and the older one used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ttp.checkpoint import dcp, durable, load, manifest
+from ttp.errors import CheckpointError, CorruptCheckpoint
+from ttp.proto.messages import FileEntry
+
+if TYPE_CHECKING:
+    from tests.unit.checkpoint.conftest import Job
+
+DATA = "__1_0_0.distcp"
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / DATA, (path / DATA).stat().st_size - 1)
+
+
+def lengthen(path: Path) -> None:
+    with open(path / DATA, "ab") as stream:
+        stream.write(b"x")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray((path / DATA).read_bytes())
+    content[len(content) // 3] ^= 4
+    (path / DATA).write_bytes(content)
+
+
+def remove_data(path: Path) -> None:
+    (path / DATA).unlink()
+
+
+def remove_metadata(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def alter_metadata(path: Path) -> None:
+    """Of the same size, so that only its checksum tells."""
+    content = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(content.replace(b"__1_0_0", b"__0_0_0"))
+
+
+def remove_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def truncate_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 300)
+
+
+def alter_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"samples": 336', '"samples": 337'))
+
+
+def empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("[]")
+
+
+def future_manifest(path: Path) -> None:
+    body = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(body | {"format_version": 2}))
+
+
+def rename_to_another_step(path: Path) -> None:
+    path.rename(path.with_name("iter_0000043"))
+
+
+def become_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("x")
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, rf"{DATA} is truncated: it has \d+ bytes, wanted \d+"),
+    (lengthen, rf"{DATA} is longer than written"),
+    (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
+    (remove_data, rf"{DATA} is missing; rank 1 wrote it"),
+    (remove_metadata, r"\.metadata is missing"),
+    (alter_metadata, r"\.metadata was altered|is said to lie"),
+    (remove_manifest, r"manifest\.json is missing: .* was never published, or was damaged"),
+    (truncate_manifest, r"manifest\.json is not JSON .*: it is truncated or altered"),
+    (alter_manifest, r"manifest\.json was altered: its content has sha256 \w+, it says \w+"),
+    (empty_manifest, r"manifest\.json holds a list: wanted a JSON object"),
+    (future_manifest, r"manifest\.json has format version 2; this ttp reads version 1"),
+    (rename_to_another_step, r"is named for step 43, its manifest says step 42"),
+    (become_a_file, r"is not a directory"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+def test_damage_is_named_skipped_and_the_older_checkpoint_used(
+    job: Job, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    """`verify` names it; the search reports it and goes on to the next older one."""
+    older, path = job.later().save(tmp_path, 41), job.save(tmp_path, 42)
+    damage(path)
+    path = load.list_checkpoints([tmp_path])[0]
+    with pytest.raises(CorruptCheckpoint, match=reason):
+        load.verify(path)
+    heard: list[tuple[Path, str]] = []
+    found = load.find_newest_valid([tmp_path], on_skip=lambda p, text: heard.append((p, text)))
+    assert found is not None and found.path == older and found.manifest.step == 41
+    assert [p for p, _ in heard] == [path] and len(found.skipped) == 1
+    with pytest.raises(CorruptCheckpoint, match=reason):
+        raise CorruptCheckpoint(heard[0][1])
+    job.later().assert_equal(job.read(found.path))
+
+
+def test_no_valid_checkpoint_is_none(job: Job, tmp_path: Path) -> None:
+    """An empty place, a missing one, and one with broken ones only."""
+    assert load.find_newest_valid([tmp_path, tmp_path / "nowhere"]) is None
+    truncate(job.save(tmp_path, 42))
+    assert load.find_newest_valid([tmp_path]) is None
+
+
+def test_the_newest_of_several_directories_is_found_whatever_the_trackers_say(job: Job, tmp_path: Path) -> None:
+    """A full disk made the job change directories; a tracker that lies is not believed."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    job.save(first, 40)
+    newest = job.save(second, 42)
+    job.save(first, 41)
+    (first / durable.TRACKER_NAME).write_text("99")
+    (second / durable.TRACKER_NAME).unlink()
+    assert [p.name for p in load.list_checkpoints([first, second])] == ["iter_0000042", "iter_0000041", "iter_0000040"]
+    found = load.find_newest_valid([first, second])
+    assert found is not None and found.path == newest and found.skipped == ()
+
+
+def test_attempts_and_broken_ones_are_no_checkpoints(job: Job, tmp_path: Path) -> None:
+    """Only the exact name of a step counts."""
+    path = job.save(tmp_path, 42)
+    for name in ("iter_0000043_tmp_a", "iter_0000044_broken_1", "iter_45", "iter_00000046", "xiter_0000047"):
+        shutil.copytree(path, tmp_path / name)
+    assert load.list_checkpoints([tmp_path]) == [path]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_metadata, alter_metadata])
+def test_ranks_that_share_the_checking_find_every_damage_together(
+    job: Job, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Each does its part of the dear work; the checkpoint is valid when all find it so."""
+    path = job.save(tmp_path, 42, 3)
+    manifest_of = load.read_manifest(path)
+    parts = [load.share_of_files(manifest_of.files, i, 4) for i in range(4)]
+    assert sorted(f.name for part in parts for f in part) == sorted(f.name for f in manifest_of.files)
+    assert all(load.verify(path, share=(i, 4)).step == 42 for i in range(4))
+    damage(path)
+    verdicts = []
+    for i in range(4):
+        try:
+            load.verify(path, share=(i, 4))
+            verdicts.append(True)
+        except CorruptCheckpoint:
+            verdicts.append(False)
+    assert not all(verdicts)
+
+
+def test_shares_of_files_are_balanced() -> None:
+    """By bytes, not by number."""
+    files = [FileEntry(f"f{i}", size, "", 0) for i, size in enumerate([100, 1, 1, 1, 50, 50, 99, 98])]
+    sizes = [sum(f.nbytes for f in load.share_of_files(files, i, 4)) for i in range(4)]
+    assert sorted(sizes) == [98 + 1, 99 + 1, 100, 101]
+
+
+class Ballot:
+    """One rank of several: its own list, and what another rank found."""
+
+    index, count = 1, 2
+
+    def __init__(self, paths: list[str], other_finds: dict[str, str]) -> None:
+        self._paths = paths
+        self._other_finds = other_finds
+        self._asked = iter(paths)
+
+    def same_list(self, paths: list[str]) -> list[str]:
+        return self._paths
+
+    def first_failure(self, reason: str) -> str:
+        return self._other_finds.get(next(self._asked), "") or reason
+
+
+def test_all_ranks_skip_what_one_rank_finds_broken(job: Job, tmp_path: Path) -> None:
+    """This rank found nothing against step 42; it follows the vote."""
+    older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
+    ballot = Ballot([str(path), str(older)], {str(path): "rank 0: altered"})
+    found = load.find_newest_valid([tmp_path], voters=ballot)
+    assert found is not None and found.path == older and found.skipped == (f"{path}: rank 0: altered",)
+
+
+def test_progress_counts_every_byte(job: Job, tmp_path: Path) -> None:
+    """For people who wait."""
+    path = job.save(tmp_path, 42)
+    seen: list[tuple[int, int]] = []
+    nbytes = load.verify(path, progress=lambda done, total: seen.append((done, total))).nbytes
+    assert seen[-1] == (nbytes, nbytes) and seen == sorted(seen)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch pwned",)
+
+
+def test_metadata_never_runs_code(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.metadata` is a pickle; one that names anything but torch's own classes is refused before it is built."""
+    monkeypatch.chdir(tmp_path)
+    path = job.save(tmp_path, 42)
+    for content in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"\x80\x04."):
+        (path / ".metadata").write_bytes(content)
+        with pytest.raises(CorruptCheckpoint, match=r"\.metadata (cannot be read|is not the metadata)"):
+            job.read(path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_metadata_of_files_outside_the_checkpoint_is_refused(job: Job, tmp_path: Path) -> None:
+    """Nothing but the checkpoint's own files is read."""
+    path = job.save(tmp_path, 42)
+    metadata = dcp.read_metadata(path)
+    next(iter(metadata.storage_data.values())).relative_path = "../../etc/passwd"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpoint, match=r"is said to lie in \.\./\.\./etc/passwd, outside"):
+        job.read(path)
+
+
+def test_a_checkpoint_by_stock_torch_is_read(job: Job, tmp_path: Path) -> None:
+    """Its metadata holds a `Path`; its boxes have no cut of ours."""
+    import torch.distributed.checkpoint as stock
+
+    state = {key: t for key, t in job.tensors.items() if t.numel()}
+    with pytest.warns(UserWarning):
+        stock.save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
+    small = type(job)(state)
+    small.assert_equal(small.read(tmp_path / "stock", 3))
+
+
+def test_an_unreadable_manifest_file_is_not_called_corrupt(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer must not get a good checkpoint moved aside."""
+    path = job.save(tmp_path, 42)
+
+    def refuse(*args: object, **kwargs: object) -> bytes:
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            manifest.read_manifest(path)
+        with pytest.raises(CheckpointError, match=r"cannot publish step 42 in .*: Input/output error"):
+            job.save(tmp_path, 42, attempt="b")
+    assert load.verify(path).step == 42 and torch.equal(job.read(path)["model.embed"], job.tensors["model.embed"])

@@ -1,0 +1,378 @@
+"""A checkpoint becomes visible whole or not at all, once, and never goes back: at every crash and every refusal."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ttp.checkpoint import durable, load, publish, writer
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
+from ttp.proto.messages import ShareResult
+
+if TYPE_CHECKING:
+    from tests.unit.checkpoint.conftest import Job
+
+SYSTEM_CALLS = [
+    *(
+        (os, name)
+        for name in ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "listdir", "stat")
+    ),
+    (io, "open"),
+    (builtins, "open"),
+]
+BLOBS = {"optim.param_groups.0.lr": 3e-4}
+
+
+class Killed(BaseException):
+    """The process ended here: nothing after it happens."""
+
+
+@contextmanager
+def at_call(number: int, act: Callable[[Callable[[], Any]], Any], calls: list[str]) -> Iterator[None]:
+    """Let `act` stand for the number-th call to the system and, if it raises Killed, for every later one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in SYSTEM_CALLS:
+            patch.setattr(module, name, _counted(getattr(module, name), name, number, act, calls))
+        yield
+
+
+def _counted(
+    original: Callable[..., Any], name: str, number: int, act: Callable[[Callable[[], Any]], Any], calls: list[str]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "dead" in calls:
+            raise Killed
+        calls.append(name)
+        if len(calls) - 1 != number:
+            return original(*args, **kwargs)
+        try:
+            return act(lambda: original(*args, **kwargs))
+        except Killed:
+            calls.append("dead")
+            raise
+
+    return call
+
+
+def killed_before(call: Callable[[], Any]) -> Any:
+    raise Killed
+
+
+def killed_after(call: Callable[[], Any]) -> Any:
+    with suppress(OSError):
+        left = call()
+        if hasattr(left, "close"):
+            left.close()  # the system closes what a dead process had open
+    raise Killed
+
+
+def refused(call: Callable[[], Any]) -> Any:
+    raise OSError(5, "Input/output error", "somewhere")
+
+
+def count_of_calls(job: Job, directory: Path) -> int:
+    """How many calls to the system an undisturbed publish makes."""
+    calls: list[str] = []
+    results = job.write(directory, "iter_0000042_tmp_a", 2)
+    with at_call(-1, refused, calls):
+        job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS)
+    assert {"rename", "replace", "fsync", "listdir"} <= set(calls)
+    return len(calls)
+
+
+@pytest.mark.parametrize("act", [killed_before, killed_after, refused])
+def test_at_every_system_call_a_death_leaves_a_whole_newest_checkpoint(
+    job: Job, tmp_path: Path, act: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Either the older one is the newest or the new one is whole; the tracker names no other; another publisher succeeds."""
+    total = count_of_calls(job, tmp_path / "count")
+    seen = set()
+    for number in range(total):
+        directory = tmp_path / str(number)
+        job.later().save(directory, 41)
+        results = job.write(directory, "iter_0000042_tmp_a", 2)
+        with at_call(number, act, []), suppress(Killed, CheckpointError):
+            job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS)
+        found = load.find_newest_valid([directory])
+        assert found is not None and not found.skipped, f"call {number}"
+        seen.add(found.manifest.step)
+        (job if found.manifest.step == 42 else job.later()).assert_equal(job.read(found.path))
+        assert (durable.read_tracker(directory) or 0) in ((41, 42) if found.manifest.step == 42 else (41,))
+        path = job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS, rank=1)
+        assert path == directory / "iter_0000042" and load.verify(path).step == 42
+        assert durable.read_tracker(directory) == 42
+        writer.clean_stale(directory)
+        assert sorted(os.listdir(directory)) == ["iter_0000041", "iter_0000042", durable.TRACKER_NAME]
+    assert seen == {41, 42}
+
+
+@pytest.mark.parametrize("act", [killed_before, killed_after])
+def test_a_death_while_writing_a_share_leaves_the_older_checkpoint(
+    job: Job, tmp_path: Path, act: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Whatever it left is not taken for a checkpoint, and goes at the next start."""
+    job.save(tmp_path / "count", 41, 1)
+    calls: list[str] = []
+    with at_call(-1, refused, calls):
+        job.write(tmp_path / "count", "iter_0000042_tmp_a", 2)
+    for number in range(len(calls)):
+        directory = tmp_path / str(number)
+        job.save(directory, 41, 1)
+        with at_call(number, act, []), pytest.raises(Killed):
+            job.write(directory, "iter_0000042_tmp_a", 2)
+        found = load.find_newest_valid([directory])
+        assert found is not None and found.manifest.step == 41 and not found.skipped
+        writer.clean_stale(directory)
+        assert sorted(os.listdir(directory)) == ["iter_0000041", durable.TRACKER_NAME]
+
+
+def test_all_is_durable_before_the_name_appears(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file's bytes, then the directory's names, then the rename, then the parent's names, then the tracker."""
+    story: list[tuple[str, str]] = []
+    inode_names: dict[int, str] = {}
+
+    def note_fsync(descriptor: int, original: Callable[[int], None] = os.fsync) -> None:
+        story.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        inode_names[os.fstat(descriptor).st_ino] = "synced"
+        original(descriptor)
+
+    def noted(name: str, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def call(source: Any, target: Any) -> None:
+            story.append((name, str(target)))
+            if str(target).endswith("iter_0000042"):
+                assert all(os.stat(file).st_ino in inode_names for file in Path(source).iterdir()), (
+                    "a file is not synced"
+                )
+                assert os.stat(source).st_ino in inode_names and story[-2] == ("fsync", str(source))
+            original(source, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", noted("rename", os.rename))
+    monkeypatch.setattr(os, "replace", noted("replace", os.replace))
+    path = job.save(tmp_path, 42, blobs=BLOBS)
+    after = story[story.index(("rename", str(path))) + 1 :]
+    assert after[0] == ("fsync", str(tmp_path))
+    assert [name for name, _ in after[1:]] == ["fsync", "replace", "fsync"]
+    assert after[2] == ("replace", str(tmp_path / durable.TRACKER_NAME))
+
+
+def test_a_valid_checkpoint_is_never_overwritten(job: Job, tmp_path: Path) -> None:
+    """A second attempt at the same step keeps the first one's bytes, and leaves nothing behind."""
+    path = job.save(tmp_path, 42)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert job.later().save(tmp_path, 42, attempt="b") == path
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000042", durable.TRACKER_NAME]
+
+
+def test_a_step_taken_by_another_model_is_refused(job: Job, tmp_path: Path) -> None:
+    """To keep it would lose this job's step, to replace it another's."""
+    job.save(tmp_path, 42)
+    other = type(job)({"model.other": torch.zeros(3)})
+    with pytest.raises(CheckpointMismatch, match=r"iter_0000042 is already there and belongs to another model"):
+        other.save(tmp_path, 42, attempt="b")
+    job.assert_equal(job.read(tmp_path / "iter_0000042"))
+
+
+def test_a_broken_checkpoint_of_the_step_is_moved_aside_loudly(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that fell back to an older step comes by again; even a single flipped bit counts as broken."""
+    for number in (1, 2):
+        path = job.save(tmp_path, 42, attempt=str(number))
+        file = path / "__1_0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        caplog.clear()
+        assert job.save(tmp_path, 42, attempt=f"{number}b") == path
+        assert f"iter_0000042_broken_{number}" in caplog.text and "altered" in caplog.text
+        assert (tmp_path / f"iter_0000042_broken_{number}" / "__1_0_0.distcp").exists()
+        job.assert_equal(job.read(path))
+    assert [p.name for p in load.list_checkpoints([tmp_path])] == ["iter_0000042"]
+
+
+def test_the_tracker_never_goes_back(job: Job, tmp_path: Path) -> None:
+    """An older step, published late, does not take it back; a senseless tracker is replaced."""
+    job.save(tmp_path, 50)
+    job.save(tmp_path, 42)
+    assert durable.read_tracker(tmp_path) == 50
+    (tmp_path / durable.TRACKER_NAME).write_text("release")
+    job.save(tmp_path, 43)
+    assert durable.read_tracker(tmp_path) == 50
+
+
+def test_the_tracker_ends_at_the_newest_of_racing_publishers(job: Job, tmp_path: Path) -> None:
+    """Four at once, in any order."""
+    steps = [44, 42, 45, 43]
+    written = {step: job.write(tmp_path, f"iter_{step:07d}_tmp_a", 1) for step in steps}
+    start = threading.Barrier(len(steps))
+
+    def run(step: int) -> None:
+        start.wait()
+        job.publish(tmp_path, f"iter_{step:07d}_tmp_a", written[step], step)
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [p.name[-2:] for p in load.list_checkpoints([tmp_path])] == ["45", "44", "43", "42"]
+    assert durable.read_tracker(tmp_path) == 45
+
+
+def test_a_slow_publisher_overtaken_by_its_successor_changes_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of its steps the first one stops, a second publishes the attempt, the first goes on: same path, valid."""
+    monkeypatch.setattr(durable, "_LOCK_PATIENCE_S", 0.0)  # the overtaken one may hold the lock
+    for number in range(count_of_calls(job, tmp_path / "count")):
+        directory = tmp_path / str(number)
+        results = job.write(directory, "iter_0000042_tmp_a", 2)
+
+        def overtake(call: Callable[[], Any], d: Path = directory, r: list[ShareResult] = results) -> Any:
+            job.publish(d, "iter_0000042_tmp_a", r, 42, blobs=BLOBS, rank=1)
+            return call()
+
+        with at_call(number, overtake, []):
+            assert job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS) == directory / "iter_0000042"
+        job.assert_equal(job.read(load.verify(directory / "iter_0000042") and directory / "iter_0000042"))
+        assert not [name for name in os.listdir(directory) if "broken" in name]
+
+
+def test_a_publisher_that_lost_the_attempt_says_so(job: Job, tmp_path: Path) -> None:
+    """Neither the attempt nor the checkpoint is there."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
+    (tmp_path / "iter_0000042_tmp_a").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"iter_0000042_tmp_a is gone: nothing to publish"):
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+
+
+def test_a_file_that_is_not_there_is_named_with_its_writer(job: Job, tmp_path: Path) -> None:
+    """Directories that are not shared by all nodes show up here."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
+    (tmp_path / "iter_0000042_tmp_a" / "__1_0_0.distcp").unlink()
+    with pytest.raises(
+        CorruptCheckpoint, match=r"__1_0_0\.distcp, written by rank 1, is missing; is .* the same directory"
+    ):
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    assert load.list_checkpoints([tmp_path]) == []
+
+
+def test_what_dead_writers_left_is_not_published(job: Job, tmp_path: Path) -> None:
+    """Half a file of a writer that never reported goes."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
+    (tmp_path / "iter_0000042_tmp_a" / "__9_0_0.distcp").write_bytes(b"half")
+    path = job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    assert not (path / "__9_0_0.distcp").exists()
+
+
+def test_every_hole_overlap_and_contradiction_is_refused(job: Job, tmp_path: Path) -> None:
+    """Before anything is renamed; the message names the tensor."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
+    first, second = results
+    entry = next(e for e in second.tensors if e.key == "optim.state.norm.exp_avg")
+    others = tuple(e for e in second.tensors if e != entry)
+
+    def refused_as(text: str, *shares: ShareResult) -> None:
+        with pytest.raises(CorruptCheckpoint, match=text):
+            writer.check_complete(shares, job.shapes())
+
+    def changed(**fields: Any) -> ShareResult:
+        tensors = (*others, dataclasses.replace(entry, **fields))
+        return ShareResult(second.files, tensors, second.blobs)
+
+    assert writer.check_complete(results, job.shapes()).keys() == job.tensors.keys()
+    refused_as("two shares name the same file", first, second, second)
+    refused_as(
+        "'optim.state.norm.exp_avg' of shape .* is in no share", first, dataclasses.replace(second, tensors=others)
+    )
+    refused_as("elements of shape .* are in no box", first, changed(sizes=(1, 1, 8)))
+    refused_as("leaves the tensor's shape", first, changed(offsets=(0, 0, 1)))
+    refused_as("is float64 of .* in one share and|has shape", first, changed(shape=(1, 9)))
+    refused_as("which no share lists", first, changed(file="elsewhere.distcp"))
+    refused_as("whose last box ended at|which has", first, changed(position=10**9))
+    refused_as("whose last box ended at", first, changed(length=0))
+    refused_as("'float77' is not the name of a torch dtype", first, changed(dtype="float77"))
+    extra = dataclasses.replace(entry, key="model.unknown", position=0, length=1, file="x")
+    more = dataclasses.replace(
+        second, tensors=(*second.tensors, extra), files=(*second.files, dataclasses.replace(second.files[0], name="x"))
+    )
+    refused_as("'model.unknown' .* belongs to no expected tensor", first, more)
+    again = dataclasses.replace(second, files=())
+    twice = dataclasses.replace(again, tensors=(dataclasses.replace(entry, file="x", position=0),))
+    refused_as("overlaps", first, dataclasses.replace(more, tensors=second.tensors), twice)
+
+
+def test_a_state_that_json_cannot_carry_is_named_and_nothing_is_touched(job: Job, tmp_path: Path) -> None:
+    """The attempt stays as it was, for a better call."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 1)
+    with pytest.raises(CheckpointError, match=r"state\.trainer\.rng is a Tensor"):
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42, state={"trainer": {"rng": torch.zeros(1)}})
+    assert os.listdir(tmp_path) == ["iter_0000042_tmp_a"]
+
+
+def test_only_leftovers_of_attempts_are_cleaned(job: Job, tmp_path: Path) -> None:
+    """Published, moved-aside and foreign things stay."""
+    job.save(tmp_path, 42)
+    stale = ["iter_0000043_tmp_a", "iter_0000043_tmp_a_claim_0", ".ttp_probe_1", f".{durable.TRACKER_NAME}.9.9"]
+    kept = ["iter_0000041_broken_1", "notes", "iter_0000044", "my_iter_0000043_tmp_a"]
+    for name in [*stale[:3], *kept]:
+        (tmp_path / name).mkdir()
+    (tmp_path / stale[3]).write_text("x")
+    assert sorted(writer.clean_stale(tmp_path)) == sorted(stale)
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "iter_0000042", durable.TRACKER_NAME])
+    assert writer.clean_stale(tmp_path / "nowhere") == []
+
+
+def test_an_unwritable_directory_is_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in its place, and a disk that refuses any one of the acts; a good one is left empty."""
+    writer.probe_writable(tmp_path / "new" / "deep")
+    assert os.listdir(tmp_path / "new" / "deep") == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotWritable, match=r"checkpoint directory .*/file/below cannot be written: Not a directory"):
+        writer.probe_writable(tmp_path / "file" / "below")
+    for name in ("mkdir", "fsync", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *args, **kwargs: refused(lambda: None))
+            with pytest.raises(NotWritable, match=r"Input/output error .*choose another directory"):
+                writer.probe_writable(tmp_path / "new")
+        assert os.listdir(tmp_path / "new") == ["deep"]
+
+
+def test_a_held_lock_delays_the_tracker_but_never_stops_it(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A publisher stopped for good while it holds the lock hangs nobody."""
+    import fcntl
+
+    monkeypatch.setattr(durable, "_LOCK_PATIENCE_S", 0.0)
+    holder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with caplog.at_level(logging.WARNING):
+            job.save(tmp_path, 42)
+    finally:
+        os.close(holder)
+    assert durable.read_tracker(tmp_path) == 42 and "holds its lock" in caplog.text
+
+
+def test_a_checkpoint_put_in_place_while_the_broken_one_was_judged_is_put_back(job: Job, tmp_path: Path) -> None:
+    """Two publishers judge the same broken directory; the slower must not move the faster one's away."""
+    final = job.save(tmp_path, 42)
+    judged = (0, 0)  # another directory than the one that is there now
+    publish._move_aside(final, judged, "broken")
+    job.assert_equal(job.read(final))

@@ -1,0 +1,214 @@
+"""What was held is what comes back: at any number of holders, from any thread, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ttp.checkpoint import dcp, keys, load, shards, share, writer
+from ttp.checkpoint.held import HeldTensor
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
+from ttp.proto.messages import ShareResult
+
+if TYPE_CHECKING:
+    from tests.unit.checkpoint.conftest import Job
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 5])
+def test_written_by_any_number_is_read_by_any_number(job: Job, tmp_path: Path, writers: int) -> None:
+    """Other cuts when writing and when reading; every dtype; scalars and empty tensors."""
+    path = job.save(tmp_path, 42, writers)
+    for readers in (1, 2, 3, 5):
+        job.assert_equal(job.read(path, readers))
+
+
+def test_big_boxes_and_shares_are_cut(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes beyond the limit become slabs, shares beyond the limit several files; nothing changes for the reader."""
+    monkeypatch.setattr(share, "BOX_BYTES", 64)
+    monkeypatch.setattr(share, "FILE_BYTES", 200)
+    path = job.save(tmp_path, 42, 2)
+    assert len(list(path.glob("__0_*.distcp"))) > 3
+    for chunk in (c for d in dcp.read_metadata(path).state_dict_metadata.values() for c in getattr(d, "chunks", [])):
+        assert torch.Size(chunk.sizes).numel() <= 64
+    job.assert_equal(job.read(path, 3))
+
+
+def test_every_stored_box_is_read_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run overlaps a stored box in several boxes of its own; its bytes are loaded one time, and no others."""
+    path = job.save(tmp_path, 42, 3)
+    plans: list[LoadPlan] = []
+    original = dcp.RunLoadPlanner.create_local_plan
+
+    def noted(planner: dcp.RunLoadPlanner) -> LoadPlan:
+        plans.append(original(planner))
+        return plans[-1]
+
+    monkeypatch.setattr(dcp.RunLoadPlanner, "create_local_plan", noted)
+    job.read(path, 1)
+    stored = [(item.storage_index.fqn, item.storage_index.offset) for item in plans[0].items]
+    assert len(stored) == len(set(stored))
+    one = job.held()[0]
+    load.read_into(path, [HeldTensor(one.key, one.shape, 0, torch.zeros(2))])
+    assert [item.storage_index.fqn for item in plans[1].items] == [one.key]
+
+
+def test_replicas_share_the_writing_and_any_of_them_may_write_a_part(job: Job, tmp_path: Path) -> None:
+    """Two replicas cut alike, so part 0 of one and part 1 of the other are the whole."""
+    replicas = [job.shares(2), [list(part) for part in job.shares(2)]]
+    results = [
+        writer.write_share(tmp_path, "iter_0000042_tmp_a", 0, replicas[0][0], {}),
+        writer.write_share(tmp_path, "iter_0000042_tmp_a", 5, replicas[1][1], {}),
+    ]
+    path = job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    job.assert_equal(job.read(path))
+    assert {file.rank for file in load.read_manifest(path).files} == {0, 5}
+
+
+def test_one_rank_may_be_given_more_parts_later(job: Job, tmp_path: Path) -> None:
+    """A writer died: another one writes its part too, in files of its own, even under the same suffix."""
+    first, second, third = job.shares(3)
+    results = [writer.write_share(tmp_path, "iter_0000042_tmp_a", 0, part, {}) for part in (first, second, third)]
+    assert len({file.name for result in results for file in result.files}) == 3
+    job.assert_equal(job.read(job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)))
+
+
+def test_writes_from_a_side_thread_without_a_process_group_and_changes_nothing(job: Job, tmp_path: Path) -> None:
+    """As at a fault: another thread writes while the main thread waits; the tensors keep their bits and versions."""
+    assert not torch.distributed.is_initialized()
+    before = {key: (t.clone(), t._version) for key, t in job.tensors.items()}
+    results: list[ShareResult] = []
+    thread = threading.Thread(target=lambda: results.extend(job.write(tmp_path, "iter_0000042_tmp_a", 2)))
+    thread.start()
+    thread.join()
+    job.assert_equal(job.read(job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)))
+    for key, (values, version) in before.items():
+        assert torch.equal(job.tensors[key], values)
+        assert job.tensors[key]._version == version
+
+
+def test_parameters_that_require_grad_are_held_and_filled(job: Job, tmp_path: Path) -> None:
+    """A master weight may be a leaf of the graph."""
+    leaves = type(job)({"model.w": torch.nn.Parameter(torch.arange(6.0).view(2, 3))})
+    held = [HeldTensor("model.w", (2, 3), 0, leaves.tensors["model.w"].view(-1))]
+    results = [writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, held, {})]
+    path = leaves.publish(tmp_path, "iter_0000001_tmp_a", results, 1)
+    other = torch.nn.Parameter(torch.zeros(2, 3))
+    load.read_into(path, [HeldTensor("model.w", (2, 3), 0, other.view(-1))])
+    assert torch.equal(other, leaves.tensors["model.w"])
+
+
+def test_dtype_is_converted_where_it_differs(job: Job, tmp_path: Path) -> None:
+    """FP32 masters fill BF16 memory."""
+    path = job.save(tmp_path, 42)
+    half = torch.zeros(13 * 6, dtype=torch.bfloat16)
+    load.read_into(path, [HeldTensor("model.embed", (13, 6), 0, half)])
+    assert torch.equal(half, job.tensors["model.embed"].reshape(-1).to(torch.bfloat16))
+
+
+def test_two_runs_of_one_tensor_are_filled(job: Job, tmp_path: Path) -> None:
+    """A rank may hold several pieces of a parameter, overlapping ones too."""
+    path = job.save(tmp_path, 42, 5)
+    flat = job.tensors["model.embed"].reshape(-1)
+    runs = [(3, 20), (15, 16), (50, 78)]
+    targets = [HeldTensor("model.embed", (13, 6), a, torch.zeros(b - a)) for a, b in runs]
+    load.read_into(path, targets)
+    for (a, b), target in zip(runs, targets, strict=True):
+        assert torch.equal(target.values, flat[a:b])
+
+
+def test_another_model_is_named_by_its_first_difference(job: Job, tmp_path: Path) -> None:
+    """Missing key, other shape, and a key too many, each with what was got and wanted; nothing is changed."""
+    path = job.save(tmp_path, 42)
+    values = torch.full((78,), 5.0)
+    with pytest.raises(CheckpointMismatch, match=r"no tensor 'model\.other' \(wanted, of shape \(78,\)\)"):
+        load.read_into(path, [HeldTensor("model.other", (78,), 0, values)])
+    with pytest.raises(CheckpointMismatch, match=r"'model\.embed' has shape \(13, 6\), wanted \(6, 13\)"):
+        load.read_into(path, [HeldTensor("model.embed", (6, 13), 0, values)])
+    assert torch.equal(values, torch.full((78,), 5.0))
+    assert load.check_matches(path, job.shapes()).step == 42
+    with pytest.raises(CheckpointMismatch, match=r"a tensor 'model\.norm' of shape \(1, 1, 9\) that this job has not"):
+        load.check_matches(path, {k: s for k, s in job.shapes().items() if k != "model.norm"})
+    with pytest.raises(CheckpointMismatch, match=r"no tensor 'model\.deeper'"):
+        load.check_matches(path, job.shapes() | {"model.deeper": (1,)})
+
+
+def test_equal_hyperparameters_share_their_bytes(tmp_path: Path) -> None:
+    """A thousand parameters' blobs cost as much as one group's."""
+    fqns = [f"layers.{i}.w" for i in range(1000)]
+    blobs = keys.param_group_blobs([{"lr": 1e-3, "betas": [0.9, 0.95], "fused": True, "params": fqns}])
+    result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [], blobs)
+    assert {entry.key for entry in result.blobs} == blobs.keys() and len(blobs) == 3004
+    assert len({entry.position for entry in result.blobs}) == 4
+    assert blobs["optim.param_groups.layers.7.w.betas"] == (0.9, 0.95)
+
+
+def test_a_blob_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    """Only plain values load under weights_only."""
+    with pytest.raises(CheckpointError, match=r"blob 'optim.x' is .*wanted a plain value"):
+        writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [], {"optim.x": [1, {"f": print}]})
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """The kernel refuses every write beyond this size, as a full disk does (EFBIG for ENOSPC)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 300_000, 4_000_000])
+def test_a_write_the_disk_refuses_says_so_and_gives_the_space_back(tmp_path: Path, limit: int) -> None:
+    """At the first byte, in an archive's head, in small and in big blocks: the system's own words, and no file stays."""
+    held = [
+        HeldTensor("model.small", (50_000,), 0, torch.zeros(50_000)),
+        HeldTensor("model.big", (2_000_000,), 0, torch.zeros(2_000_000)),
+    ]
+    (tmp_path / "iter_0000042_tmp_a").mkdir()
+    (tmp_path / "iter_0000042_tmp_a" / "__7_0_0.distcp").write_bytes(b"another writer's")
+    with (
+        file_size_limit(limit),
+        pytest.raises(NotWritable, match=r"rank 3 cannot write into .*tmp_a: .*bytes are free") as caught,
+    ):
+        writer.write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
+    assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG
+    assert [p.name for p in (tmp_path / "iter_0000042_tmp_a").iterdir()] == ["__7_0_0.distcp"]
+
+
+def test_truncation_after_verification_is_found_by_the_reader(job: Job, tmp_path: Path) -> None:
+    """The bytes went away between check and read."""
+    path = job.save(tmp_path, 42, 1)
+    file = path / "__0_0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(CorruptCheckpoint, match="cannot be read"):
+        job.read(path)
+    file.unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"__0_0_0\.distcp is missing"):
+        job.read(path)
+
+
+@pytest.mark.parametrize("tmp_name", ["iter_0000042", "../x_tmp_a", ""])
+def test_a_share_is_never_written_into_a_published_directory(job: Job, tmp_path: Path, tmp_name: str) -> None:
+    """Only attempts' own names are taken."""
+    with pytest.raises(ValueError, match="tmp_name is"):
+        writer.write_share(tmp_path, tmp_name, 0, job.held(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wider_stride_of_one_element_is_written(tmp_path: Path) -> None:
+    """torch calls it contiguous; its bytes are not where a view of bytes would look."""
+    one = torch.arange(12.0).view(3, 4)[:1, 1]
+    held = HeldTensor("model.w", (1,), 0, one)
+    result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
+    assert shards.nbytes_of([held]) == 4 and result.tensors[0].sizes == (1,)

@@ -1,0 +1,7 @@
+"""`python -m ttp.checkpoint`: see `tool.py`."""
+
+import sys
+
+from ttp.checkpoint.tool import main
+
+sys.exit(main())
