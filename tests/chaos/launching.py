@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-DEADLINE_S = 40.0
+DEADLINE_S = 90.0
 TTPRUN = ("-m", "ttp.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 

@@ -57,11 +57,12 @@ class HoldAgent(LocalElasticAgent):
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
+        before = set(children_leading_sessions())
         try:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
         except BaseException:
             # torch forgets those that it had started before the one that failed.
-            end_workers(children_leading_sessions(), signal.SIGKILL, 0.0)
+            end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
             raise
         pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
         nodes = worker_group.group_world_size or 1

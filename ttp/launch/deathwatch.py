@@ -119,8 +119,9 @@ class DeathWatch:
         self._poll_s = poll_s
         self._probes = {rank: probe(pid) for rank, pid in self._pids.items()}
         self._deaths: dict[int, Death] = {}
-        self._changed = threading.Condition()  # guards _deaths and _stopping
+        self._changed = threading.Condition()  # guards _deaths, _stopping and _error
         self._stopping = False
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-death-watch", daemon=True)
 
     def start(self) -> None:
@@ -141,7 +142,7 @@ class DeathWatch:
             return dict(self._deaths)
 
     def living(self) -> list[int]:
-        """Return the ranks whose processes have not ended altogether, sorted."""
+        """Return the ranks whose processes have not ended altogether, sorted. Raises RuntimeError if the watch has failed."""
         with self._changed:
             return self._living()
 
@@ -156,17 +157,24 @@ class DeathWatch:
             return self._changed.wait_for(lambda: not self._living(), timeout_s)
 
     def _living(self) -> list[int]:
+        if self._error is not None:  # better an ended job than one that waits for deaths that nobody looks for
+            raise RuntimeError(f"the death watch has failed: {self._error}") from self._error
         return sorted(rank for rank in self._pids if rank not in self._deaths or not self._deaths[rank].settled)
 
     def _run(self) -> None:
-        while True:
+        try:
+            while watched := self._watched():
+                for rank in watched:
+                    self._look(rank)
+                time.sleep(self._poll_s)
+        except Exception as error:
             with self._changed:
-                watched = [] if self._stopping else self._living()
-            if not watched:
-                return
-            for rank in watched:
-                self._look(rank)
-            time.sleep(self._poll_s)
+                self._error = error
+                self._changed.notify_all()
+
+    def _watched(self) -> list[int]:
+        with self._changed:
+            return [] if self._stopping else self._living()
 
     def _look(self, rank: int) -> None:
         before = self._deaths.get(rank)

@@ -125,9 +125,9 @@ class Round:
     def grace_s(self, default_s: float) -> float:
         """How long workers may take to leave after a signal: as long as a fault may, if there is a controller to lead
         them, else `default_s`."""
-        if not self.has_controller:
+        if not self.has_controller or not self.living():
             return default_s
-        return self._launching.total_timeout_s if self._fault is None else self._left_s(self._fault)
+        return self._left_s(self._begin("the launcher is told to end"))
 
     def close(self) -> None:
         """End the controllers of this start on this node, and the threads. The workers have been ended before."""

@@ -153,3 +153,16 @@ def test_a_name_with_brackets_does_not_confuse_the_flags(spawn: Callable[..., su
         probe.close()
         assert exit_status(child.pid) == -signal.SIGKILL
         child.wait()
+
+
+def test_a_watch_that_fails_says_so_instead_of_seeing_everybody_alive() -> None:
+    """Else the launcher would wait for ever."""
+
+    def fail(death: Death) -> None:
+        raise ValueError("no line to the controller")
+
+    watch = DeathWatch({0: 2**22 + 1}, fail)  # no such process
+    watch.start()
+    with pytest.raises(RuntimeError, match="the death watch has failed: no line to the controller"):
+        watch.wait_all(DEADLINE_S)
+    watch.stop()
