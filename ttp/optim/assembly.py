@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from ttp.errors import ConfigError, LayoutError
 from ttp.optim.layout import Layout, ParamSpec
@@ -22,12 +23,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedParam:
     name: str
-    param: torch.nn.Parameter
+    param: Parameter
     group: int
 
 
 def named_groups(
-    params: Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]],
+    params: Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[NamedParam]]:
     """Return torch's param group dicts (parameters without names) and all parameters with names, in order.
 
@@ -80,7 +81,7 @@ def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device)
 
 @torch.no_grad()
 def allocate(
-    layout: Layout, rank: int, params: Sequence[torch.nn.Parameter], grad_dtype: torch.dtype | None, group: Any
+    layout: Layout, rank: int, params: Sequence[Parameter], grad_dtype: torch.dtype | None, group: Any
 ) -> list[BucketMemory]:
     """Move the parameters into contiguous buckets, with rank 0's values on every rank, and allocate the gradients.
 
@@ -105,8 +106,8 @@ def allocate(
     return memory
 
 
-def _pair(item: object) -> tuple[str, torch.nn.Parameter]:
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and torch.is_tensor(item[1]):
+def _pair(item: object) -> tuple[str, Parameter]:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Parameter):
         return item[0], item[1]
     raise ConfigError(
         f"params has a {type(item).__name__}; wanted (name, parameter) pairs as of model.named_parameters(): the names "

@@ -66,6 +66,24 @@ def create_state(base: Optimizer) -> None:
     _check_state(base)
 
 
+def state_kinds(
+    base: type[Optimizer], kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], device: torch.device
+) -> list[dict[str, bool]]:
+    """Return, for each param group, its state's keys and whether each is 0-d (one number for a whole parameter).
+
+    Found on parameters of one element, so that a rank knows it of groups of which it holds nothing.
+    """
+    probes = [torch.nn.Parameter(torch.zeros(1, device=device)) for _ in groups]
+    for probe in probes:
+        probe.grad = torch.zeros_like(probe)
+    optimizer = base([{**group, "params": [probe]} for group, probe in zip(groups, probes, strict=True)], **kwargs)
+    create_state(optimizer)
+    return [
+        {key: value.dim() == 0 for key, value in optimizer.state[probe].items() if torch.is_tensor(value)}
+        for probe in probes
+    ]
+
+
 def _create_momentum(base: torch.optim.SGD) -> None:
     """Zeros are what SGD's first step makes of no buffer, as long as dampening is 0: buf = momentum * 0 + grad."""
     for group in base.param_groups:

@@ -68,7 +68,9 @@ class GradBuckets:
         self._synchronised = True
         self._begin()
         self._hooks = [
-            place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._arrive(place))
+            place.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, place=place: self._arrive(place)
+            )
             for place in self._places
         ]
 

@@ -5,6 +5,7 @@ Owns streams and events; on a CPU every method is a no-op. Never launches work i
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,6 +65,17 @@ class Lane:
         """Block until the newest update has finished on the device. Any thread."""
         if self._updated is not None:
             self._updated.synchronize()
+
+    def drain_within(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the newest update to finish on the device; say whether it has. Any thread."""
+        if self._updated is None:
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self._updated.query():  # device events know no timed wait
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.0005)
+        return True
 
     def _mark(self) -> Any:
         if self._module is None:

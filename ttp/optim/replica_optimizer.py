@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
 from ttp.optim.assembly import allocate, check_agreement, named_groups, specs
-from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters
+from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.lane import Lane
 from ttp.optim.layout import Layout
@@ -96,11 +96,16 @@ class TTPReplicaOptimizer(Optimizer):
         """Called with a point's name and the step, for fault injection: see `_point`."""
         self.current_step = 0
         """Updates that are in the state."""
+        self.last_record: CommitRecord | None = None
+        """Record of the newest update; None before the first one and after a load."""
+        self.device = device
         self._rule = loss_scale
         self._scale = ScaleState(loss_scale.initial if loss_scale else 1.0)
         self._tracker: UpdateTracker = NullTracker()
         self._computing = self._ready = 0
         self._backup_step = -1
+        self._torn = ""
+        """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
         element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
         self.layout = Layout.build(
@@ -109,13 +114,14 @@ class TTPReplicaOptimizer(Optimizer):
         check_agreement(self.layout, self._group, rank, device)
         tensors = [entry.param for entry in named]
         memory = allocate(self.layout, rank, tensors, grad_dtype, self._group)
-        self._memory, self._rank, self._device = memory, rank, device
+        self._memory, self._rank = memory, rank
         self._lane = Lane(device)
         self._wires = make_wires(self.layout, self._group, rank, timeout)
         self._shards = HeldShards(self.layout, rank, memory, local_copy)
-        self._shards.create_base(base, kwargs, [hyper_parameters(g) for g in self.param_groups])
         self._local_copy = local_copy
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
+        self._shards.create_base(base, kwargs, self._at_ready)
+        self._kinds = state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
         self._host_state = self._host_backup = self._describe()
         self._buckets = GradBuckets(self.layout, tensors, memory, self._wires, self._lane, self._touch, self._launched)
@@ -219,6 +225,24 @@ class TTPReplicaOptimizer(Optimizer):
         """Block until the newest update has finished on the device (at once on a CPU)."""
         self._lane.drain()
 
+    @property
+    def needs_drain(self) -> bool:
+        """True on an accelerator: `end_update` may come before the device has finished the update."""
+        return self._lane.ordered
+
+    def drain_within(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the newest update to finish on the device; say whether it has."""
+        return self._lane.drain_within(timeout_s)
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return key and whole shape of every tensor of the job's state, on whichever rank it lies."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for spec in self.layout.params:
+            shapes[f"model.{spec.name}"] = spec.shape
+            for key, scalar in self._kinds[spec.group].items():
+                shapes[f"optim.state.{spec.name}.{key}"] = () if scalar else spec.shape
+        return shapes
+
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         """Return what this rank holds, for its registration."""
         return tuple(
@@ -241,7 +265,8 @@ class TTPReplicaOptimizer(Optimizer):
     # --- loading (the training thread) ---
 
     def load_begin(self) -> list[HeldTensor]:
-        """Return views of all the state, to be filled in place; parameters and steps are stale until `load_end`."""
+        """Return views of all the state, to be filled in place. Until `load_end` the state belongs to no step."""
+        self._torn = "in the middle of a load"
         return self._shards.targets()
 
     def load_end(self, step: int, host_state: dict[str, Any]) -> None:
@@ -260,9 +285,9 @@ class TTPReplicaOptimizer(Optimizer):
             scale = host_state["loss_scale"]
             self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]))
         self._shards.spread_scalars()
-        self.current_step = step
+        self.current_step, self.last_record = step, None
         self._computing = self._ready = 0
-        self._backup_step = -1
+        self._backup_step, self._torn = -1, ""
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._host_state = self._host_backup = self._describe()
         with torch.no_grad():
@@ -287,7 +312,7 @@ class TTPReplicaOptimizer(Optimizer):
 
     def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> CommitRecord:
         """The spanning collective: squares and overflow over all shards, each counted once, and the caller's sums."""
-        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
+        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self.device).reshape(-1)
         squares = self._shards.square_sum()
         finite = squares.isfinite()
         head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double()])
@@ -304,6 +329,8 @@ class TTPReplicaOptimizer(Optimizer):
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
+        if self._torn:
+            raise ProtocolError(f"update of step {record.step}: the state is {self._torn}; restart from a checkpoint")
         if self.current_step != record.step - 1 or self._ready != record.step:
             raise ProtocolError(
                 f"update of step {record.step}: the state is that of step {self.current_step} and reduced gradients are "
@@ -316,14 +343,16 @@ class TTPReplicaOptimizer(Optimizer):
         if not record.skipped:
             factor = record.clip_factor / (record.loss_scale * self._divisor)
             clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
-            with torch.autocast(self._device.type, enabled=False):
+            self._torn = f"in the middle of the update of step {record.step}"
+            with torch.autocast(self.device.type, enabled=False):
                 self._shards.update(
                     factor, clamp, self._at_ready, record.learning_rates, lambda: self._point("updating", record.step)
                 )
+            self._torn = ""
         else:
             self._point("updating", record.step)
         self._scale = self._scale.after(record.skipped, self._rule)
-        self.current_step = record.step
+        self.current_step, self.last_record = record.step, record
         self._ready = 0
         self._host_state = self._describe(record.learning_rates)
 
@@ -351,13 +380,14 @@ class TTPReplicaOptimizer(Optimizer):
         return [(shard, tensors) for shard, tensors in found if tensors]
 
     def _from_backup(self, step: int | None) -> bool:
-        if step is None or step == self.current_step:
+        if not self._torn and step in (None, self.current_step):
             return False
-        if step == self._backup_step:
+        if step == self._backup_step >= 0:
             return True
+        state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
         copy = f"a local copy of step {self._backup_step}" if self._backup_step >= 0 else "no local copy"
         raise CheckpointError(
-            f"rank {self._rank} holds step {self.current_step} and {copy}; step {step} was wanted; "
+            f"rank {self._rank} {state} and has {copy}; step {step or 'newest'} was wanted; "
             f"roll forward first, or take another holder"
         )
 

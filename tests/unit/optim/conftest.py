@@ -1,0 +1,54 @@
+"""Real ranks for tests: a fork server that has imported torch once, and gloo between its children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+DEADLINE_S = 120.0
+
+RunRanks = Callable[..., None]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """Return run(world, name, ...): run those functions of scenarios.py, in this order, on `world` gloo ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+
+    def run(world: int, *names: str) -> None:
+        ranks = [
+            context.Process(
+                target=runpy.run_path,
+                args=(str(SCENARIOS),),
+                kwargs={
+                    "init_globals": {"JOB": (rank, world, names, str(tmp_path))},
+                    "run_name": "__main__",
+                },
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + DEADLINE_S
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        errors = "\n".join(path.read_text() for path in sorted(tmp_path.glob("error_*")))
+        assert not errors, errors
+        assert not late, f"ranks {late} of {world} still ran after {DEADLINE_S} s in {names}"
+        assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
+        # A scenario that did not run cannot pass.
+        assert len(list(tmp_path.glob("done_*"))) == world
+
+    return run

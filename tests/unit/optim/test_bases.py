@@ -1,0 +1,285 @@
+"""Any element-wise base: the same bits as the base alone, from its very first step. One process, no group."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
+from ttp.optim.base_state import base_defaults, create_state
+from ttp.optim.replica_optimizer import ClipNorm, ClipValue, LossScale, TTPReplicaOptimizer
+from ttp.optim.verdict import ScaleState, clip_factor
+
+CPU = torch.device("cpu")
+
+
+class Lion(Optimizer):
+    """A third-party optimizer as people write them: state made inside step, no _init_group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-4, beta: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((state["exp_avg"] * group["beta"] + p.grad * (1 - group["beta"])).sign(), alpha=-group["lr"])
+                state["exp_avg"].lerp_(p.grad, 0.01)
+
+
+class StartsAtOne(Lion):
+    """Its fresh state is not zero, and it does not say so."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("level", torch.ones_like(p)).add_(p.grad)
+
+
+class CountsRows(Lion):
+    """Its state is not one value an element."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("rows", torch.zeros(3))
+
+
+BASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"fused": False}),
+    (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "foreach": False}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": False}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.3, "lr_decay": 0.1}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}),
+    (Lion, {"weight_decay": 0.1}),
+]
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 3))
+
+
+def new_seed() -> int:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return seed
+
+
+def make(model: nn.Module, base: type[Optimizer] = torch.optim.AdamW, **kwargs: Any) -> TTPReplicaOptimizer:
+    return TTPReplicaOptimizer(model.named_parameters(), base, **{"replicas": 1, "bucket_bytes": 512, **kwargs})
+
+
+def run(model: nn.Module, optimizer: Any, seed: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed + step))
+        torch.autograd.backward(model(x).square().mean())
+        optimizer.step()
+
+
+def whole_state(optimizer: TTPReplicaOptimizer) -> dict[str, torch.Tensor]:
+    return {h.key: h.values.clone() for part in optimizer.holdings().values() for h in part}
+
+
+@pytest.mark.parametrize(("base", "kwargs"), BASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_base_has_the_bits_that_it_has_alone(base: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Parameters and state equal the base's own over five steps, so its fresh state was fresh."""
+    seed = new_seed()
+    model, twin = net(seed), net(seed)
+    ours, alone = make(model, base, **kwargs), base(twin.parameters(), **kwargs)
+    for step in range(1, 6):
+        run(model, ours, seed, range(step, step + 1))
+        run(twin, alone, seed, range(step, step + 1))
+        held = whole_state(ours)
+        for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param, other), (step, name)
+            for key, value in alone.state[other].items():
+                if torch.is_tensor(value):
+                    assert torch.equal(held[f"optim.state.{name}.{key}"], value.view(-1)), (step, name, key)
+
+
+@pytest.mark.parametrize(("base", "kwargs"), BASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_loaded_state_goes_on_with_the_same_bits(base: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Every base can be filled before its first step, from any step (0 too), and continues as the original does."""
+    seed = new_seed()
+    for at in (0, 2):
+        model, fresh = net(seed), net(seed + 1)
+        ours, loaded = make(model, base, **kwargs), make(fresh, base, **kwargs)
+        run(model, ours, seed, range(1, at + 1))
+        state, host = whole_state(ours), ours.host_state()
+        assert set(state) == set(ours.expected_tensors())
+        for target in loaded.load_begin():
+            target.values.copy_(state.pop(target.key))
+        assert not state
+        with pytest.raises(CheckpointError, match="in the middle of a load"):
+            loaded.holdings()
+        loaded.load_end(at, host)
+        run(model, ours, seed, range(at + 1, at + 4))
+        run(fresh, loaded, seed, range(at + 1, at + 4))
+        assert loaded.current_step == ours.current_step == at + 3
+        for a, b in zip(model.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_fused_kernels_round_each_element_the_same_wherever_the_cuts_fall() -> None:
+    """A fused kernel treats a ragged tail differently; pieces are whole registers, so that no element is in one."""
+    seed = new_seed()
+    model = net(seed)
+    chosen, _ = base_defaults(torch.optim.AdamW, {"lr": 1e-2}, CPU)
+    assert chosen["fused"] is True
+    grads = [[torch.randn_like(p) for p in model.parameters()] for _ in range(4)]
+    results = []
+    for bucket_bytes in (1, 3000, 1 << 20):
+        clone = copy.deepcopy(model)
+        optimizer = make(clone, lr=1e-2, bucket_bytes=bucket_bytes)
+        for step in grads:
+            optimizer.zero_grad()
+            torch.autograd.backward(
+                torch.stack([(p * g).sum() for p, g in zip(clone.parameters(), step, strict=True)]).sum()
+            )
+            optimizer.step()
+        # Cut once more at places of another layout: pieces of 64 elements each, state and all.
+        pieces = [
+            nn.Parameter(nn.functional.pad(p.detach().flatten(), (0, -p.numel() % 64))) for p in model.parameters()
+        ]
+        halves = [nn.Parameter(h.clone()) for p in pieces for h in torch.split(p.detach(), 64)]
+        alone = torch.optim.AdamW(halves, lr=1e-2, fused=True)
+        for step in grads:
+            flat = [h for g in step for h in torch.split(nn.functional.pad(g.flatten(), (0, -g.numel() % 64)), 64)]
+            for half, grad in zip(halves, flat, strict=True):
+                half.grad = grad.clone()
+            alone.step()
+        joined = iter(halves)
+        cut = [
+            torch.cat([next(joined).detach() for _ in range(len(p) // 64)])[: q.numel()].view(q.shape)
+            for p, q in zip(pieces, model.parameters(), strict=True)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(clone.parameters(), cut, strict=True))
+        results.append([p.detach().clone() for p in clone.parameters()])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("base", "kwargs", "wanted"),
+    [
+        (torch.optim.LBFGS, {}, "not element-wise"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "dampening"),
+        (torch.optim.AdamW, {"differentiable": True}, "differentiable"),
+        (StartsAtOne, {}, "fresh value of its state 'level'"),
+        (CountsRows, {}, r"state 'rows' is shape \(3,\)"),
+    ],
+)
+def test_a_base_that_cannot_be_cut_or_started_is_refused(
+    base: type[Optimizer], kwargs: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        make(net(0), base, **kwargs)
+
+
+def test_the_probe_of_an_unknown_base_leaves_no_trace() -> None:
+    param = nn.Parameter(torch.arange(5.0))
+    param.grad = torch.ones(5)
+    base = Lion([param], lr=0.1, weight_decay=0.3)
+    create_state(base)
+    assert torch.equal(param, torch.arange(5.0)) and torch.equal(param.grad, torch.ones(5))
+    assert base.param_groups[0]["lr"] == 0.1 and base.param_groups[0]["weight_decay"] == 0.3
+    assert torch.equal(base.state[param]["exp_avg"], torch.zeros(5))
+
+
+def test_parameters_that_cannot_be_trained_are_refused_by_name() -> None:
+    model = net(0)
+    model.get_parameter("0.weight").requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"'0\.weight' takes no gradient"):
+        make(model)
+    with pytest.raises(ConfigError, match="named_parameters"):
+        TTPReplicaOptimizer(net(0).parameters(), replicas=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="float64"):
+        make(net(0).double())
+    with pytest.raises(ConfigError, match="no parameters"):
+        TTPReplicaOptimizer([], replicas=1)
+
+
+def test_what_needs_whole_state_is_refused_with_the_way_out() -> None:
+    optimizer = make(net(0))
+    with pytest.raises(CheckpointError, match="holdings"):
+        optimizer.state_dict()
+    with pytest.raises(CheckpointError, match="load_begin"):
+        optimizer.load_state_dict({})
+    with pytest.raises(ConfigError, match="built layout"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(CheckpointMismatch, match="1 param groups, the optimizer has 2"):
+        groups = [{"params": [(n, p)]} for n, p in nn.Linear(2, 2).named_parameters()]
+        TTPReplicaOptimizer(groups, replicas=1).load_end(3, optimizer.host_state())
+
+
+def test_a_non_finite_gradient_is_skipped_without_a_loss_scale_too() -> None:
+    model = net(0)
+    optimizer = make(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    torch.autograd.backward(model(torch.ones(2, 7)).sum() * float("nan"))
+    result = optimizer.step(sums=torch.tensor([2.5, 1.0]))
+    assert result.skipped and result.grad_norm == float("inf") and result.sums == (2.5, 1.0)
+    assert optimizer.current_step == 1 and optimizer.loss_scale == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_weights_written_into_the_model_are_taken_over_on_request() -> None:
+    model, other = net(0), net(1)
+    optimizer = make(model)
+    model.load_state_dict(other.state_dict())
+    optimizer.masters_from_params()
+    held = whole_state(optimizer)
+    assert all(torch.equal(held[f"model.{n}"], p.detach().view(-1)) for n, p in other.named_parameters())
+
+
+def test_the_loss_scale_backs_off_grows_and_stays_finite() -> None:
+    rule = LossScale(8.0, growth_interval=2)
+    state = ScaleState(8.0)
+    scales = []
+    for skipped in (True, False, True, False, False, False):
+        state = state.after(skipped, rule)
+        scales.append((state.scale, state.good_steps))
+    assert scales == [(4.0, 0), (4.0, 1), (2.0, 0), (2.0, 1), (4.0, 0), (4.0, 1)]
+    assert ScaleState(2.0**127).after(False, LossScale(growth_interval=1)).scale == 2.0**127
+    assert ScaleState(8.0).after(True, LossScale(8.0, dynamic=False)) == ScaleState(8.0)
+    assert clip_factor(ClipNorm(1.0), 4.0) == 1.0 / (4.0 + 1e-6)
+    assert clip_factor(ClipNorm(1.0), 0.5) == clip_factor(None, 9.0) == clip_factor(ClipValue(0.1), 9.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ClipNorm(0.0),
+        lambda: ClipValue(-1.0),
+        lambda: LossScale(float("inf")),
+        lambda: LossScale(1.0, growth_interval=0),
+        lambda: LossScale(1.0, backoff_factor=2.0),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match="wanted"):
+        wrong()

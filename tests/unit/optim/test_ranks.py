@@ -1,0 +1,45 @@
+"""The replica optimizer on real gloo ranks. One launch runs many claims: see scenarios.py, whose names are the claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+EVERYWHERE = ("replicas_stay_bit_identical",)
+IN_DEPTH = (
+    "replicas_stay_bit_identical",
+    "equals_adamw_under_ddp",
+    "bf16_parameters_are_rounded_masters",
+    "fp32_gradients_of_bf16_parameters_accumulate_in_fp32",
+    "overflow_skips_the_step_everywhere_and_lowers_the_scale",
+    "clip_by_value_clamps_the_average",
+    "roll_forward_gives_the_bits_of_the_main_path",
+    "a_step_rolled_forward_at_the_gate_is_not_applied_twice",
+    "the_phases_are_told_in_order",
+    "the_local_copy_is_the_step_before",
+    "gradients_survive_careless_clearing",
+    "ranks_that_disagree_are_told_so",
+    "the_wire_carries_what_theory_says",
+    "memory_is_four_plus_sixteen_r_over_d",
+    "a_state_moves_to_another_size",
+)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_all_claims_hold_in_the_even_and_in_the_ring_layout(world: int, run_ranks: Callable[..., None]) -> None:
+    run_ranks(world, *IN_DEPTH)
+
+
+@pytest.mark.parametrize("world", [2, 5, 8])
+def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
+    run_ranks(world, *EVERYWHERE, "bf16_parameters_are_rounded_masters", "the_wire_carries_what_theory_says")
+
+
+def test_three_replicas(run_ranks: Callable[..., None]) -> None:
+    run_ranks(3, "three_replicas_are_identical")
+
+
+@pytest.mark.parametrize("world", [5, 6])
+def test_holders_on_different_hosts(world: int, run_ranks: Callable[..., None]) -> None:
+    run_ranks(world, "every_row_order_trains_the_same")
