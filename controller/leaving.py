@@ -45,6 +45,13 @@ def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
     return over(state, "all ranks have finished", out)
 
 
+def orphaned(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
+    """Nobody is there to be told anything; a fault that was going on ends without a checkpoint."""
+    if state.fault is not None:
+        out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
+    return over(state, reason, out)
+
+
 def over(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
     """End the controller's own work."""
     out.append(Finish(reason))

@@ -13,7 +13,7 @@ from ttp.errors import ProtocolError
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 
 from .events import ControllerSettings, Effect, Event, Journal, Received
-from .leaving import over
+from .leaving import orphaned, over
 from .membership import empty, forgive, hear, sweep
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
@@ -119,7 +119,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
     if state.stage is Stage.EXITING:
         return over(state, state.reason, out) if now >= state.deadline else state
     if now >= state.members.empty_since + settings.orphan_timeout_s:
-        return over(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
+        return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
     if state.stage is Stage.ASSEMBLING and now >= state.deadline:
         return abandon_start(state, now, out)
     if state.fault is not None and now >= state.fault.began + settings.total_timeout_s:

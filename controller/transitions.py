@@ -342,8 +342,8 @@ TRANSITIONS: dict[tuple[Stage, type], Handler] = {
 def settle(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Change stages as far as the facts allow."""
     while True:
-        if state.members.alive == 0 and state.stage is not Stage.OVER:
-            return _nobody_left(state, out)
+        if state.members.alive == 0 and state.stage not in (Stage.EXITING, Stage.OVER):
+            state = _nobody_left(state, now, out)
         advance = _ADVANCE.get(state.stage)
         if advance is None:
             return state
@@ -353,10 +353,9 @@ def settle(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
             return state
 
 
-def _nobody_left(state: ControllerState, out: list[Effect]) -> ControllerState:
-    if state.fault is not None and state.stage is not Stage.EXITING:
-        out.append(Journal("refused", {"reason": "all ranks are dead", "missing": (), "freeze_id": state.freeze_id}))
-    return over(state, state.reason or "all ranks are dead", out)
+def _nobody_left(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """All are dead; those that were only silent are told to exit in case they wake up."""
+    return refuse(state, Refusal("all ranks are dead"), now, out)
 
 
 def _assemble(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

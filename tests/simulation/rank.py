@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 1 << 20
 FREEZE_TIMEOUT_S = 0.5
+LONGEST_START_S = 10.0
+"""A rank whose job has not assembled by then gives up by itself."""
 
 
 class Rank:
@@ -52,6 +54,7 @@ class Rank:
         self._files = 0
         self._started = False
         self.acknowledged = -1
+        self.soon(LONGEST_START_S, self._start_failed)
 
     # --- time ---
 
@@ -129,6 +132,10 @@ class Rank:
         return Registration(
             self.rank, layout.world_size, host, 100 + self.rank, groups, self.gate.state_step, self.job.roots, "{}"
         )
+
+    def _start_failed(self) -> None:
+        if not self._started:
+            self.job.process_gone(self, "exit code 1")
 
     def receive(self, message: Downward) -> None:
         name = type(message).__name__

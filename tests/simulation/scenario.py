@@ -35,7 +35,7 @@ def build(seed: int, layout: Layout | None = None) -> Scenario:
     job = Job(rng, training, Times(), agents=rng.random() < 0.8, ready_waits=rng.random() < 0.7)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
-    kinds = _HARMLESS if rng.random() < 0.2 else _ALL
+    kinds = _HARMLESS if rng.random() < 0.15 else _ALL
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         _add(scenario, rng, rng.choice(kinds))
     return scenario
@@ -53,7 +53,7 @@ def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
         victim = rank if rank >= 0 and rng.random() < 0.6 else fixed
         make(job, rng, victim)
 
-    if rng.random() < 0.45:
+    if rng.random() < 0.45 or not scenario.faults:
         moment = rng.uniform(0.0, 0.15 + 0.06 * steps)
         scenario.faults.append(f"{kind} of rank {fixed} at {moment:.4f}")
         job.scheduler.at(moment, lambda: act(-1))
