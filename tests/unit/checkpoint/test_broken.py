@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ttp.checkpoint import dcp, durable, load, manifest
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -236,11 +237,9 @@ def test_metadata_of_files_outside_the_checkpoint_is_refused(job: Job, tmp_path:
 
 def test_a_checkpoint_by_stock_torch_is_read(job: Job, tmp_path: Path) -> None:
     """Its metadata holds a `Path`; its boxes have no cut of ours."""
-    import torch.distributed.checkpoint as stock
-
     state = {key: t for key, t in job.tensors.items() if t.numel()}
     with pytest.warns(UserWarning):
-        stock.save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
+        save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
     small = type(job)(state)
     small.assert_equal(small.read(tmp_path / "stock", 3))
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -212,3 +212,45 @@ def test_a_wider_stride_of_one_element_is_written(tmp_path: Path) -> None:
     held = HeldTensor("model.w", (1,), 0, one)
     result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
     assert shards.nbytes_of([held]) == 4 and result.tensors[0].sizes == (1,)
+
+
+class _FakeAccelerator:
+    """Says what happens on which stream, as torch's device modules do."""
+
+    def __init__(self) -> None:
+        self.story: list[str] = []
+
+    def Stream(self, device: torch.device) -> _FakeAccelerator:
+        self.story.append(f"new stream of {device}")
+        return self
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.story.append("enter")
+        yield
+        self.story.append("leave")
+
+    def synchronize(self) -> None:
+        self.story.append("wait for the stream")
+
+
+class _DeviceValues:
+    device = torch.device("cuda:1")
+
+    def __init__(self, accelerator: _FakeAccelerator) -> None:
+        self._accelerator = accelerator
+
+    def to(self, device: str) -> torch.Tensor:
+        self._accelerator.story.append(f"copy to {device}")
+        return torch.ones(3)
+
+
+def test_device_memory_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default stream may stand behind a collective for good; one stream serves all copies of a share."""
+    accelerator = _FakeAccelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
+    copier = share._DeviceCopier()
+    for _ in range(2):
+        assert torch.equal(copier(cast(torch.Tensor, _DeviceValues(accelerator))), torch.ones(3))
+    copied = ["enter", "copy to cpu", "wait for the stream", "leave"]
+    assert accelerator.story == ["new stream of cuda:1", *copied, *copied]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -94,7 +94,8 @@ def test_torch_alone_loads_a_checkpoint_and_trains_on(job: Job, tmp_path: Path) 
     assert callable(build) and callable(train)
     model, optimizer = build()
     train(model, optimizer, 0, 5)
-    model_state, optim_state = get_state_dict(model, optimizer)
+    states: tuple[dict[str, Any], dict[str, Any]] = cast(Any, get_state_dict(model, optimizer))
+    model_state, optim_state = states
     tensors = {keys.model_key(fqn): t.clone() for fqn, t in model_state.items()}
     for fqn, state in optim_state["state"].items():
         tensors |= {keys.optim_state_key(fqn, name): t.clone() for name, t in state.items()}
