@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ttp.proto.messages import CommitRecord, StateReport
+from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 from .coverage import Group
 
@@ -80,9 +80,9 @@ def _offers(
 ) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
     """Return, by rank, the steps that it has in memory, and the step that it reaches with a record.
 
-    The phase is not asked: whoever stands at t-1 while a record of t exists has been READY(t), even if its report was
-    made in COMPUTE(t) and its main thread ran on to READY(t) afterwards. Where records do not span the ranks (local
-    copies), such a rank may refuse to roll forward; it stays whole and the next round knows (`unreachable`).
+    Only a rank that reported READY(t) reaches t: the report of a closed gate stands still, so one that reported
+    COMPUTE(t) never has final gradients of t. Where records span the ranks it cannot meet a record of t either, because
+    the collective that makes the record waits for it; where they do not (local copies), its t-1 is what it has.
     """
     has: dict[int, set[int]] = {}
     reach: dict[int, set[int]] = {}
@@ -91,7 +91,8 @@ def _offers(
         if report.backup_step >= 0:
             has[rank].add(report.backup_step)
         following = report.state_step + 1
-        reach[rank] = {following} if following in records and (rank, following) not in unreachable else set()
+        ready = report.phase is Phase.READY and report.step == following
+        reach[rank] = {following} if ready and following in records and (rank, following) not in unreachable else set()
     return has, reach
 
 

@@ -129,9 +129,9 @@ def _false_refusal(job: Job, reason: str) -> list[str]:
     sound = {rank.rank for rank in _sound(job)}
     covered = all(sound.intersection(holders) for holders in job.training.layout.holders)
     if "nothing to save" in reason:
-        # Every sound rank's state must really be the untrained one.
-        trained = [rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0]
-        return [f"I9: refused for having nothing, but ranks {trained} have"] if trained else []
+        trained = {rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0}
+        whole = all(trained.intersection(holders) for holders in job.training.layout.holders)
+        return [f"I9: refused for having nothing, but ranks {sorted(trained)} have a step"] if whole else []
     if "directories could be written" in reason:
         bad = job.disk.full | {root for _, root in job.disk.broken_for}
         return [] if bad >= set(job.roots) else [f"I9: refused for the disks, but only {sorted(bad)} failed"]

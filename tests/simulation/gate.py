@@ -38,11 +38,11 @@ class Gate:
 
     def begin(self, record: CommitRecord) -> None:
         """Hold the lock and begin the update of `record.step`: the values are half written until `end`."""
-        if self.training.local_copy:
-            self.backup = (self.state_step, dict(self.values))
         self._take(record)
 
     def _take(self, record: CommitRecord) -> None:
+        if self.training.local_copy:
+            self.backup = (self.state_step, dict(self.values))
         self.busy = True
         self.phase, self.step = Phase.UPDATING, record.step
         self.records = (*self.records, record)[-2:]

@@ -109,11 +109,9 @@ class Controller:
 class Job:
     """A whole job under one seed. `happened` is where faults hook in; `broken` notes violated invariants."""
 
-    def __init__(
-        self, rng: random.Random, training: Training, times: Times, *, agents: bool, ready_waits: bool
-    ) -> None:
+    def __init__(self, rng: random.Random, training: Training, times: Times, *, agents: bool) -> None:
         self.rng, self.training, self.times = rng, training, times
-        self.agents, self.ready_waits = agents, ready_waits
+        self.agents = agents
         self.scheduler = Scheduler()
         self.slowest_s = 0.005
         self.roots: tuple[str, ...] = ("/a", "/b")
@@ -123,7 +121,6 @@ class Job:
         self.notes: list[str] = []
         self.hooks: list[tuple[str, int, Callable[[int], None]]] = []
         self.killed: dict[int, float] = {}
-        self.ordered = False
         self.thawed_up_to = -1
         self.published_as: dict[tuple[str, str], str] = {}
         self.controller = Controller(self)
@@ -160,8 +157,6 @@ class Job:
 
     def sent_down(self, message: Any) -> None:
         name = type(message).__name__
-        if name in ("RollForward", "WriteOrder"):
-            self.ordered = True
         if name == "Thaw":
             self.thawed_up_to = max(self.thawed_up_to, message.freeze_id)
 

@@ -294,10 +294,7 @@ class Rank:
     def _pass_gate_to_ready(self, step: int) -> None:
         if self.main_raised:
             return
-        if self.job.ready_waits:
-            self.gate.enter(lambda: self._ready(step))
-        else:
-            self._ready(step)
+        self.gate.enter(lambda: self._ready(step))
 
     def _ready(self, step: int) -> None:
         if self.main_raised:

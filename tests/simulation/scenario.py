@@ -32,11 +32,11 @@ def build(seed: int, layout: Layout | None = None) -> Scenario:
     rng = random.Random(seed)
     chosen = rng.choice(LAYOUTS)
     training = Training(layout or chosen, steps=rng.randint(2, 7), local_copy=rng.random() < 0.2)
-    job = Job(rng, training, Times(), agents=rng.random() < 0.8, ready_waits=rng.random() < 0.7)
+    job = Job(rng, training, Times(), agents=rng.random() < 0.8)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     kinds = _HARMLESS if rng.random() < 0.15 else _ALL
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))):
         _add(scenario, rng, rng.choice(kinds))
     return scenario
 
@@ -54,7 +54,7 @@ def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
         make(job, rng, victim)
 
     if rng.random() < 0.45 or not scenario.faults:
-        moment = rng.uniform(0.0, 0.15 + 0.06 * steps)
+        moment = rng.uniform(0.0, 0.1) if rng.random() < 0.1 else rng.uniform(0.1, 0.12 + 0.05 * steps)
         scenario.faults.append(f"{kind} of rank {fixed} at {moment:.4f}")
         job.scheduler.at(moment, lambda: act(-1))
         return
@@ -172,4 +172,4 @@ _ACTIONS: dict[str, Callable[[Job, random.Random, int], None]] = {
     "brief stream pause": _hold_stream((0.01, 0.2)),
 }
 _HARMLESS = ("stream break", "break of all streams", "controller pause", "brief stop", "brief stream pause")
-_ALL = (*("kill",) * 6, *_ACTIONS)
+_ALL = (*("kill",) * 8, *("exception", "host loss", "stop", "hang in update") * 2, *_ACTIONS)
