@@ -135,21 +135,51 @@ def test_sum_reduction_scales_the_gradient_by_the_tokens_and_not_the_shown_loss(
     assert float.fromhex(sum_norm) == pytest.approx(64 * float.fromhex(mean_norm), rel=1e-4)
 
 
+def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
+    """A scale that no float16 gradient survives: said in the line, and training goes on once the scale fits."""
+    keys = {"model_config.compute_dtype": "float16", "training_config.loss_scale": 2.0**40}
+    output = run("output", {**keys, "training_config.training_iters": 40})
+    lines = account(read_lines(output / "metrics.jsonl"))
+    assert lines[1]["skipped"] and lines[1]["grad_norm"] == "inf" and lines[1]["grad_norm_value"] is None
+    assert lines[1]["loss_scale"] == 2.0**40 and lines[2]["loss_scale"] == 2.0**39
+    assert not lines[40]["skipped"]
+    log = (output / "log" / "rank_0" / "info.log").read_text()
+    assert re.search(r"Step:1, .*Finite_grads: False, Loss_scale: 1099511627776.0,", log)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"training_config.grad_clip_kwargs": "null"},
         {"training_config.grad_clip_kwargs": "{grad_clip_type: GradClipByValue, clip_value: 0.01}"},
-        {"training_config.local_copy_os": "true", "optimizer_config.optimizer_type": "Adam"},
+        {
+            "training_config.local_copy_os": "true",
+            "optimizer_config.optimizer_type": "Adam",
+            "optimizer_config.weight_decay": 0,
+        },
         {"training_config.use_distributed_optimizer": "false"},
         {"model_config.compute_dtype": "bfloat16", "training_config.loss_scale": 4096},
         {"model_config.compute_dtype": "bfloat16", "model_config.params_dtype": "bfloat16"},
+        {"model_config.compute_dtype": "float16", "training_config.loss_scale": 65536},
     ],
-    ids=["no clip", "clip by value", "Adam with local copy", "not distributed", "autocast and scale", "short weights"],
+    ids=[
+        "no clip",
+        "clip by value",
+        "Adam with local copy",
+        "not distributed",
+        "autocast and scale",
+        "short weights",
+        "float16",
+    ],
 )
 def test_every_way_to_train_learns(run: Run, changes: dict[str, Any]) -> None:
     """The loss falls by a nat within 30 steps."""
-    output = run("output", {"training_config.training_iters": 30, "dataset_config.batch_size": 8, **changes})
+    keys = {
+        "training_config.training_iters": 30,
+        "dataset_config.batch_size": 8,
+        "optimizer_config.learning_rate": 5e-3,
+    }
+    output = run("output", {**keys, **changes})
     values = [line["loss_value"] for line in account(read_lines(output / "metrics.jsonl")).values()]
     assert values[-1] < values[0] - 1.0
 
