@@ -27,14 +27,16 @@ class Scenario:
     faults: list[str] = field(default_factory=list)
 
 
-def build(seed: int, layout: Layout | None = None) -> Scenario:
-    """Return the scenario of a seed; `layout` overrides the seed's choice."""
+def build(seed: int, layout: Layout | None = None, faults: bool = True) -> Scenario:
+    """Return the scenario of a seed; `layout` overrides the seed's choice. Without `faults`, a test adds its own."""
     rng = random.Random(seed)
     chosen = rng.choice(LAYOUTS)
     training = Training(layout or chosen, steps=rng.randint(2, 7), local_copy=rng.random() < 0.2)
     job = Job(rng, training, Times(), agents=rng.random() < 0.8)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
+    if not faults:
+        return scenario
     kinds = _HARMLESS if rng.random() < 0.15 else _ALL
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))):
         _add(scenario, rng, rng.choice(kinds))

@@ -28,7 +28,8 @@ def even(size: int, on_one_host: int = 2) -> Layout:
     """Two halves: rank i and i + size/2 are partners."""
     half = size // 2
     holders = tuple((shard, shard + half) for shard in range(half))
-    return Layout(f"even {size}", holders, tuple(rank // on_one_host for rank in range(size)))
+    name = f"even {size}" if on_one_host < size else f"even {size} on one host"
+    return Layout(name, holders, tuple(rank // on_one_host for rank in range(size)))
 
 
 def ring(size: int, replicas: int = 2) -> Layout:

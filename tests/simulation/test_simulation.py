@@ -1,0 +1,54 @@
+"""Whole jobs under random faults keep the invariants; a failing seed replays: `python -m tests.simulation.replay SEED`."""
+
+from __future__ import annotations
+
+import collections
+from functools import partial
+
+import pytest
+
+from tests.simulation.checks import events, run_and_check
+from tests.simulation.job import Job
+from tests.simulation.replay import outcome_of
+from tests.simulation.scenario import build
+from tests.simulation.training import LAYOUTS, Layout
+
+SEEDS_PER_BATCH = 60
+
+
+@pytest.mark.parametrize("batch", range(6))
+def test_invariants_hold_under_random_faults(batch: int) -> None:
+    """Every seed's job ends published, refused with a true reason, or trained to the end."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
+        scenario = build(seed)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed} (python -m tests.simulation.replay {seed}): {found}"
+        outcomes[outcome_of(scenario)] += 1
+    assert min(outcomes["published"], outcomes["refused"], outcomes["finished"]) > 0, f"one-sided batch: {outcomes}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
+def test_one_dead_rank_is_always_survived(layout: Layout) -> None:
+    """Whoever dies in training, whenever: the checkpoint is published, unless no step was committed yet."""
+    published = 0
+    for rank in range(layout.world_size):
+        for step, phase in ((2, "READY"), (2, "UPDATING"), (2, "DONE"), (3, "READY")):
+            scenario = build(1, layout, faults=False)
+            scenario.harmless = False
+            job = scenario.job
+            job.hook(f"{phase} {step}", 1 + rank, partial(Job.kill, job))
+            found = run_and_check(scenario)
+            assert not found, f"{layout.name}, {phase} {step}, rank {rank}: {found}"
+            published += len(events(job, "published"))
+    assert published == 4 * layout.world_size
+
+
+def test_a_seed_replays_exactly() -> None:
+    """The same seed gives the same story, line by line."""
+    for seed in (3, 17, 42):
+        first, second = build(seed), build(seed)
+        assert run_and_check(first) == run_and_check(second)
+        told = [[(at, repr(line)) for at, line in scenario.job.controller.story] for scenario in (first, second)]
+        assert told[0] == told[1]
+        assert len(told[0]) > 3
