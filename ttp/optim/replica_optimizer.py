@@ -81,6 +81,8 @@ class TTPReplicaOptimizer(Optimizer):
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
         cannot be used.
         """
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("this rank is not a member of `group`; pass the data-parallel group that it is in")
         groups, named = named_groups(params)
         device = named[0].param.device
         kwargs, defaults = base_defaults(base, base_kwargs, device)
@@ -291,7 +293,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._host_state = self._host_backup = self._describe()
         with torch.no_grad():
-            self._gather(step)
+            self._gather(None)
 
     # --- inside ---
 
@@ -356,13 +358,14 @@ class TTPReplicaOptimizer(Optimizer):
         self._ready = 0
         self._host_state = self._describe(record.learning_rates)
 
-    def _gather(self, step: int) -> None:
-        """Round the masters into the parameters and share them within the row, bucket by bucket."""
+    def _gather(self, step: int | None) -> None:
+        """Round the masters into the parameters and share them within the row, bucket by bucket. `step` None: a load."""
         works = []
         for bucket, memory in enumerate(self._memory):
             self._shards.masters_to_params(bucket)
             works.extend(self._wires.gather(memory))
-        self._point("gathering", step)
+        if step is not None:
+            self._point("gathering", step)
         for work in works:
             work.wait()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-SCENARIOS = Path(__file__).with_name("scenarios.py")
+from tests.unit.optim import rank_main
+
 DEADLINE_S = 120.0
 
 RunRanks = Callable[..., None]
@@ -18,21 +18,13 @@ RunRanks = Callable[..., None]
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """Return run(world, name, ...): run those functions of scenarios.py, in this order, on `world` gloo ranks."""
+    """Return run(world, name, ...): run those claims (claims_*.py), in this order, on `world` gloo ranks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
 
     def run(world: int, *names: str) -> None:
         ranks = [
-            context.Process(
-                target=runpy.run_path,
-                args=(str(SCENARIOS),),
-                kwargs={
-                    "init_globals": {"JOB": (rank, world, names, str(tmp_path))},
-                    "run_name": "__main__",
-                },
-            )
-            for rank in range(world)
+            context.Process(target=rank_main.main, args=(rank, world, names, str(tmp_path))) for rank in range(world)
         ]
         for process in ranks:
             process.start()

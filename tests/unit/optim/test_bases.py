@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +56,15 @@ class CountsRows(Lion):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].setdefault("rows", torch.zeros(3))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and other tests may be running."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 BASES: list[tuple[type[Optimizer], dict[str, Any]]] = [

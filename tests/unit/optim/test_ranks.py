@@ -1,4 +1,4 @@
-"""The replica optimizer on real gloo ranks. One launch runs many claims: see scenarios.py, whose names are the claims."""
+"""The replica optimizer on real gloo ranks. One launch runs many claims: see claims_*.py, whose functions are the claims."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EVERYWHERE = ("replicas_stay_bit_identical",)
 IN_DEPTH = (
     "replicas_stay_bit_identical",
     "equals_adamw_under_ddp",
-    "bf16_parameters_are_rounded_masters",
+    "parameters_of_16_bits_are_rounded_masters",
     "fp32_gradients_of_bf16_parameters_accumulate_in_fp32",
     "overflow_skips_the_step_everywhere_and_lowers_the_scale",
     "clip_by_value_clamps_the_average",
@@ -33,7 +33,7 @@ def test_all_claims_hold_in_the_even_and_in_the_ring_layout(world: int, run_rank
 
 @pytest.mark.parametrize("world", [2, 5, 8])
 def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
-    run_ranks(world, *EVERYWHERE, "bf16_parameters_are_rounded_masters", "the_wire_carries_what_theory_says")
+    run_ranks(world, *EVERYWHERE, "parameters_of_16_bits_are_rounded_masters", "the_wire_carries_what_theory_says")
 
 
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:

@@ -1,0 +1,206 @@
+"""Claims about phases, rolling forward and torn updates. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+from tests.unit.optim.material import (
+    fingerprints,
+    make,
+    make_net,
+    params_digest,
+    train,
+)
+from ttp.errors import CheckpointError, ProtocolError
+from ttp.optim.replica_optimizer import (
+    ClipNorm,
+    LossScale,
+)
+from ttp.proto.messages import CommitRecord
+from ttp.tracking import NullTracker
+
+
+class Interrupted(Exception):
+    pass
+
+
+class LosesTheLastStep(NullTracker):
+    """Raises in begin_update of `step`: the rank stands READY and its training thread is gone."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.record = step, None
+
+    record: CommitRecord | None
+
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+        if step == self.step:
+            self.record = record
+            raise Interrupted
+
+
+def in_thread(function: Any, *args: Any) -> Any:
+    """Run on another thread, with grad mode and autocast of its own, and return or raise what it did."""
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append((function(*args), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def roll_forward_gives_the_bits_of_the_main_path() -> None:
+    """A side thread with the record ends where the training thread would have, whatever the scheduler did since."""
+    kwargs: dict[str, Any] = {"clip": ClipNorm(0.3), "loss_scale": LossScale(256.0, growth_interval=4)}
+    net, twin = make_net(), make_net()
+    optimizer, straight = make(net, **kwargs), make(twin, **kwargs)
+    tracker = LosesTheLastStep(4)
+    optimizer.attach(tracker)
+    train(straight, twin, range(1, 5))
+    try:
+        train(optimizer, net, range(1, 5))
+        raise AssertionError("the tracker did not interrupt")
+    except Interrupted:
+        pass
+    record = tracker.record
+    assert record is not None and record == straight.last_record
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"], group["betas"] = 9.0, 9.0, (0.0, 0.0)
+    optimizer.gradient_divisor = 77.0
+    for wrong in (record.step - 1, record.step + 1):
+        try:
+            in_thread(optimizer.roll_forward, dataclasses.replace(record, step=wrong))
+            raise AssertionError("rolled forward to a step that is not ready")
+        except ProtocolError as error:
+            assert "wanted state" in str(error)
+    assert fingerprints(optimizer) != fingerprints(straight)
+    assert in_thread(optimizer.roll_forward, record) == 4
+    assert fingerprints(optimizer) == fingerprints(straight)
+    assert optimizer.host_state() == straight.host_state() and optimizer.loss_scale == straight.loss_scale == 512.0
+    try:
+        in_thread(optimizer.roll_forward, record)
+        raise AssertionError("rolled forward twice")
+    except ProtocolError:
+        pass
+    optimizer.close()
+    straight.close()
+
+
+def a_step_rolled_forward_at_the_gate_is_not_applied_twice() -> None:
+    """The main thread finds the update done when the gate lets it in, and goes on to gather."""
+    net, twin = make_net(), make_net()
+    optimizer, straight = make(net), make(twin)
+
+    class RollsForward(NullTracker):
+        def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+            in_thread(optimizer.roll_forward, record)
+
+    optimizer.attach(RollsForward())
+    train(optimizer, net, range(1, 4))
+    train(straight, twin, range(1, 4))
+    assert fingerprints(optimizer) == fingerprints(straight) and params_digest(net) == params_digest(twin)
+    optimizer.close()
+    straight.close()
+
+
+class Journal(NullTracker):
+    """Writes down what the optimizer says, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def computing(self, step: int) -> None:
+        self.lines.append(f"computing {step}")
+
+    def ready(self, step: int) -> None:
+        self.lines.append(f"ready {step}")
+
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
+        self.lines.append(f"begin {step} backup {backup_step}")
+
+    def end_update(self, step: int) -> None:
+        self.lines.append(f"end {step}")
+
+    def fail_update(self, step: int) -> None:
+        self.lines.append(f"fail {step}")
+
+
+def the_phases_are_told_in_order() -> None:
+    """Tracker calls and points interleave as documented; an update that raises is failed, not ended."""
+    net = make_net()
+    optimizer = make(net, local_copy=True)
+    journal = Journal()
+    optimizer.attach(journal)
+    optimizer.on_point = lambda name, step: journal.lines.append(f"point {name} {step}")
+    train(optimizer, net, range(1, 3))
+    for step in (1, 2):
+        assert journal.lines[:9] == [
+            f"computing {step}",
+            f"point backward {step}",
+            f"ready {step}",
+            f"point ready {step}",
+            f"point record {step}",
+            f"begin {step} backup {step - 1}",
+            f"point updating {step}",
+            f"end {step}",
+            f"point done {step}",
+        ], journal.lines
+        assert journal.lines[9] == f"point gathering {step}"
+        del journal.lines[:10]
+    assert not journal.lines
+
+    def explode(name: str, step: int) -> None:
+        if name == "updating":
+            raise Interrupted
+
+    optimizer.on_point = explode
+    try:
+        train(optimizer, net, range(3, 4))
+        raise AssertionError("the injected exception vanished")
+    except Interrupted:
+        assert journal.lines == ["computing 3", "ready 3", "begin 3 backup 2", "fail 3"]
+    optimizer.close()
+
+
+def the_local_copy_is_the_step_before() -> None:
+    """holdings(t - 1) has the bits of the state before the newest update, also when that update tore."""
+    net = make_net()
+    optimizer = make(net, local_copy=True, loss_scale=LossScale(8.0, growth_interval=2))
+    states, hosts = {0: fingerprints(optimizer)}, {0: optimizer.host_state()}
+    for step in range(1, 5):
+        train(optimizer, net, range(step, step + 1))
+        states[step], hosts[step] = fingerprints(optimizer), optimizer.host_state()
+        assert fingerprints(optimizer, step - 1) == states[step - 1] != states[step]
+        assert optimizer.host_state(step - 1) == hosts[step - 1] != hosts[step]
+        try:
+            optimizer.holdings(step - 2)
+            raise AssertionError("a step that nobody kept")
+        except CheckpointError as error:
+            assert f"local copy of step {step - 1}" in str(error)
+
+    def explode(name: str, step: int) -> None:
+        if name == "updating":
+            raise Interrupted
+
+    optimizer.on_point = explode
+    with contextlib.suppress(Interrupted):
+        train(optimizer, net, range(5, 6))
+    assert fingerprints(optimizer, 4) == states[4]
+    for torn in (None, 5):
+        try:
+            optimizer.holdings(torn)
+            raise AssertionError("a torn state was handed out")
+        except CheckpointError as error:
+            assert "in the middle of the update of step 5" in str(error)
+    optimizer.close()

@@ -1,0 +1,193 @@
+"""Claims about who holds what: placement, bytes on the wire and in memory, another size. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.unit.optim.material import (
+    assemble,
+    assert_replicas_identical,
+    backward,
+    everyone,
+    fill,
+    fingerprints,
+    job,
+    make,
+    make_net,
+    tokens,
+    train,
+)
+from ttp.errors import LayoutError
+from ttp.optim import wires
+from ttp.optim.replica_optimizer import (
+    ClipNorm,
+    LossScale,
+    TTPOddReplicaOptimizer,
+    TTPReplicaOptimizer,
+)
+
+
+def ranks_that_disagree_are_told_so() -> None:
+    """A parameter too many on one rank is an error on every rank, not a hang."""
+    net = make_net()
+    named = list(net.named_parameters())[: 4 if job.rank == job.world - 1 else 5]
+    try:
+        cls = TTPOddReplicaOptimizer if job.world % 2 else TTPReplicaOptimizer
+        cls(named)
+        raise AssertionError("the ranks disagree about the parameters")
+    except LayoutError as error:
+        assert f"ranks [{job.world - 1}] cut" in str(error)
+
+
+def every_row_order_trains_the_same() -> None:
+    """Hosts that turn a row's order around change nothing but who holds what."""
+    hosts = HOSTS[job.world]
+    net, twin = make_net(), make_net()
+    optimizer, straight = make(net, hosts=hosts), make(twin)
+    if job.world % 2 == 0:
+        assert any(list(row) != sorted(row) for row in optimizer.layout.rows)
+    else:
+        assert optimizer.layout.successor != straight.layout.successor
+    for shard in range(optimizer.layout.shards):
+        assert len({hosts[rank] for rank in optimizer.layout.holders(shard)}) == 2
+    train(optimizer, net, range(1, 6))
+    train(straight, twin, range(1, 6))
+    assert_replicas_identical(optimizer, net)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    optimizer.close()
+    straight.close()
+
+
+HOSTS = {5: "aabbc", 6: "cdcbbc"}
+
+
+@contextlib.contextmanager
+def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
+    """Count the bytes that this rank must send at least, per kind of collective (payload, bandwidth-optimal)."""
+    sent = {"scatter": 0, "sum": 0, "copy": 0, "gather": 0, "other": 0}
+    kept: tuple[Any, ...] = (wires._reduce_scatter, wires._all_gather, dist.all_reduce, dist.batch_isend_irecv)
+    point = [""]
+    optimizer.on_point = lambda name, step: point.__setitem__(0, name)
+
+    def scatter(out: torch.Tensor, flat: torch.Tensor, group: Any, async_op: bool) -> Any:
+        sent["scatter"] += (group.size() - 1) * out.nbytes
+        return kept[0](out, flat, group=group, async_op=async_op)
+
+    def gather(flat: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> Any:
+        sent["gather" if point[0] == "done" else "sum"] += (group.size() - 1) * own.nbytes
+        return kept[1](flat, own, group=group, async_op=async_op)
+
+    def reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        kind = "sum" if async_op else "other"
+        sent[kind] += 2 * (group.size() - 1) * tensor.nbytes // group.size()
+        return kept[2](tensor, group=group, async_op=async_op)
+
+    def copies(ops: list[Any]) -> Any:
+        sent["copy"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return kept[3](ops)
+
+    patched: Any = dist
+    wires._reduce_scatter, wires._all_gather = scatter, gather
+    patched.all_reduce, patched.batch_isend_irecv = reduce, copies
+    try:
+        yield sent
+    finally:
+        wires._reduce_scatter, wires._all_gather, patched.all_reduce, patched.batch_isend_irecv = kept
+
+
+def the_wire_carries_what_theory_says() -> None:
+    """Gradients: as much as they are large, once. Parameters back: (1 - 1/shards). Else: squares, flag and sums."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for ring in (False, True) if job.world % 2 == 0 else (True,):
+            net = make_net(dtype=dtype)
+            optimizer = make(net, ring=ring)
+            train(optimizer, net, range(1, 2))
+            total = sum(bucket.numel for bucket in optimizer.layout.buckets) * dtype.itemsize
+            with counted_wire(optimizer) as sent:
+                train(optimizer, net, range(2, 3))
+            row = job.world if ring else job.world // 2
+            wanted = {
+                "scatter": total * (row - 1) // row,
+                "sum": 0 if ring else total // row,
+                "copy": total // row if ring else 0,
+                "gather": total * (row - 1) // row,
+                "other": 2 * (job.world - 1) * 4 * 8 // job.world,
+            }
+            assert sent == wanted, (dtype, ring, sent, wanted)
+            assert sent["scatter"] + sent["sum"] + sent["copy"] == total
+            optimizer.close()
+
+
+def memory_is_four_plus_sixteen_r_over_d() -> None:
+    """BF16 parameters: 2 + 2 for parameter and gradient, 16 R/d for master, two moments and the FP32 gradient shard."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(256, 333), nn.LayerNorm(333), nn.Linear(333, 128)]).to(torch.bfloat16)
+    named = list(net.named_parameters())
+    count = sum(p.numel() for p in net.parameters())
+    for ring in (False, True) if job.world % 2 == 0 else (True,):
+        cls = TTPOddReplicaOptimizer if ring else TTPReplicaOptimizer
+        optimizer = cls(named, bucket_bytes=2**17)
+        optimizer.zero_grad()
+        kept = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)]
+        whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        steps = 4 * sum(1 for _ in optimizer.layout.segments(job.rank))
+        used = sum(whole.values()) + optimizer._shards.bytes_held() - steps
+        padded = sum(bucket.numel for bucket in optimizer.layout.buckets)
+        share = 16 * 2 / job.world
+        assert count * (4 + share) <= used <= padded * (4 + share), (ring, used / count)
+        assert padded < 1.02 * count
+        storages = {
+            t.values.untyped_storage().data_ptr(): t.values.untyped_storage().nbytes() for t in optimizer.load_begin()
+        }
+        twelve = sum(storages.values()) - steps
+        assert count * 12 * 2 / job.world * 0.98 <= twelve <= padded * 12 * 2 / job.world, "masters and moments"
+        optimizer.close()
+
+
+def a_state_moves_to_another_size() -> None:
+    """Whole tensors put together from one layout's holdings fill another's; parameters follow, training goes on."""
+    net = make_net()
+    optimizer = make(net, clip=ClipNorm(1.0), loss_scale=LossScale(64.0, growth_interval=2))
+    train(optimizer, net, range(1, 6))
+    whole, host = assemble(optimizer), optimizer.host_state()
+    whole = everyone(whole)[0]
+    train(optimizer, net, range(6, 7))
+    onward = [p.detach().clone() for p in net.parameters()]
+    for size in (job.world, job.world - 1, 2):
+        group = dist.new_group(list(range(size)))
+        if size > job.rank:
+            other = make_net(5)
+            moved = make(other, world=size, group=group, loss_scale=LossScale(1.0, growth_interval=2), lr=7.0)
+            fill(moved, whole)
+            moved.load_end(5, host)
+            assert moved.current_step == 5 and moved.loss_scale == 256.0
+            assert [g["lr"] for g in moved.param_groups] == [1e-3, 2e-3]
+            for name, param in other.named_parameters():
+                assert torch.equal(param.view(-1), whole[f"model.{name}"]), name
+            moved.clip = ClipNorm(1.0)
+            # The same global batch: those who are left take over the others' parts.
+            moved.gradient_divisor = float(job.world)
+            moved.zero_grad()
+            mine = [r for r in range(job.world) if r % size == job.rank]
+            for r in mine:
+                with moved.no_sync() if r != mine[-1] else contextlib.nullcontext():
+                    backward(moved.scale_loss(other(tokens(6, rank=r), detour=(6 + r) % 3 == 0)))
+            result = moved.step()
+            assert result.step == 6
+            for a, b in zip(other.parameters(), onward, strict=True):
+                assert torch.equal(a, b) if size == job.world else torch.allclose(a, b, atol=3e-5), (
+                    size,
+                    (a - b).abs().max(),
+                )
+            if size == job.world:
+                assert fingerprints(moved) == fingerprints(optimizer)
+            moved.close()
+        dist.barrier()
+    optimizer.close()
