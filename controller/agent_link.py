@@ -104,7 +104,7 @@ class AgentLink:
             new = reason != self._last_reason and not self._closing
             self._last_reason = reason
         if new:
-            log.info("the controller is not attached: %s", reason)
+            log.debug("the controller is not attached: %s", reason)
         self._ended.set()
 
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from ttp.chaos.inject import injector, parse_faults
 from ttp.checkpoint import load, writer
 from ttp.config import Settings
-from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
 from ttp.exchange import broadcast_json, exchange_json
 from ttp.holder import OptimizerHolder
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
@@ -158,12 +158,20 @@ class Session:
         return self.optimizer.device
 
     def _prepare_directories(self) -> None:
-        """Find out now, not at the fault, that a directory cannot take a checkpoint."""
-        for directory in self.save_dirs:
-            writer.probe_writable(directory)
+        """Find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks if on one."""
         if self.rank == 0:
             for directory in self.save_dirs:
                 writer.clean_stale(directory)
+        broadcast_json(None, self._device)  # nobody writes before the old attempts have been removed
+        refusal = ""
+        try:
+            for directory in self.save_dirs:
+                writer.probe_writable(directory)
+        except NotWritable as error:
+            refusal = f"rank {self.rank}: {error}"
+        refusals = [text for text in exchange_json(refusal, self._device) if text]
+        if refusals:
+            raise NotWritable(refusals[0])
 
     # --- resume ---
 

@@ -18,8 +18,15 @@ from ttp.launch.deathwatch import Death, DeathWatch
 from ttp.launch.processes import end_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
+from ttp.proto.messages import EXIT_CODE_PERSISTED
 
 log = logging.getLogger("ttp.launch")
+
+LEAVE_GRACE_S = 5.0
+"""Between the first worker that left with its state safe and the last: all are told at once."""
+
+UNLED_S = 10.0
+"""How long workers without a controller are held: nobody can lead them to a checkpoint."""
 
 EXPIRED_GRACE_S = 5.0
 """After the deadline, between SIGTERM and SIGKILL: survivors have had all their time."""
@@ -90,23 +97,45 @@ class Round:
         return first_failure(self.deaths()) is not None
 
     def hold(self, why: str = "") -> None:
-        """Let survivors finish: return when every worker here has ended, or the fault's deadline has passed.
+        """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
 
-        The first call fixes the deadline. `why` names a cause that is not a death on this node. A signal to the
-        launcher comes out as torch's SignalException.
+        That is: the fault's deadline has passed (the first call fixes it); a worker has left because its state is safe,
+        and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or there is
+        no controller that could lead them, UNLED_S after the fault. `why` names a cause that is not a death on this
+        node. A signal to the launcher comes out as torch's SignalException.
         """
         fault = self._begin(why)
         if self._watch.wait_all(0.0):
             return
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
-        if self._watch.wait_all(self._left_s(fault)):
+        reason = self._wait_for_survivors(fault)
+        if not reason:
             held_s = time.monotonic() - fault.begun_monotonic_s
             log.info("all workers here have ended, %.2f s after the fault", held_s)
             return
-        log.error(
-            "TTP_OT: %s still here %.0f s after the fault (%s): ending them",
-            ranks_text(self.living()), self._launching.total_timeout_s, fault.cause,
-        )  # fmt: skip
+        log.error("%s: %s still here (fault: %s): ending them", reason, ranks_text(self.living()), fault.cause)
+
+    def _wait_for_survivors(self, fault: Fault) -> str:
+        """Return empty when all have ended, else why they are not waited for any longer."""
+        if not self.has_controller and self._left_s(fault) > UNLED_S:
+            if self._watch.wait_all(UNLED_S):
+                return ""
+            if not self.has_controller:
+                return f"no controller leads the ranks, {UNLED_S:.0f} s have passed"
+
+        def persisted(deaths: Mapping[int, Death]) -> bool:
+            return any(death.status == EXIT_CODE_PERSISTED for death in deaths.values())
+
+        def all_ended(deaths: Mapping[int, Death]) -> bool:
+            return all(rank in deaths and deaths[rank].settled for rank in self._pids)
+
+        self._watch.wait(self._left_s(fault), lambda deaths: persisted(deaths) or all_ended(deaths))
+        grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
+        if self._watch.wait_all(grace_s):
+            return ""
+        if persisted(self.deaths()):
+            return f"the checkpoint is safe and {LEAVE_GRACE_S:.0f} s have passed"
+        return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
 
     def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:
         """End every worker and what the workers left in their sessions, without reaping them."""
