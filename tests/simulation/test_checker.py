@@ -14,6 +14,8 @@ from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
 from ttp.controller import machine, membership, rolling, transitions, writing
 from ttp.controller.decision import Decision, Refusal, decide
+from ttp.controller.planning import hand_over
+from ttp.controller.publishing import start_publishing
 from ttp.controller.state import Stage
 from ttp.errors import ProtocolError
 from ttp.processor import transitions as processor_transitions
@@ -133,7 +135,7 @@ def test_a_gate_that_lets_ready_pass_while_closed_is_caught(monkeypatch: pytest.
 
 def test_publishing_before_everything_is_written_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(state: Any, now: float, out: Any) -> Any:
-        return transitions.start_publishing(state, now, out)
+        return start_publishing(state, now, out)
 
     monkeypatch.setitem(transitions._ADVANCE, Stage.WRITING, wrong)
     first_caught("I5")
@@ -141,11 +143,10 @@ def test_publishing_before_everything_is_written_is_caught(monkeypatch: pytest.M
 
 def test_counting_a_replaced_writers_late_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(parts: Any, holders: Any, loads: Any) -> Any:
-        given = writing_hand_over(parts, holders, loads)
+        given = hand_over(parts, holders, loads)
         twice = tuple(parts) * 2  # the lost writer's answer and the new writer's
         return given and {rank: twice if rank == min(given) else mine for rank, mine in given.items()}
 
-    writing_hand_over = writing.hand_over
     monkeypatch.setattr(writing, "hand_over", wrong)
     first_caught("I5")
 

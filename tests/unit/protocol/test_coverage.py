@@ -1,0 +1,80 @@
+"""What a job survives, computed from what its ranks registered."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from tests.unit.protocol.bench import registration
+from ttp.controller.coverage import Coverage, Group, coverage_of, fatal_ranks, survived_pairs, survives, warnings
+from ttp.proto.messages import Registration, ShardGroup
+
+
+def even(size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((shard, shard + size // 2) for shard in range(size // 2))
+
+
+def coverage(holders: tuple[tuple[int, ...], ...], hosts: list[str] | None = None) -> Coverage:
+    size = 1 + max(max(ranks) for ranks in holders)
+    names = hosts or ["one"] * size
+    return coverage_of(registration(rank, holders, names[rank]) for rank in range(size))
+
+
+def test_two_halves_of_eight_survive_any_rank_and_all_pairs_but_the_partners() -> None:
+    assert survives(coverage(even(8))) == "any 1 of 8 ranks; 24 of 28 pairs"
+
+
+def test_nodes_are_told_when_there_is_more_than_one() -> None:
+    apart = coverage(even(4), ["a", "a", "b", "b"])
+    assert survives(apart) == "any 1 of 4 ranks; 4 of 6 pairs; each of 2 nodes"
+    together = coverage(even(4), ["a", "b", "a", "b"])
+    assert survives(together) == "any 1 of 4 ranks; 4 of 6 pairs; 0 of 2 nodes (not nodes a, b)"
+
+
+def test_a_lone_holder_is_named() -> None:
+    lone = coverage(((0, 1), (2,)))
+    assert survives(lone) == "2 of 3 ranks (not rank 2); 0 of 3 pairs"
+    assert "shard 1 is held by rank 2 only" in warnings(lone)[0]
+
+
+def test_a_warning_when_partners_share_a_host_although_there_are_others() -> None:
+    assert warnings(coverage(even(4), ["a", "a", "b", "b"])) == ()
+    told = warnings(coverage(even(4), ["a", "b", "a", "c"]))
+    assert len(told) == 1 and "shard 0" in told[0] and "ranks 0, 2" in told[0]
+
+
+def test_no_warning_about_hosts_when_there_is_only_one() -> None:
+    assert warnings(coverage(even(4))) == ()
+
+
+def test_more_replicas_than_hosts_is_no_fault_of_the_placement() -> None:
+    assert warnings(coverage(((0, 1, 2), (0, 1, 3)), ["a", "b", "a", "a"])) == ()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counted_pairs_equal_tried_pairs(seed: int) -> None:
+    """The arithmetic over holder sets equals trying every pair."""
+    rng = random.Random(seed)
+    size = rng.randint(3, 9)
+    holders = tuple(tuple(sorted(rng.sample(range(size), rng.randint(1, 3)))) for _ in range(rng.randint(1, 8)))
+    groups = tuple(Group(f"g{i}", f"shard {i}", 1, ranks) for i, ranks in enumerate(holders))
+    world = Coverage(groups, ("h",) * size)
+    pairs = list(itertools.combinations(range(size), 2))
+    tried = sum(all(set(ranks) - set(pair) for ranks in holders) for pair in pairs)
+    assert survived_pairs(world) == (tried, len(pairs)), f"seed {seed}: {holders}"
+    assert fatal_ranks(world) == tuple(r for r in range(size) if any(not set(ranks) - {r} for ranks in holders))
+
+
+def test_ten_thousand_ranks_take_less_than_a_second() -> None:
+    size = 10_000
+    registrations = [
+        Registration(r, size, f"n{r // 8}", r, (ShardGroup(f"g{r % (size // 2)}", "s", 1),), 0, ("/a",), "{}")
+        for r in range(size)
+    ]
+    began = time.perf_counter()
+    text = survives(coverage_of(registrations))
+    assert time.perf_counter() - began < 1.0
+    assert text == "any 1 of 10000 ranks; 49990000 of 49995000 pairs; each of 1250 nodes"

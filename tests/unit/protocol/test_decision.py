@@ -1,0 +1,116 @@
+"""The newest step at which every shard has a live holder that has it or can reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.unit.protocol.bench import MIB, record, report
+from ttp.controller.coverage import Group
+from ttp.controller.decision import Decision, Refusal, decide
+from ttp.controller.planning import hand_over, share_out
+from ttp.proto.messages import Part, Phase, StateReport
+
+COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
+HALVES = (Group("g0", "shard 0", MIB, (0, 2)), Group("g1", "shard 1", MIB, (1, 3)))
+
+
+def verdict(*reports: StateReport, records: Iterable[int] = (), **options: object) -> Decision | Refusal:
+    known = {r.step: r for rep in reports for r in rep.records} | {step: record(step) for step in records}
+    return decide(HALVES, {rep.rank: rep for rep in reports}, known, **options)  # type: ignore[arg-type]
+
+
+def test_without_a_record_all_write_the_step_before() -> None:
+    found = verdict(report(1, 1, READY, 7), report(2, 1, COMPUTE, 7), report(3, 1, READY, 7))
+    assert found == Decision(6, None, (), (1, 2, 3))
+
+
+def test_one_survivors_record_takes_every_ready_rank_along() -> None:
+    found = verdict(report(1, 1, READY, 7), report(2, 1, DONE, 7, records=[7]), report(3, 1, READY, 7))
+    assert found == Decision(7, record(7), (1, 3), (1, 2, 3))
+
+
+def test_a_dead_ranks_step_never_counts() -> None:
+    """Ranks 0 and 2 held shard 0 at step 7; only their words are left, and no record among the living."""
+    found = verdict(report(1, 1, READY, 7), report(3, 1, READY, 7), absent={0: "dead (signal SIGKILL)", 2: "dead"})
+    assert isinstance(found, Refusal)
+    assert found.missing == ("shard 0",)
+    assert "rank 0, dead (signal SIGKILL)" in found.reason
+
+
+def test_a_record_told_by_a_rank_that_died_since_is_still_a_proof() -> None:
+    found = verdict(report(0, 1, READY, 7), report(1, 1, READY, 7), records=[7])
+    assert found == Decision(7, record(7), (0, 1), (0, 1))
+
+
+def test_a_stuck_ranks_record_counts_and_its_shards_do_not() -> None:
+    stuck = report(0, 1, UPDATING, 7, records=[7], closed=False)
+    found = verdict(stuck, report(1, 1, READY, 7), report(2, 1, READY, 7), report(3, 1, READY, 7))
+    assert found == Decision(7, record(7), (1, 2, 3), (1, 2, 3))
+
+
+def test_a_stuck_rank_that_is_the_last_holder_means_refusal_with_its_name() -> None:
+    stuck = report(0, 1, UPDATING, 7, records=[7], closed=False)
+    found = verdict(stuck, report(1, 1, READY, 7), absent={0: "stuck in UPDATING of step 7", 2: "dead (killed)"})
+    assert isinstance(found, Refusal)
+    assert "shard 0" in found.reason and "rank 0, stuck in UPDATING of step 7" in found.reason
+
+
+def test_a_torn_rank_never_counts() -> None:
+    torn = report(0, 1, UPDATING, 7, records=[7], torn=True)
+    found = verdict(torn, report(1, 1, READY, 7), report(2, 1, READY, 7))
+    assert found == Decision(7, record(7), (1, 2), (1, 2))
+
+
+def test_a_rank_in_compute_does_not_roll_forward() -> None:
+    """Its gradients are not final; with local copies the job falls back to the step that all have."""
+    done = report(1, 1, DONE, 7, records=[7], backup_step=6)
+    found = verdict(done, report(0, 1, COMPUTE, 7), report(2, 1, READY, 7, backup_step=5))
+    assert found == Decision(7, record(7), (2,), (1, 2))
+    found = verdict(done, report(0, 1, COMPUTE, 7))
+    assert found == Decision(6, None, (), (0, 1))
+
+
+def test_a_failed_roll_forward_is_not_tried_again() -> None:
+    reports = (report(0, 1, READY, 7, backup_step=5), report(1, 1, DONE, 7, records=[7], backup_step=6))
+    assert verdict(*reports) == Decision(7, record(7), (0,), (0, 1))
+    assert verdict(*reports, unreachable=frozenset({(0, 7)})) == Decision(6, None, (), (0, 1))
+
+
+def test_skipped_steps_count_as_steps() -> None:
+    found = verdict(report(0, 1, DONE, 7, records=[7]), report(1, 1, DONE, 7, records=[7]))
+    assert isinstance(found, Decision) and found.step == 7
+
+
+def test_nothing_to_save_before_the_first_step() -> None:
+    found = verdict(report(0, 1, COMPUTE, 1), report(1, 1, READY, 1))
+    assert isinstance(found, Refusal) and "nothing to save" in found.reason and found.missing == ()
+
+
+def test_nobody_left_names_all_shards() -> None:
+    found = verdict()
+    assert isinstance(found, Refusal) and found.missing == ("shard 0", "shard 1")
+
+
+def test_every_part_is_given_once_and_replicas_share_the_work() -> None:
+    plan = share_out(HALVES, (0, 1, 2, 3))
+    assert plan == {0: (Part("g0", 0, 2),), 1: (Part("g1", 0, 2),), 2: (Part("g0", 1, 2),), 3: (Part("g1", 1, 2),)}
+
+
+def test_the_slowest_writer_of_a_ring_with_a_dead_rank_has_little_more_than_its_share() -> None:
+    ring = tuple(Group(f"g{i}", f"shard {i}", MIB, tuple(sorted((i, (i + 1) % 5)))) for i in range(5))
+    plan = share_out(ring, (1, 2, 3, 4))
+    loads = {rank: sum(MIB / part.count for part in parts) for rank, parts in plan.items()}
+    assert max(loads.values()) <= 1.5 * MIB, loads
+    assert sorted((p.group_id, p.index) for parts in plan.values() for p in parts) == sorted(
+        (g.group_id, index) for g in ring for index in range(1 if 0 in g.holders else 2)
+    )
+
+
+def test_a_tiny_group_is_not_cut() -> None:
+    assert share_out((Group("g", "scalars", 8, (0, 1, 2)),), (0, 1, 2)) == {0: (Part("g", 0, 1),)}
+
+
+def test_parts_of_a_lost_writer_go_to_the_holder_with_the_least_to_do() -> None:
+    parts = (Part("a", 0, 2), Part("b", 1, 2))
+    assert hand_over(parts, {"a": (1, 2), "b": (2,)}, {1: 3}) == {2: parts}
+    assert hand_over(parts, {"a": (1, 2), "b": ()}, {}) is None
