@@ -98,7 +98,8 @@ def publish(
                 break
         else:
             raise CheckpointError(
-                f"step {step}: {root / tmp_name} was taken by other publishers {_PUBLISH_TRIES} times"
+                f"step {step}: {root / tmp_name} is gone or was taken over by other publishers, and {final} is not there: "
+                "nothing to publish. Publish again, or write the step again as a new attempt"
             )
         fsync_directory(root)
     except OSError as error:
@@ -123,7 +124,8 @@ def _publish_once(
     rank: int,
 ) -> bool:
     """Claim the attempt, complete it, rename it. False when another publisher came first: look again."""
-    claim = _claim(root, tmp_name, [file for result in results for file in result.files], final)
+    files = [file for result in results for file in result.files]
+    claim = _claim(root, tmp_name, files, final)
     if claim is None:
         return False
     try:
@@ -153,10 +155,9 @@ def _claim(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -
             except FileNotFoundError:
                 return None
             return claim
-    if os.path.lexists(final):
+    # What was listed may have been renamed by another publisher before it was looked at: only what stays put is broken.
+    if not found or os.path.lexists(final) or not all((root / name).is_dir() for name in found):
         return None
-    if not found:
-        raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish. Write the step again as a new attempt")
     raise CorruptCheckpoint(
         f"{_missing(root / found[0], files)}; is {root} the same directory on every node? Write the step again"
     )
@@ -188,12 +189,14 @@ def _complete(
         os.unlink(claim / name)
     results = [*results]
     if blobs:
-        results.append(write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs"))
+        results.append(write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False))
     dcp.write_metadata(claim, results, str(final), fields.attempt)
     metadata = claim / dcp.METADATA_NAME
     entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
     files = sorted((*(file for result in results for file in result.files), entry), key=lambda file: file.name)
     write_manifest(claim, replace(fields, files=tuple(files)))
+    if (missing := _missing(claim, files)) is not None:
+        raise CorruptCheckpoint(f"{missing}, though all was there before; write the step again as a new attempt")
     fsync_directory(claim)
 
 

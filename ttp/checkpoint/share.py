@@ -43,11 +43,13 @@ def write_share(
     blobs: Mapping[str, object],
     *,
     suffix: str = "0",
+    make: bool = True,
 ) -> ShareResult:
     """Write tensors and blobs into `directory/tmp_name/__<rank>_<suffix>_<n>.distcp`; durable on return.
 
     tmp_name: the attempt's own directory (`iter_0000042_tmp_<attempt>`), made if it is not there; other ranks write into
     it at the same time. An existing file is never touched: `n` is the first free number.
+    make: False for a publisher, which must find the directory that it claimed or fail.
     blobs: plain values (numbers, strings, booleans, None, and lists, tuples and dictionaries of them) by key.
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
     a stream of their own, which never waits for a stuck collective.
@@ -64,7 +66,8 @@ def write_share(
     written: list[_Target] = []
     result = ShareResult((), (), ())
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
         copier = _DeviceCopier()
         for number, batch in enumerate(_batches(boxes) or [[]]):
             if batch or (packed and number == 0):
@@ -235,6 +238,9 @@ class _Target(FileSystem):
             finally:
                 self._stream.release()
             self.nbytes, self.sha256 = self._stream.position, self._stream.digest.hexdigest()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: a directory that went away belongs to another publisher, and must not come back half empty."""
 
     def _open_new(self) -> IO[bytes]:
         number = 0

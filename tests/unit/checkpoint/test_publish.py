@@ -7,9 +7,11 @@ import dataclasses
 import io
 import logging
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,11 +256,102 @@ def test_a_slow_publisher_overtaken_by_its_successor_changes_nothing(
         assert not [name for name in os.listdir(directory) if "broken" in name]
 
 
+class Runner:
+    """A publisher in a thread of its own that stops before its n-th call to the system until it is let go."""
+
+    def __init__(self, stop_before: int, work: Callable[[], Path]) -> None:
+        self._left = stop_before
+        self._work = work
+        self._stopped, self._go = threading.Event(), threading.Event()
+        self.outcome: Path | BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self.ident: int | None = None
+
+    def start(self) -> None:
+        """Run to the stop, or to the end."""
+        self._thread.start()
+        assert self._stopped.wait(60)
+
+    def finish(self) -> None:
+        self._go.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def called(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            self._stopped.set()
+            assert self._go.wait(60)
+
+    def _run(self) -> None:
+        self.ident = threading.get_ident()
+        try:
+            self.outcome = self._work()
+        except (CheckpointError, AssertionError) as error:
+            self.outcome = error
+        self._stopped.set()
+
+
+@contextmanager
+def stoppable(runners: list[Runner]) -> Iterator[None]:
+    """Let the runners hear of every call that their own threads make."""
+
+    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for runner in runners:
+                if runner.ident == threading.get_ident():
+                    runner.called()
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in SYSTEM_CALLS:
+            patch.setattr(module, name, heard(getattr(module, name)))
+        yield
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_two_publishers_of_one_attempt_in_any_interleaving_leave_one_whole_checkpoint(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The first stops anywhere, its successor works and stops anywhere, the first goes on to its end, then the second.
+
+    Both write `.metadata` and a manifest, and the two differ: a mixture would be broken.
+    """
+    monkeypatch.setattr(durable, "_LOCK_PATIENCE_S", 0.0)
+    total = count_of_calls(job, tmp_path / "count")
+    rng = random.Random(seed)
+    for number in range(40):
+        directory = tmp_path / str(number)
+        results = job.write(directory, "iter_0000042_tmp_a", 2)
+
+        def work(rank: int, d: Path = directory, r: list[ShareResult] = results) -> Path:
+            blobs = {f"optim.param_groups.{rank}.lr": rank}
+            return job.publish(d, "iter_0000042_tmp_a", r, 42, blobs=blobs, rank=rank)
+
+        stops = rng.randrange(total), rng.randrange(total)
+        first = Runner(stops[0], partial(work, 0))
+        second = Runner(stops[1], partial(work, 1))
+        with stoppable([first, second]):
+            first.start()
+            second.start()
+            first.finish()
+            second.finish()
+        told = f"seed {seed}, trial {number}, stops {stops}: {first.outcome!r}, {second.outcome!r}"
+        assert first.outcome == second.outcome == directory / "iter_0000042", told
+        assert load.verify(directory / "iter_0000042").step == 42, told
+        assert not [name for name in os.listdir(directory) if "broken" in name], told
+        job.assert_equal(job.read(directory / "iter_0000042"))
+
+
 def test_a_publisher_that_lost_the_attempt_says_so(job: Job, tmp_path: Path) -> None:
     """Neither the attempt nor the checkpoint is there."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
     (tmp_path / "iter_0000042_tmp_a").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"iter_0000042_tmp_a is gone: nothing to publish"):
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000042_tmp_a is gone or was taken over by .*: nothing to publish"
+    ):
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
 
 

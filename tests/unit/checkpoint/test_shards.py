@@ -33,7 +33,7 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
 
 
 @given(runs())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_boxes_are_the_run_in_order_and_at_most_2n_minus_1(run: tuple[tuple[int, ...], int, int]) -> None:
     """Joined, the boxes' elements are exactly the run's; each box is a run of its own that begins at `start`."""
     shape, start, stop = run
