@@ -15,11 +15,13 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import ControllerSettings, Effect, Event, Journal, Received
 from .leaving import orphaned, over
 from .membership import empty, forgive, hear, sweep
+from .presence import die, suspicion
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
 from .rounds import has_culprit
+from .settling import abandon_start, give_up, settle
 from .state import ControllerState, Fault, Stage
-from .transitions import TRANSITIONS, abandon_start, die, give_up, settle, suspicion
+from .transitions import TRANSITIONS
 from .writing import silent_while_writing
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)

@@ -12,7 +12,7 @@ from tests.simulation.checks import run_and_check
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
-from ttp.controller import machine, membership, rolling, transitions, writing
+from ttp.controller import machine, membership, presence, rolling, settling, writing
 from ttp.controller.decision import Decision, Refusal, decide
 from ttp.controller.planning import hand_over
 from ttp.controller.publishing import start_publishing
@@ -137,7 +137,7 @@ def test_publishing_before_everything_is_written_is_caught(monkeypatch: pytest.M
     def wrong(state: Any, now: float, out: Any) -> Any:
         return start_publishing(state, now, out)
 
-    monkeypatch.setitem(transitions._ADVANCE, Stage.WRITING, wrong)
+    monkeypatch.setitem(settling._ADVANCE, Stage.WRITING, wrong)
     first_caught("I5")
 
 
@@ -161,9 +161,9 @@ def test_missing_silent_deaths_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_taking_every_suspicion_for_a_death_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
-        return transitions.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
+        return presence.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
 
-    monkeypatch.setattr(transitions, "suspicion", wrong)
+    monkeypatch.setattr(presence, "suspicion", wrong)
     monkeypatch.setattr(machine, "suspicion", wrong)
     first_caught("I7")
 

@@ -1,0 +1,121 @@
+"""The consequences of what is known: changes of stage (PURE).
+
+Owns `settle`, which is called after every event and goes on as far as the facts allow. It never looks at the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from .coverage import coverage_of, survives, warnings
+from .decision import Refusal
+from .events import Effect, Fields, Journal, Send
+from .leaving import finish_job, leave, over, refuse
+from .membership import forgive
+from .presence import welcome
+from .publishing import start_publishing
+from .rolling import all_rolled, start_dump
+from .rounds import has_culprit, thaw
+from .state import ControllerState, Stage
+from .writing import start_writing
+
+
+def settle(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Change stages as far as the facts allow."""
+    while True:
+        if state.members.alive == 0 and state.stage not in (Stage.EXITING, Stage.OVER):
+            state = _nobody_left(state, now, out)
+        advance = _ADVANCE.get(state.stage)
+        if advance is None:
+            return state
+        stage = state.stage
+        state = advance(state, now, out)
+        if state.stage is stage:
+            return state
+
+
+def _nobody_left(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """All are dead; those that were only silent are told to exit in case they wake up."""
+    return refuse(state, Refusal("all ranks are dead"), now, out)
+
+
+def _assemble(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Once every rank is registered and attached, the job's coverage is known and training may begin."""
+    members, world_size = state.members, state.settings.world_size
+    if members.registered < world_size or members.attached < world_size:
+        return state
+    coverage = coverage_of(member.registration for member in members.table if member.registration is not None)
+    state = replace(
+        state,
+        stage=Stage.RUNNING,
+        deadline=inf,
+        coverage=coverage,
+        survives=survives(coverage),
+        members=forgive(members, now, state.settings),  # heartbeats begin now
+    )
+    for rank in range(world_size):
+        out.append(Send((rank,), welcome(state, rank)))
+    fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": state.survives}
+    out.append(Journal("assembled", {**fields, "warnings": warnings(coverage)}))
+    return state
+
+
+def _run(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    return finish_job(state, out) if state.members.finished == state.settings.world_size else state
+
+
+def _freeze(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Open the gates again, wait for more reports, or decide."""
+    fault, members = state.fault, state.members
+    assert fault is not None
+    if not fault.causes:
+        if members.finished == state.settings.world_size:
+            return finish_job(state, out)
+        return state if members.suspects else thaw(state, out)
+    if not has_culprit(fault.causes) and now < fault.hint_until:
+        return state
+    if (fault.awaiting or members.suspects) and now < fault.round_deadline:
+        return state
+    return start_dump(state, now, out)
+
+
+def _roll(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    if state.dump is None or state.dump.pending:
+        return state
+    state = all_rolled(state, now, out)
+    return start_writing(state, now, out) if state.stage is Stage.WRITING else state
+
+
+def _write(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    return start_publishing(state, now, out) if state.dump is not None and not state.dump.pending else state
+
+
+def _exit(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Leave when every rank that could be told has let go of its stream."""
+    return over(state, state.reason, out) if not state.members.attached and not state.untold else state
+
+
+_ADVANCE: dict[Stage, Callable[[ControllerState, float, list[Effect]], ControllerState]] = {
+    Stage.ASSEMBLING: _assemble,
+    Stage.RUNNING: _run,
+    Stage.FREEZING: _freeze,
+    Stage.ROLLING: _roll,
+    Stage.WRITING: _write,
+    Stage.EXITING: _exit,
+}
+
+
+def abandon_start(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """The world did not assemble in time: release those that came."""
+    missing = state.members.table.ranks(lambda member: member.registration is None)
+    came = state.members.registered
+    reason = f"only {came} of {state.settings.world_size} ranks registered in time; missing: {missing[:8]}"
+    return leave(state, reason, now, out)
+
+
+def give_up(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """The fault took longer than it may."""
+    reason = f"the fault was not over after {state.settings.total_timeout_s:g} s, in stage {state.stage.value}"
+    return refuse(state, Refusal(reason), now, out)
