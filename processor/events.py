@@ -175,4 +175,6 @@ class Log:
     text: str
 
 
-Effect = Send | Connect | CloseGate | OpenGate | ApplyUpdate | WriteShare | PublishCheckpoint | ExitProcess | Release | Log
+Effect = (
+    Send | Connect | CloseGate | OpenGate | ApplyUpdate | WriteShare | PublishCheckpoint | ExitProcess | Release | Log
+)

@@ -1,6 +1,6 @@
 """The smallest trainer that is protected: everything TTP needs is marked with `# TTP`.
 
-    ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer
+ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer
 """
 
 from __future__ import annotations
