@@ -62,7 +62,9 @@ class ProcessorState:
     term: int = -1
     """Of the controller that welcomed last."""
     freeze_id: int = 0
-    """The latest freeze's number; meaningful while not TRAINING."""
+    """The latest freeze's number, as its controller counts; meaningful while not TRAINING."""
+    gate_id: int = 0
+    """The number that the gate was closed under; differs from `freeze_id` when an older controller froze."""
     closed: bool = False
     """FROZEN: the gate is really closed, so that the state stands still."""
     torn: bool = False

@@ -159,7 +159,7 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
         state = replace(state, freeze_id=message.freeze_id, orders=())
     out.append(CloseGate(message.freeze_id))
     standing = Standing.FROZEN if state.standing is Standing.FROZEN else Standing.CLOSING
-    return replace(state, standing=standing, answer_by=inf)
+    return replace(state, standing=standing, gate_id=message.freeze_id, answer_by=inf)
 
 
 def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
@@ -183,7 +183,7 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
     if state.rolled:
         out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
         return state
-    out += [OpenGate(state.freeze_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
+    out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
     return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=())
 
 

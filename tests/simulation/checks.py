@@ -121,7 +121,7 @@ def _sound(job: Job) -> list[Rank]:
         for rank in job.ranks
         if rank.rank not in job.killed
         and rank.rank not in dead
-        and not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll)
+        and not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
     ]
 
 

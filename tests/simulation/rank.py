@@ -46,6 +46,7 @@ class Rank:
         self.main_raised = False
         self.hang_update_at = 0
         self.break_roll = False
+        self.hang_work = False
         self.state = machine.initial(ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s), job.now)
         self._held: list[Callable[[], None]] = []
         self._tasks: list[ev.Effect] = []
@@ -167,6 +168,8 @@ class Rank:
             return
         self._working = True
         task = self._tasks.pop(0)
+        if self.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
+            return  # for ever
         match task:
             case ev.CloseGate(freeze_id):
                 self._wait_for_update(freeze_id)

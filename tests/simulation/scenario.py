@@ -37,37 +37,64 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True) -> Scena
     scenario = Scenario(seed, job)
     if not faults:
         return scenario
-    kinds = _HARMLESS if rng.random() < 0.15 else _ALL
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))):
-        _add(scenario, rng, rng.choice(kinds))
+    shape = rng.random()
+    if shape < 0.15:
+        for _ in range(rng.randint(1, 4)):
+            _add(scenario, rng, rng.choice(_HARMLESS))
+    elif shape < 0.45:
+        for _ in range(rng.randint(0, 4)):
+            _add(scenario, rng, rng.choice(_ALL))
+    else:
+        _add_chain(scenario, rng)
     return scenario
 
 
-def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
-    """Hook one fault in, at a time of training or at a moment of the protocol."""
+def _add_chain(scenario: Scenario, rng: random.Random) -> None:
+    """A fault late enough that there is something to save, on a job with hidden troubles, and more during the dump."""
     job = scenario.job
-    scenario.harmless &= kind in _HARMLESS
-    make = _ACTIONS[kind]
-    world_size, steps = job.training.layout.world_size, job.training.steps
-    fixed = rng.randrange(world_size)
+    world_size = job.training.layout.world_size
+    scenario.harmless = False
+    for kind in rng.sample(_HIDDEN, rng.choice((0, 0, 1, 2))):
+        rank = rng.randrange(world_size)
+        scenario.faults.append(f"{kind} of rank {rank} from the start")
+        _ACTIONS[kind](job, rng, rank)
+    moment = f"{rng.choice(('READY', 'UPDATING', 'DONE'))} {rng.randint(2, max(2, job.training.steps))}"
+    _hook(scenario, rng, rng.choice(("kill", "kill", "kill", "exception", "host loss", "stop")), moment)
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
+        _hook(scenario, rng, rng.choice(_ALL), rng.choice(_DUMP_MOMENTS))
 
-    def act(rank: int) -> None:
-        victim = rank if rank >= 0 and rng.random() < 0.6 else fixed
-        make(job, rng, victim)
 
+def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
+    """Put in one fault, at a time of training or at a moment of the protocol."""
+    job = scenario.job
+    steps = job.training.steps
     if rng.random() < 0.45 or not scenario.faults:
         moment = rng.uniform(0.0, 0.1) if rng.random() < 0.1 else rng.uniform(0.1, 0.12 + 0.05 * steps)
-        scenario.faults.append(f"{kind} of rank {fixed} at {moment:.4f}")
+        act = _aimed(scenario, rng, kind, f"at {moment:.4f} s")
         job.scheduler.at(moment, lambda: act(-1))
-        return
-    training_moments = tuple(f"{phase} {rng.randint(1, steps)}" for phase in ("READY", "UPDATING", "DONE"))
-    moment_name = rng.choice(training_moments if rng.random() < 0.4 else _DUMP_MOMENTS)
-    count = rng.randint(1, max(1, world_size // 2))
+    elif rng.random() < 0.4:
+        _hook(scenario, rng, kind, f"{rng.choice(('READY', 'UPDATING', 'DONE'))} {rng.randint(1, steps)}")
+    else:
+        _hook(scenario, rng, kind, rng.choice(_DUMP_MOMENTS))
+
+
+def _hook(scenario: Scenario, rng: random.Random, kind: str, moment: str) -> None:
+    """Put in one fault that comes when something has happened a number of times, or a little later."""
+    job = scenario.job
+    count = rng.randint(1, job.training.layout.world_size)
     delay = rng.choice((0.0, 0.0, rng.uniform(0, 0.01), rng.uniform(0, 0.1)))
-    scenario.faults.append(
-        f"{kind} at the {count}. '{moment_name}' + {delay:.4f} s (rank {fixed} or the one concerned)"
-    )
-    job.hook(moment_name, count, lambda rank: job.scheduler.after(delay, lambda: act(rank)))
+    act = _aimed(scenario, rng, kind, f"{delay:.4f} s after the {count}. '{moment}'")
+    job.hook(moment, count, lambda rank: job.scheduler.after(delay, lambda: act(rank)))
+
+
+def _aimed(scenario: Scenario, rng: random.Random, kind: str, when: str) -> Callable[[int], None]:
+    """Return the fault, on the rank that the moment concerns or on one that is fixed now."""
+    scenario.harmless &= kind in _HARMLESS
+    job = scenario.job
+    fixed, elsewhere = rng.randrange(job.training.layout.world_size), rng.random() < 0.4
+    whom = f"rank {fixed}" if elsewhere else f"the rank concerned, or {fixed}"
+    scenario.faults.append(f"{kind} of {whom}, {when}")
+    return lambda rank: _ACTIONS[kind](job, rng, fixed if elsewhere or rank < 0 else rank)
 
 
 def _kill(job: Job, rng: random.Random, rank: int) -> None:
@@ -143,6 +170,11 @@ def _break_roll(job: Job, rng: random.Random, rank: int) -> None:
     job.ranks[rank].break_roll = True
 
 
+def _hang_work(job: Job, rng: random.Random, rank: int) -> None:
+    job.note(f"rank {rank}'s next order will never be done")
+    job.ranks[rank].hang_work = True
+
+
 def _fill_disk(job: Job, rng: random.Random, rank: int) -> None:
     root = rng.choice(job.roots)
     job.note(f"{root} is full")
@@ -167,6 +199,7 @@ _ACTIONS: dict[str, Callable[[Job, random.Random, int], None]] = {
     "stop": _stop,
     "hang in update": _hang_update,
     "failing roll-forward": _break_roll,
+    "hanging work": _hang_work,
     "full disk": _fill_disk,
     "rank's disk": _break_disk_of_rank,
     "controller pause": _pause_controller,
@@ -175,3 +208,4 @@ _ACTIONS: dict[str, Callable[[Job, random.Random, int], None]] = {
 }
 _HARMLESS = ("stream break", "break of all streams", "controller pause", "brief stop", "brief stream pause")
 _ALL = (*("kill",) * 8, *("exception", "host loss", "stop", "hang in update") * 2, *_ACTIONS)
+_HIDDEN = ("failing roll-forward", "hanging work", "full disk", "rank's disk", "rank's disk")

@@ -28,6 +28,20 @@ def test_invariants_hold_under_random_faults(batch: int) -> None:
     assert min(outcomes["published"], outcomes["refused"], outcomes["finished"]) > 0, f"one-sided batch: {outcomes}"
 
 
+def test_the_seeds_reach_every_turn_of_the_story() -> None:
+    """The faults are not all of one kind: every line that a dump can write is written by some job."""
+    reached: set[str] = set()
+    for seed in range(250):
+        scenario = build(seed)
+        run_and_check(scenario)
+        reached |= {line.event for _, line in scenario.job.controller.story}
+    assert reached >= {
+        "suspect", "cleared", "thawed", "death_seen", "death_named", "fault_reported", "freeze_sent", "frozen", "decided",
+        "rolled_forward", "write_sent", "written", "write_failed", "write_moved", "stuck", "replanned", "publish_sent",
+        "published", "refused", "exit_sent", "finished",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
 def test_one_dead_rank_is_always_survived(layout: Layout) -> None:
     """Whoever dies in training, whenever: the checkpoint is published, unless no step was committed yet."""

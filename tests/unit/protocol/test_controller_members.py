@@ -295,8 +295,8 @@ def test_late_answers_of_an_older_freeze_are_ignored() -> None:
 
 def test_heartbeats_cost_the_same_at_any_world_size() -> None:
     """No work per message grows with the world: the number of references copied does, with its square root."""
-    job = ControllerBench(tuple((i, i + 1000) for i in range(1000)))
+    job = ControllerBench(tuple((i, i + 200) for i in range(200)))
     chunks = job.state.members.table.chunks
-    job.say(Heartbeat(1234, Phase.COMPUTE, 1), after=0.1)
+    job.say(Heartbeat(234, Phase.COMPUTE, 1), after=0.1)
     same = sum(a is b for a, b in zip(chunks, job.state.members.table.chunks, strict=True))
-    assert same == len(chunks) - 1 and max(map(len, chunks)) < 100
+    assert same == len(chunks) - 1 and max(map(len, chunks)) <= 20
