@@ -261,9 +261,10 @@ class Gate:
         self._record = record
         self._phase = _UPDATING
 
-    def rolled_forward(self, step: int) -> None:
-        """The roll forward is finished: the state is `step`'s, for the last time."""
+    def rolled_forward(self, step: int, backup_step: int = -1) -> None:
+        """The roll forward is finished: the state is `step`'s, for the last time. `backup_step` as in `begin_update`."""
         self._state_step = step
+        self._backup_step = backup_step
         self._phase = _DONE
         self._release()
 

@@ -122,7 +122,8 @@ class Worker:
         except BaseException:
             gate.roll_forward_failed()
             raise
-        gate.rolled_forward(step)
+        # An optimizer that keeps a local copy has taken it in this update too: it is the step before now.
+        gate.rolled_forward(step, step - 1 if gate.backup_step >= 0 else -1)
         return RollForwardDone(freeze_id, step)
 
     def _write(self, order: WriteOrder) -> Event:

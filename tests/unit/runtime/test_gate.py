@@ -236,6 +236,20 @@ def test_after_a_roll_forward_the_training_thread_never_passes_again() -> None:
     assert waits_in(trainer, "begin_update")
 
 
+def test_a_roll_forward_moves_the_local_copy_too() -> None:
+    """The update of step 2 overwrote the copy of step 0 with step 1's: the report must not offer what is gone."""
+    gate = Gate(0)
+    gate.ready(1)
+    gate.begin_update(1, record(1), backup_step=0)
+    gate.end_update(1)
+    gate.ready(2)
+    assert gate.freeze(1, LONG_S).backup_step == 0
+    gate.start_roll_forward(record(2))
+    gate.rolled_forward(2, backup_step=1)
+    report = gate.freeze(2, LONG_S)
+    assert (report.state_step, report.backup_step) == (2, 1)
+
+
 def test_a_training_thread_that_arrives_during_the_roll_forward_waits_too() -> None:
     """It meets the gate while the work thread holds the lock; that is no misuse."""
     gate = Gate(0)

@@ -237,7 +237,11 @@ def test_a_shutdown_request_ends_the_controller_and_frees_its_port(new_controlle
     assert controller.wait(LONG_S) == 0
     host, port = controller.address.split(":")
     with socket.socket() as free:
+        free.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # closed connections linger; a listener would still refuse
         free.bind((host, int(port)))
+        free.listen()
     with pytest.raises(ControllerError, match="did not answer"):
         request_status(controller.address, timeout_s=1.0)
 
