@@ -32,6 +32,9 @@ from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 _COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
 
+ABANDONED_STEP_S = 5.0
+"""How long reduced gradients outlive a failed step: longer than a lease, so that a dead peer is known by then."""
+
 _PASSING_S = 1.0
 """A thread that finds the gate closed holds the lock for a moment, to look; nobody else holds it for less than an update."""
 
@@ -95,7 +98,13 @@ class Gate:
     # --- training thread ---
 
     def computing(self, step: int) -> None:
-        """Gradients of `step` are about to change. Waits while closed."""
+        """Gradients of `step` are about to change. Waits while closed.
+
+        From READY on they must stay for a roll forward. A thread that comes here from READY has left a step without its
+        update: its collective raised, so a freeze is on its way, and is waited for; without one the step is given up.
+        """
+        if self._phase is _READY:
+            self._await_freeze()
         self._pass()
         self._step = step
         self._phase = _COMPUTE
@@ -166,6 +175,12 @@ class Gate:
         self._previous_record = None
         self._backup_step = -1
         self._release()
+
+    def _await_freeze(self) -> None:
+        """Wait for the gate to close, up to ABANDONED_STEP_S (a rare path: it may poll)."""
+        deadline = time.monotonic() + ABANDONED_STEP_S
+        while not self._barred and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _pass(self) -> None:
         """Take the lock with the gate open."""
@@ -269,8 +284,9 @@ class Gate:
         self._release()
 
     def roll_forward_failed(self) -> None:
-        """The roll forward raised half way: the state is torn."""
+        """The roll forward raised half way: the state is torn, and so may be a local copy that it was making."""
         self._torn = True
+        self._backup_step = -1
         self._release()
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import ttp
+from ttp.errors import CheckpointError
 
 from .config import Config, plain
 from .data import Sequences, Text, micro_batch_starts, open_sequences
@@ -192,16 +193,22 @@ class Trainer:
             time_s=time.perf_counter() - began,
             consumed_samples=consumed,
         )
-        if (
-            self.metrics is not None
-        ):  # before anything that waits for another rank: the line must not be lost to its death
+        if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
         if config.save_interval is not None and (last or step % config.save_interval == 0):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        """Write a periodic checkpoint; a disk that refuses it does not end a healthy training."""
+        try:
             path = self.session.save(step)
-            if self.world.rank == 0:
-                log.info("step %d saved in %s", step, path)
+        except CheckpointError as exc:
+            log.error("%s; training goes on without this checkpoint", exc)
+            return
+        if self.world.rank == 0:
+            log.info("step %d saved in %s", step, path)
 
     @property
     def _loss_divisor(self) -> int:

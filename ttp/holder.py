@@ -14,7 +14,7 @@ from typing import Any
 from ttp.checkpoint import shards, writer
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import param_group_blobs
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ConfigError
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
 
@@ -29,13 +29,20 @@ class StepStates:
     """
 
     def __init__(self) -> None:
-        self._states: dict[int, Any] = {}
+        self._states: dict[int, str] = {}
         self._lock = threading.Lock()
 
     def put(self, step: int, state: Mapping[str, Any]) -> None:
-        """Keep `state` as what step + 1 needs to go on, if step is committed. The mapping must be JSON and not change."""
+        """Keep a copy of `state` as what step + 1 needs to go on, if step is committed. Raises ConfigError unless it is JSON:
+        found now, not at the fault."""
+        if not _is_plain(state):
+            raise ConfigError(
+                f"step {step}: the step state is {state!r}: wanted a mapping of text to numbers, text, booleans, None, lists and"
+                " mappings; convert arrays and tensors"
+            )
+        body = json.dumps(state)
         with self._lock:
-            self._states[step] = state
+            self._states[step] = body
             for old in sorted(self._states)[:-KEPT_STEPS]:
                 del self._states[old]
 
@@ -43,7 +50,7 @@ class StepStates:
         """Return the state after `step`, or an empty mapping when the trainer never set one."""
         with self._lock:
             if step in self._states or not self._states:
-                return self._states.get(step, {})
+                return json.loads(self._states.get(step, "{}"))
             kept = ", ".join(str(s) for s in sorted(self._states))
         raise CheckpointError(
             f"step {step}: no host state is kept (kept: steps {kept}); call session.set_step_state(step, ...) before every"
@@ -133,3 +140,12 @@ class OptimizerHolder:
         for index, group in enumerate(groups):
             group["params"] = [spec.name for spec in self.optimizer.layout.params if spec.group == index]
         return groups
+
+
+def _is_plain(value: object) -> bool:
+    """Say whether JSON gives the value back (tuples come back as lists)."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -26,6 +26,9 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
     def persistent(*args: P.args, **kwargs: P.kwargs) -> R:
         from ttp.session import find_session
 
+        session = find_session()
+        if session is not None:
+            session.begin_train()
         try:
             result = train(*args, **kwargs)
         except BaseException as exc:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from ttp.errors import ControllerError
 from ttp.holder import OptimizerHolder
 from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
-from ttp.processor.faults import classify
+from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
-from ttp.proto.messages import Cause, CauseKind, CommitRecord
+from ttp.proto.messages import CauseKind, CommitRecord
 
 log = logging.getLogger("ttp")
 
@@ -70,15 +71,16 @@ class Protection:
     def hold_after(self, exc: BaseException) -> None:
         """Tell the controller that `train` raised and stay as a holder. Returns when the exception may go on; a rank whose
         peer was the cause leaves with status 75 instead."""
-        text = traceback.format_exception_only(exc)[-1].strip()
-        kind = CauseKind.EXCEPTION if not isinstance(exc, Exception) else classify(text)
-        if kind is CauseKind.EXCEPTION:
+        cause = cause_of(self._rank, type(exc).__name__, str(exc))
+        if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
+            cause = replace(cause, kind=CauseKind.EXCEPTION)
+        if cause.kind is CauseKind.EXCEPTION:
             log.error("rank %d: train raised; holding this rank's shards for the others", self._rank, exc_info=exc)
             self.processor.release_at_exit()
         else:
-            log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, text)
+            log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
         detail = "".join(traceback.format_exception(exc))
-        self.processor.fault(Cause(kind, (self._rank,), text), detail)
+        self.processor.fault(cause, detail)
         self.processor.wait_for_verdict()
 
     def finished(self) -> None:
@@ -88,11 +90,9 @@ class Protection:
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone."""
         self.processor.stop()
-        if self._controller is not None:
-            try:
-                self._controller.wait(CONTROLLER_END_S)
-            except TimeoutError:
-                log.warning("the controller (pid %d) has not ended yet; it ends by itself", self._controller.pid)
+        controller = self._controller
+        if controller is not None and controller.wait(CONTROLLER_END_S) is None:
+            log.warning("the controller (pid %d) has not ended yet; it ends by itself", controller.pid)
 
     # --- finding each other ---
 

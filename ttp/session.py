@@ -36,6 +36,7 @@ import torch.distributed as dist
 from ttp.chaos.inject import injector, parse_faults
 from ttp.checkpoint import load, writer
 from ttp.config import Settings
+from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
 from ttp.exchange import broadcast_json, exchange_json
 from ttp.holder import OptimizerHolder
@@ -125,6 +126,7 @@ class Session:
         self.rank, self.world_size = world()
         self.save_dirs = tuple(str(Path(d).resolve()) for d in save_dirs)
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
+        self._directories = RunDirectories(self.save_dirs, settings.job_id, settings.round_number == 0)
         self._prepare_directories()
         self.holder = OptimizerHolder(
             optimizer,
@@ -143,6 +145,7 @@ class Session:
             for group_id in groups
         }
         self._save_count = 0
+        self._over = False
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
@@ -159,18 +162,21 @@ class Session:
 
     def _prepare_directories(self) -> None:
         """Find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks if on one."""
-        if self.rank == 0:
-            for directory in self.save_dirs:
-                writer.clean_stale(directory)
-        broadcast_json(None, self._device)  # nobody writes before the old attempts have been removed
         refusal = ""
+        if self.rank == 0:
+            try:
+                self._directories.claim()
+            except NotWritable as error:
+                refusal = str(error)
+        refusal = broadcast_json(refusal, self._device)  # nobody writes before the old attempts have been removed
         try:
-            for directory in self.save_dirs:
+            for directory in () if refusal else self.save_dirs:
                 writer.probe_writable(directory)
         except NotWritable as error:
             refusal = f"rank {self.rank}: {error}"
         refusals = [text for text in exchange_json(refusal, self._device) if text]
         if refusals:
+            self._directories.release()
             raise NotWritable(refusals[0])
 
     # --- resume ---
@@ -181,8 +187,14 @@ class Session:
         choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start), or the path of one
         checkpoint. `never` and a path are about the job's first start, and are refused when save_dirs hold newer
         checkpoints, which would be mixed up with this run's; a restart after a fault goes on where the fault left off.
-        Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError.
+        Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError,
+        ConfigError (the optimizer has trained already).
         """
+        if self.optimizer.current_step:
+            raise ConfigError(
+                f"resume after step {self.optimizer.current_step}: a checkpoint is loaded once, before the first step; start the"
+                " job again to go back"
+            )
         voters = _Ranks(self._device)
         candidates = self._agree_on_candidates(choice)
         found = load.first_valid(candidates, voters=voters, on_skip=self._say_skipped)
@@ -201,29 +213,14 @@ class Session:
         answer: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                answer["paths"] = self._candidates(choice)
-            except CheckpointError as error:
+                answer["paths"] = self._directories.candidates(choice)
+            except (CheckpointError, OSError) as error:
                 answer["error"] = str(error)
         answer = broadcast_json(answer, self._device)
         if "error" in answer:
             raise CheckpointError(answer["error"])
         paths: list[str] = answer["paths"]
         return paths
-
-    def _candidates(self, choice: str) -> list[str]:
-        """Return the checkpoints that may be resumed from, newest first. Raises CheckpointError."""
-        named = [] if choice in ("auto", "never") else [Path(choice).resolve()]
-        found = load.list_checkpoints(self.save_dirs)
-        if choice == "auto":
-            return [str(path) for path in found]
-        after = load.step_of(named[0]) if named else 0
-        newer = [path for path in found if load.step_of(path) > after]
-        if newer and self.settings.round_number == 0:
-            raise CheckpointError(
-                f"resume is {choice!r}, but {newer[0].parent} holds newer checkpoints (the newest: {newer[0].name}), which this"
-                " run's would be mixed up with; resume 'auto', use an empty directory, or move them away"
-            )
-        return [str(path) for path in [*newer, *named]]
 
     def _say_skipped(self, path: Path, reason: str) -> None:
         if self.rank == 0:
@@ -273,6 +270,7 @@ class Session:
             if self.rank in ranks
         )
         mine: dict[str, Any] = {}
+        self.optimizer.drain()  # on an accelerator the update may still be under way
         try:
             mine["result"] = dataclasses.asdict(self.holder.write_parts(directory, tmp_name, step, parts))
         except (CheckpointError, OSError) as error:
@@ -280,6 +278,7 @@ class Session:
         everyone = exchange_json(mine, self._device)
         refusal = next((answer["error"] for answer in everyone if "error" in answer), "")
         if refusal:
+            self._discard(directory, tmp_name)
             return "", refusal
         outcome: list[str] | None = None
         if self.rank == 0:
@@ -289,7 +288,14 @@ class Session:
             except (CheckpointError, OSError) as problem:
                 outcome = ["", str(problem)]
         path, refusal = broadcast_json(outcome, self._device)
+        if refusal:
+            self._discard(directory, tmp_name)
         return path, refusal
+
+    def _discard(self, directory: str, tmp_name: str) -> None:
+        """Give a failed attempt's room back: the dying gasp may need it."""
+        if self.rank == 0:
+            writer.discard_attempt(directory, tmp_name)
 
     def _periodic_order(
         self, directory: str, tmp_name: str, step: int, results: tuple[ShareResult, ...]
@@ -307,6 +313,14 @@ class Session:
 
     # --- the end of train ---
 
+    def begin_train(self) -> None:
+        """`train` is called. Raises ConfigError when it has returned before: the ranks have parted, nothing is protected."""
+        if self._over:
+            raise ConfigError(
+                "the function decorated with ttp_to_persist was called again: the session ended when every rank had returned"
+                " from it; decorate the function that holds the whole training loop"
+            )
+
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after `train` raised; returns when the exception may go on."""
         if self._protection is not None:
@@ -314,6 +328,7 @@ class Session:
 
     def hold_until_all_finish(self) -> None:
         """Keep this rank as a holder until every rank's `train` has returned."""
+        self._over = True
         if self._protection is not None:
             self._protection.finished()
 
@@ -322,6 +337,7 @@ class Session:
         global _current
         if self._protection is not None:
             self._protection.close()
+        self._directories.release()
         if _current is self:
             _current = None
 

@@ -45,7 +45,10 @@ def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(
         assert f"rank 1 (pid {pid}) ended: signal SIGKILL; holding ranks 0, 2 for up to 120 s" in job.text
         held = re.search(r"all workers here have ended, (\d+\.\d+) s after the fault", job.text)
         assert held is not None and 1.5 <= float(held[1]) < 20
-        assert "restarting (1 of 3 restarts): rank 1: signal SIGKILL; ranks 0, 2: persisted (exit code 75)" in job.text
+        assert (
+            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; ranks 0, 2: left for the restart (exit code 75)"
+            in job.text
+        )
         job.assert_nothing_left()
 
 
@@ -389,5 +392,8 @@ def test_the_real_controller_hears_of_a_death_and_ends_with_the_job(tmp_path: Pa
     with Launch(tmp_path, CONTROLLED, "--nproc-per-node", "2") as job:
         assert job.wait() == 0, job.text
         assert job.notes("controller") == ["controller-0-0", "controller-0-1"]
-        assert "restarting (1 of 3 restarts): rank 1: signal SIGKILL; rank 0: persisted (exit code 75)" in job.text
+        assert (
+            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; rank 0: left for the restart (exit code 75)"
+            in job.text
+        )
         job.assert_nothing_left()

@@ -92,7 +92,7 @@ def publish(
     try:
         for _ in range(_PUBLISH_TRIES):
             if os.path.lexists(final) and _is_kept(final, specs):
-                _discard_attempt(root, tmp_name)
+                discard_attempt(root, tmp_name)
                 break
             if _publish_once(root, tmp_name, final, fields, results, blobs or {}, rank):
                 break
@@ -237,7 +237,9 @@ def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
         return
 
 
-def _discard_attempt(root: Path, tmp_name: str) -> None:
+def discard_attempt(directory: str | os.PathLike[str], tmp_name: str) -> None:
+    """Remove what was written of an attempt that failed or is not needed; nobody may still be writing it."""
+    root = Path(directory)
     for name in os.listdir(root):
         if name == tmp_name or name.startswith(f"{tmp_name}_claim_"):
             shutil.rmtree(root / name, ignore_errors=True)

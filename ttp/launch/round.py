@@ -99,8 +99,8 @@ class Round:
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
 
-        That is: the fault's deadline has passed (the first call fixes it); a worker has left because its state is safe,
-        and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or there is
+        That is: the fault's deadline has passed (the first call fixes it); a worker has left on the controller's
+        word, and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or there is
         no controller that could lead them, UNLED_S after the fault. `why` names a cause that is not a death on this
         node. A signal to the launcher comes out as torch's SignalException.
         """
@@ -134,7 +134,7 @@ class Round:
         if self._watch.wait_all(grace_s):
             return ""
         if persisted(self.deaths()):
-            return f"the checkpoint is safe and {LEAVE_GRACE_S:.0f} s have passed"
+            return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
 
     def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:

@@ -56,13 +56,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> str:
-    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: persisted (exit code 75)`.
+    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: left for the restart (exit code 75)`.
 
     `ended`: those that the launcher itself has ended.
     """
     groups: dict[str, list[Death]] = {}
     for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
-        text = f"persisted ({death.text})" if death.status == EXIT_CODE_PERSISTED else death.text
+        text = f"left for the restart ({death.text})" if death.status == EXIT_CODE_PERSISTED else death.text
         if death.rank in ended:
             text = f"ended by ttprun ({death.text})"
         groups.setdefault(text, []).append(death)

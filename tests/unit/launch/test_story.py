@@ -63,7 +63,9 @@ def test_lines_name_ranks_pids_and_causes() -> None:
     assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
     assert ranks_text([]) == "no rank"
     deaths = {0: death(0, 75, 3.0), 1: death(1, 75, 3.1), 2: death(2, -9, 1.0), 3: death(3, 1, 2.0)}
-    assert outcome_text(deaths) == ("rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: persisted (exit code 75)")
+    assert outcome_text(deaths) == (
+        "rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: left for the restart (exit code 75)"
+    )
     ended = outcome_text({0: death(0, -9, 5.0), 1: death(1, -9, 1.0)}, ended={0})
     assert ended == "rank 1: signal SIGKILL; rank 0: ended by ttprun (signal SIGKILL)"
 

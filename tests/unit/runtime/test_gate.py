@@ -384,3 +384,24 @@ def test_under_random_freezes_and_thaws_the_state_stands_still_while_closed() ->
         assert gate.thaw(freeze_id)
     stop.set()
     trainer.finish()
+
+
+def test_gradients_of_a_failed_step_are_kept_for_the_freeze() -> None:
+    """The collective raised, and `finally: zero_grad()` follows: READY must still be there when the freeze comes."""
+    gate = Gate(0)
+    gate.ready(1)
+    trainer = Trainer(lambda: gate.computing(1))  # before or after the freeze: it must not pass
+    report = gate.freeze(1, LONG_S)
+    assert (report.closed, report.phase, report.step) == (True, Phase.READY, 1)
+    gate.start_roll_forward(record(1))
+    gate.rolled_forward(1)
+    assert waits_in(trainer, "computing")
+
+
+def test_a_failed_step_without_a_fault_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody froze: the trainer may try the step again."""
+    monkeypatch.setattr("ttp.processor.gate.ABANDONED_STEP_S", 0.05)
+    gate = Gate(0)
+    gate.ready(1)
+    gate.computing(1)
+    assert gate.phase is Phase.COMPUTE

@@ -1,0 +1,103 @@
+"""One job at a time writes into a directory, and a run goes on from its own checkpoints only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttp import directories
+from ttp.directories import RunDirectories
+from ttp.errors import CheckpointError, NotWritable
+
+
+def publish(folder: Path, *steps: int) -> list[str]:
+    """Make directories that look published, newest first."""
+    for step in steps:
+        (folder / f"iter_{step:07d}").mkdir(parents=True)
+    return [str(folder / f"iter_{step:07d}") for step in sorted(steps, reverse=True)]
+
+
+def first_start(folder: Path) -> RunDirectories:
+    return RunDirectories([str(folder)], "job", first_start=True)
+
+
+def restart(folder: Path) -> RunDirectories:
+    return RunDirectories([str(folder)], "job", first_start=False)
+
+
+def test_auto_takes_whatever_is_there(tmp_path: Path) -> None:
+    """Newest first."""
+    paths = publish(tmp_path, 4, 12, 8)
+    assert first_start(tmp_path).candidates("auto") == paths
+
+
+def test_never_in_a_used_folder_is_refused_at_the_first_start_and_at_its_restart(tmp_path: Path) -> None:
+    """The launcher restarts the refused start: it must not slip through then."""
+    publish(tmp_path, 4)
+    for run in (first_start(tmp_path), restart(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"resume is 'never'.*iter_0000004"):
+            run.candidates("never")
+
+
+def test_never_goes_on_from_its_own_checkpoints_after_a_fault(tmp_path: Path) -> None:
+    """What was published after the first start is this run's."""
+    assert first_start(tmp_path).candidates("never") == []
+    paths = publish(tmp_path, 3, 7)
+    assert restart(tmp_path).candidates("never") == paths
+
+
+def test_a_named_checkpoint_is_the_last_resort_of_a_restart(tmp_path: Path) -> None:
+    """Before the first publish there is nothing newer; older checkpoints of the folder are not this run's."""
+    named = publish(tmp_path, 2, 6)[0]
+    assert first_start(tmp_path).candidates(named) == [named]
+    assert restart(tmp_path).candidates(named) == [named]
+    newer = publish(tmp_path, 9)
+    assert restart(tmp_path).candidates(named) == [*newer, named]
+
+
+def test_a_named_checkpoint_older_than_others_is_refused(tmp_path: Path) -> None:
+    """The run would publish steps that are there already, from another past."""
+    named = publish(tmp_path, 2, 6)[1]
+    with pytest.raises(CheckpointError, match=r"newer checkpoints.*iter_0000006"):
+        first_start(tmp_path).candidates(named)
+
+
+def test_an_earlier_jobs_note_does_not_count(tmp_path: Path) -> None:
+    """A first start that never came to resume leaves no note of another job behind."""
+    assert first_start(tmp_path).candidates("never") == []
+    publish(tmp_path, 5)
+    again = first_start(tmp_path)
+    again.claim()
+    again.release()
+    with pytest.raises(CheckpointError, match="never"):
+        restart(tmp_path).candidates("never")
+
+
+def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first one ends, however it ends: the kernel gives the lock back."""
+    monkeypatch.setattr(directories, "LOCK_WAIT_S", 0.0)
+    code = (
+        "import sys; from ttp.directories import RunDirectories\n"
+        "r = RunDirectories([sys.argv[1]], 'other', True); r.claim(); print('locked', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        with pytest.raises(NotWritable, match=f"in use by another job.*pid {other.pid}"):
+            first_start(tmp_path).claim()
+        other.kill()
+    run = first_start(tmp_path)
+    run.claim()
+    run.release()
+
+
+def test_a_directory_below_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    """Found by rank 0 before anybody writes."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotWritable, match="file/checkpoints"):
+        first_start(tmp_path / "file" / "checkpoints").claim()

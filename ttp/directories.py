@@ -1,0 +1,110 @@
+"""The checkpoint directories of one run: that nobody else writes there, and which checkpoints the run may go on from.
+
+Called by rank 0 alone; the session tells the others. Owns the lock file and the run's note beside the checkpoints:
+
+    .ttp_lock       held (flock) by rank 0 of the job that writes here, released by the kernel when it ends, however it ends
+    .ttp_run.json   what was there when the job was first started: a restart after a fault must not take it for its own
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttp.checkpoint import load, writer
+from ttp.checkpoint.durable import write_durably
+from ttp.errors import CheckpointError, NotWritable
+
+LOCK_NAME = ".ttp_lock"
+NOTE_NAME = ".ttp_run.json"
+LOCK_WAIT_S = 10.0
+"""A rank 0 that was killed holds its lock until the kernel has freed it."""
+
+
+class RunDirectories:
+    """Rank 0's view of the checkpoint directories, in order of preference."""
+
+    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool) -> None:
+        """`first_start`: this is not a restart after a fault."""
+        self._save_dirs = tuple(save_dirs)
+        self._job_id = job_id
+        self._first_start = first_start
+        self._locks: list[int] = []
+
+    def claim(self) -> None:
+        """Lock all directories and remove what interrupted attempts, and an earlier job's note, left. Raises NotWritable."""
+        for directory in self._save_dirs:
+            try:
+                os.makedirs(directory, exist_ok=True)
+                self._lock(Path(directory) / LOCK_NAME)
+                writer.clean_stale(directory)
+                if self._first_start:
+                    (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
+            except OSError as error:
+                raise NotWritable(
+                    f"checkpoint directory {directory} cannot be used: {error.strerror or error} ({error.filename});"
+                    " choose another directory, or correct its permissions and free space"
+                ) from None
+
+    def release(self) -> None:
+        """Give the locks back."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def candidates(self, choice: str) -> list[str]:
+        """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
+        found = [str(path) for path in load.list_checkpoints(self._save_dirs)]
+        if choice == "auto":
+            return found
+        named = [] if choice == "never" else [str(Path(choice).resolve())]
+        after = load.step_of(named[0]) if named else 0
+        earlier = self._note_of_this_job()
+        if earlier is not None:  # a restart: what was not there at the first start is this run's
+            return [path for path in found if path not in earlier] + named
+        newer = [path for path in found if load.step_of(path) > after]
+        if newer:
+            raise CheckpointError(
+                f"resume is {choice!r}, but {Path(newer[0]).parent} holds newer checkpoints (the newest: {Path(newer[0]).name}),"
+                " which this run's would be mixed up with; resume 'auto', use an empty directory, or move them away"
+            )
+        self._write_note(found)
+        return named
+
+    def _note_of_this_job(self) -> set[str] | None:
+        """Return what was there at this job's first start, None if this is the first start, or it was refused."""
+        if self._first_start:
+            return None
+        try:
+            note = json.loads((Path(self._save_dirs[0]) / NOTE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return set(note["found"]) if note.get("job_id") == self._job_id else None
+
+    def _write_note(self, found: Sequence[str]) -> None:
+        body = json.dumps({"job_id": self._job_id, "found": list(found)})
+        write_durably(Path(self._save_dirs[0]) / NOTE_NAME, body.encode())
+
+    def _lock(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise NotWritable(
+                    f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
+                    " over each other: end that job, or choose another directory"
+                ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        self._locks.append(descriptor)
