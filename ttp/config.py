@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,8 +53,6 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was wanted."""
-        import socket
-
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
@@ -64,7 +63,7 @@ class Settings:
             launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=environ.get("TTP_FAULTS", ""),
             job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
-            host=environ.get("TTP_HOST", socket.gethostname()),
+            host=host_name(environ),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(environ, "MASTER_PORT", 0),
             one_node=environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"),
@@ -79,6 +78,11 @@ def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     if value in ("false", "0", "no", "off"):
         return False
     raise ConfigError(f"ENABLE_TTP is {environ['ENABLE_TTP']!r}: wanted True or False")
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return this node's name, as the other nodes see it."""
+    return environ.get("TTP_HOST") or socket.gethostname()
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -5,6 +5,7 @@ Owns what happens once, at construction. Never runs during a step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
 from ttp.optim.layout import Layout, ParamSpec
 from ttp.optim.wires import BucketMemory
@@ -59,6 +61,17 @@ def specs(named: Sequence[NamedParam]) -> list[ParamSpec]:
         ParamSpec(entry.name, tuple(entry.param.shape), entry.group, str(entry.param.dtype).removeprefix("torch."))
         for entry in named
     ]
+
+
+def hosts_of(group: Any, world: int, device: torch.device) -> list[str] | None:
+    """Return a name of each rank's machine, equal for ranks on the same one. Collective."""
+    if group is None or world == 1:
+        return None
+    number = int(hashlib.sha256(host_name().encode()).hexdigest()[:15], 16)
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    numbers = [torch.zeros_like(mine) for _ in range(world)]
+    dist.all_gather(numbers, mine, group=group)
+    return [f"{int(other.item()):015x}" for other in numbers]
 
 
 def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
-from ttp.optim.assembly import allocate, check_agreement, named_groups, specs
+from ttp.optim.assembly import allocate, check_agreement, hosts_of, named_groups, specs
 from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.lane import Lane
@@ -60,6 +60,7 @@ class TTPReplicaOptimizer(Optimizer):
         base: type[Optimizer] = torch.optim.AdamW,
         *,
         group: Any = None,
+        barrier: Any = None,
         replicas: int = 2,
         clip: ClipNorm | ClipValue | None = None,
         loss_scale: LossScale | None = None,
@@ -76,7 +77,10 @@ class TTPReplicaOptimizer(Optimizer):
         `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
         group, WORLD unless given. `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
-        `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart. `base_kwargs` go to `base`.
+        `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
+        `barrier`: where `group` does not hold all ranks that share the model, a process group that does (barrier mode): one
+        more all-reduce of eight bytes right before the update makes the commit record prove that all of them were ready,
+        and an overflow anywhere skips the step everywhere. `base_kwargs` go to `base`.
 
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
         cannot be used.
@@ -90,6 +94,7 @@ class TTPReplicaOptimizer(Optimizer):
         super().__init__(groups, defaults)
         self._built = True
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        self._barrier = barrier
         world, rank = (self._group.size(), self._group.rank()) if self._group is not None else (1, 0)
         self.clip = clip
         self.gradient_divisor = float(world * micro_batches)
@@ -109,6 +114,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
+        hosts = hosts_of(self._group, world, device) if hosts is None else hosts
         element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
         self.layout = Layout.build(
             specs(named), world, replicas, max(1, bucket_bytes // element), ring=self.ring, hosts=hosts
@@ -321,6 +327,9 @@ class TTPReplicaOptimizer(Optimizer):
         vector = torch.cat([head, extra])
         if self._group is not None:
             dist.all_reduce(vector, group=self._group)
+        if self._barrier is not None:
+            # Contributing the group's verdict here, and not before, is what makes this the spanning collective.
+            dist.all_reduce(vector[1:2], group=self._barrier)
         total, overflow, *summed = vector.tolist()
         scale = self._scale.scale
         skipped = overflow > 0

@@ -7,6 +7,9 @@ import dataclasses
 import threading
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from tests.unit.optim.material import (
     fingerprints,
     make,
@@ -18,6 +21,7 @@ from ttp.errors import CheckpointError, ProtocolError
 from ttp.optim.replica_optimizer import (
     ClipNorm,
     LossScale,
+    TTPReplicaOptimizer,
 )
 from ttp.proto.messages import CommitRecord
 from ttp.tracking import NullTracker
@@ -203,4 +207,41 @@ def the_local_copy_is_the_step_before() -> None:
             raise AssertionError("a torn state was handed out")
         except CheckpointError as error:
             assert "in the middle of the update of step 5" in str(error)
+    optimizer.close()
+
+
+def a_barrier_spans_what_the_group_does_not() -> None:
+    """Two data-parallel pairs share a model: an overflow in one skips the step in both, and nobody has a record early."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = torch.nn.Linear(8, 8)
+    optimizer = TTPReplicaOptimizer(net.named_parameters(), lr=0.1, group=pairs[rank // 2], barrier=dist.group.WORLD)
+    skipped = []
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        loss = net(torch.full((4, 8), float(rank + step))).square().mean()
+        if step == 2 and rank == 0:
+            loss = loss * float("inf")
+        loss.backward()  # type: ignore[no-untyped-call]
+        skipped.append(optimizer.step().skipped)
+    assert skipped == [False, True, False], f"rank {rank}: {skipped}"
+
+    # Rank 3 comes late to its barrier: nobody may hold the record of step 4 before.
+    store, late = dist.distributed_c10d._get_default_store(), "barrier/late"
+    optimizer.on_point = lambda point, step: store.set(f"barrier/{point}/{rank}", "1")
+    if rank == 3:
+        agree = optimizer._agree
+
+        def last(*args: Any) -> CommitRecord:
+            for other in range(3):
+                store.wait([f"barrier/ready/{other}"])
+            assert not any(store.check([f"barrier/record/{other}"]) for other in range(3)), "a record before READY"
+            store.set(late, "1")
+            return agree(*args)
+
+        optimizer._agree = last  # type: ignore[method-assign,assignment]
+    optimizer.zero_grad()
+    net(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    assert store.check([late])
     optimizer.close()

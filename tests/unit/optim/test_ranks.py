@@ -36,6 +36,10 @@ def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[.
     run_ranks(world, *EVERYWHERE, "parameters_of_16_bits_are_rounded_masters", "the_wire_carries_what_theory_says")
 
 
+def test_barrier_mode(run_ranks: Callable[..., None]) -> None:
+    run_ranks(4, "a_barrier_spans_what_the_group_does_not")
+
+
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "three_replicas_are_identical")
 
