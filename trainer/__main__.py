@@ -1,7 +1,7 @@
 """`python -m ttp.trainer --config NAME_OR_PATH [--section.key value ...]`: the command line.
 
-Owns arguments, `--help` and exit statuses: 0 trained, 1 an error while training, 2 a wrong command line or configuration,
-130 interrupted.
+Owns arguments, `--help` and exit statuses: 0 trained, 1 an error while training, 2 a wrong command line, configuration,
+data set or checkpoint (a restart would change nothing, and ttprun makes none), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ttp.errors import ConfigError, TTPError
+from ttp.errors import CheckpointError, ConfigError, DatasetError, LayoutError, TTPError
 
 from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(config, world_from_env())
     except TTPError as exc:
         print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, ConfigError) else 1
+        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError)) else 1
     except KeyboardInterrupt:
         return 130
     return 0

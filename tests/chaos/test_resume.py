@@ -74,17 +74,28 @@ def test_altered_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, save
     assert [int(line["from_step"]) for line in job.metrics() if line.get("event") == "resume"] == [8]
 
 
-def test_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, saved: Path) -> None:
-    """The first parameter that does not fit is named; nothing is trained or changed."""
+def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, saved: Path) -> None:
+    """The first parameter that does not fit is named; nothing is trained or changed, and nothing restarted in vain."""
     output = copy_of(saved, tmp_path / "other_model", last_step=8)
-    job = run_to_end(output, 2, "--model_config.hidden_size=64", status=1, restarts=0)
-    assert "CheckpointMismatch" in job.console_tail(400)
+    job = run_to_end(output, 2, "--model_config.hidden_size=64", status=1)
+    console = job.console_tail(400)
+    assert "CheckpointMismatch" in console and "model." in console and "wanted" in console
+    assert "not restarting" in console and len(job.journals()) == 1
     assert by_step(job.metrics()) == {}
     assert sorted(p.name for p in (output / "checkpoints").glob("iter_*")) == ["iter_0000008"]
 
 
+def test_never_in_a_used_folder_is_refused_once(tmp_path: Path, saved: Path) -> None:
+    """Two runs must not be mixed up, neither at the first start nor by a restart of it."""
+    output = copy_of(saved, tmp_path / "used", last_step=8)
+    job = run_to_end(output, 2, "--training_config.resume=never", status=1)
+    console = job.console_tail(400)
+    assert "resume is 'never'" in console and "iter_0000008" in console and "not restarting" in console
+    assert by_step(job.metrics()) == {}
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    """SIGINT to the launcher in the middle of training: no process and no listening port of the job remain."""
+    """SIGINT to the launcher in the middle of training: no process of the job remains, and so no port."""
     with Job(tmp_path / "stopped", ranks=2, overrides=arguments("--training_config.training_iters=100000")) as job:
         job.wait_for_step(3)
         os.kill(job.process.pid, signal.SIGINT)

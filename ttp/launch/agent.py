@@ -6,7 +6,8 @@ restarts are counted, logged and limited by it.
 
 Built on the methods that `SimpleElasticAgent` declares for its subclasses. They begin with an underscore; these are the
 only such names that TTP uses (run with torch 2.13):
-`_start_workers`, `_stop_workers`, `_monitor_workers`, `_shutdown`.
+`_start_workers`, `_stop_workers`, `_monitor_workers`, `_shutdown`; and of its attributes `_remaining_restarts`, which is set
+to 0 when a restart could change nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.round import EXPIRED_GRACE_S, Launching, Round
+from ttp.launch.round import EXPIRED_GRACE_S, USAGE_ERROR, Launching, Round
 from ttp.launch.story import exception_text, ranks_text, root_cause_first
 
 log = logging.getLogger("ttp.launch")
@@ -141,7 +142,10 @@ class HoldAgent(LocalElasticAgent):
         if root is not None and (raised := exception_text(failures[root])):
             what = f"{what}; rank {root} raised {raised}"
         self._restarts += 1
-        if self._restarts <= max_restarts:
+        if round_.refused_by_workers():
+            self._remaining_restarts = 0
+            log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
+        elif self._restarts <= max_restarts:
             log.warning("restarting (%d of %d restarts): %s", self._restarts, max_restarts, what)
         else:
             log.error("no restart left (of %d): %s", max_restarts, what)

@@ -22,6 +22,9 @@ from ttp.proto.messages import EXIT_CODE_PERSISTED
 
 log = logging.getLogger("ttp.launch")
 
+USAGE_ERROR = 2
+"""The exit status of a program that refuses its command line or configuration."""
+
 LEAVE_GRACE_S = 5.0
 """Between the first worker that left with its state safe and the last: all are told at once."""
 
@@ -95,6 +98,12 @@ class Round:
     def failed(self) -> bool:
         """Say whether a worker here has failed."""
         return first_failure(self.deaths()) is not None
+
+    def refused_by_workers(self) -> bool:
+        """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
+        the bundled trainer), and none for another reason: a restart would end the same way."""
+        statuses = {death.status for death in self.deaths().values() if death.failed}
+        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, EXIT_CODE_PERSISTED}
 
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
