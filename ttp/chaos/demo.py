@@ -98,7 +98,7 @@ def _train_and_kill(console: Console, job: Job, victim: int, kill_step: int, fra
         job.wait_for(lambda: job.last_step() >= 1, "first step", 120)
     with console.status(f"training towards step {kill_step}"):
         job.wait_for_step(kill_step - 1)
-    recent = [float(line["time_ms"]) for line in job.metrics()[2:] if "loss" in line]
+    recent = [float(line["time_ms"]) for line in job.metrics()[2:] if line.get("time_ms")]
     time.sleep(fraction * (statistics.median(recent) if recent else 100.0) / 1e3)  # the random moment itself
     kill = job.kill(victim)
     console.print(f"SIGKILL sent to rank {victim} (pid {kill.pid}); last step on record: {kill.after_step}")

@@ -88,7 +88,7 @@ def _kill_once(job: Job, rng: random.Random, ranks: int, number: int) -> Kill:
     job.wait_for(lambda: len(job.journals()) == number + 1 and len(job.pids()) == ranks, f"start {number + 1}", 120)
     first = job.last_step()
     job.wait_for_step(first + 1)
-    recent = [float(line["time_ms"]) for line in job.metrics()[-12:] if "time_ms" in line]
+    recent = [float(line["time_ms"]) for line in job.metrics()[-12:] if line.get("time_ms")]
     step_s = statistics.median(recent) / 1e3 if recent else 0.1
     time.sleep(rng.uniform(0, STEPS_BETWEEN) * step_s)  # the random moment itself
     return job.kill(rng.randrange(ranks))

@@ -1,0 +1,72 @@
+"""The commands that the README shows do what it says, on a small model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.chaos.conftest import SMALL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_the_demo_survives_the_death_of_rank_0(tmp_path: Path) -> None:
+    """What `make demo KILL_RANK=0` runs: time line, steps lost, plot, verdict."""
+    done = run(
+        "-m", "ttp.chaos.demo", "--kill-rank", "0", "--steps", "18", "--seed", "5", "--output", str(tmp_path), *SMALL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("demo seed 5", "SIGKILL sent to rank 0", "step decided", "committed steps lost: 0", "EQUAL"):
+        assert words in done.stdout, done.stdout
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_random_kills_find_nothing(tmp_path: Path) -> None:
+    """What `make chaos` runs, with a fresh seed each time; the seed is printed."""
+    done = run("-m", "ttp.chaos.kills", "--kills", "3", "--ranks", "3", "--output", str(tmp_path), *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"3 kills, 3 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
+        done.stdout
+    )
+
+
+def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:
+    """The example of the README: killed in an update, it prints the losses that an unbroken run prints."""
+    example = str(ROOT / "examples" / "own_trainer" / "train.py")
+    outputs = []
+    for name, faults in (("whole", ""), ("hurt", "kill:rank=1,step=50,point=updating")):
+        launch = ("-m", "ttp.launch", "--nproc-per-node", "2", example, "--steps", "80")
+        done = run(*launch, "--save-dir", str(tmp_path / name), TTP_FAULTS=faults)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(dict(re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)))
+        assert ("going on after step" in done.stdout) == bool(faults)
+    assert outputs[0] == outputs[1] and sorted(map(int, outputs[0])) == [20, 40, 60, 80]
+
+
+def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
+    """list, inspect and verify, and a broken one is told by exit status 1."""
+    output = tmp_path / "run"
+    arguments = ("--training_config.output_dir", str(output), "--training_config.training_iters=4")
+    done = run("-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL, *arguments, "--training_config.save_interval=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("list", "inspect", "verify"):
+        looked = run("-m", "ttp.checkpoint", str(output / "checkpoints"), what)
+        assert looked.returncode == 0 and "4" in looked.stdout, looked.stdout + looked.stderr
+    next((output / "checkpoints" / "iter_0000004").glob("*.distcp")).unlink()
+    looked = run("-m", "ttp.checkpoint", str(output / "checkpoints" / "iter_0000004"), "verify")
+    assert looked.returncode == 1 and "missing" in looked.stdout + looked.stderr
