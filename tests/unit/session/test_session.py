@@ -1,0 +1,139 @@
+"""A session of one rank, with a real controller: what `ttp.start`, `ttp_to_persist`, `resume` and `save` promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ttp
+from ttp.checkpoint import load
+from ttp.config import Settings
+from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.session import find_session
+
+ON = Settings(enable=True)
+OFF = Settings(enable=False)
+
+
+@pytest.fixture(autouse=True)
+def ends_every_session() -> Iterator[None]:
+    """No test leaves a session, its threads or its controller to the next."""
+    yield
+    session = find_session()
+    if session is not None:
+        session.close()
+
+
+def new_run(
+    folder: Path, settings: Settings, seed: int = 0
+) -> tuple[torch.nn.Module, ttp.TTPReplicaOptimizer, ttp.Session]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 4)
+    optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+    return model, optimizer, ttp.start(optimizer, save_dirs=[folder], settings=settings)
+
+
+def do_steps(
+    model: torch.nn.Module, optimizer: ttp.TTPReplicaOptimizer, session: ttp.Session, last: int, dies_after: int = -1
+) -> list[float]:
+    """Train to step `last`; raise in the middle of the step after `dies_after`."""
+    losses = []
+    for step in range(optimizer.current_step + 1, last + 1):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 8), float(step))).square().mean()
+        loss.backward()
+        if step == dies_after + 1:
+            raise ZeroDivisionError("the trainer's own mistake")
+        session.set_step_state(step, {"position": 2 * step})
+        losses.append(optimizer.step(sums=[loss.item()]).sums[0])
+    return losses
+
+
+def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
+    """Even a lone rank is a whole holder when its own code raises: the next start loses nothing."""
+    model, optimizer, session = new_run(tmp_path / "hurt", ON)
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=5)
+    session.close()
+    model, optimizer, session = new_run(tmp_path / "hurt", ON, seed=1)
+    point = session.resume()
+    assert point is not None and point.step == 5 and point.state == {"position": 10}
+    assert point.record is not None and point.record.step == 5
+    rest = ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9)
+    session.close()
+
+    other, optimizer, session = new_run(tmp_path / "whole", OFF)
+    assert do_steps(other, optimizer, session, 9)[5:] == rest
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
+    """After the first return the ranks have parted: nothing would be protected."""
+    model, optimizer, session = new_run(tmp_path, ON)
+    train = ttp.ttp_to_persist(do_steps)
+    train(model, optimizer, session, 2)
+    with pytest.raises(ConfigError, match="was called again"):
+        train(model, optimizer, session, 4)
+    assert optimizer.current_step == 2
+
+
+def test_resume_comes_before_the_first_step(tmp_path: Path) -> None:
+    """Loading under a running protocol would change state behind the gate."""
+    model, optimizer, session = new_run(tmp_path, OFF)
+    do_steps(model, optimizer, session, 1)
+    with pytest.raises(ConfigError, match="resume after step 1"):
+        session.resume()
+
+
+def test_saving_and_resuming_work_without_protection(tmp_path: Path) -> None:
+    """ENABLE_TTP=False: no controller, the same checkpoints."""
+    model, optimizer, session = new_run(tmp_path, OFF)
+    assert not session.protected
+    do_steps(model, optimizer, session, 3)
+    assert Path(session.save()).name == "iter_0000003"
+    session.close()
+    model, optimizer, session = new_run(tmp_path, OFF, seed=1)
+    point = session.resume()
+    assert point is not None and (point.step, point.state) == (3, {"position": 6})
+    assert not (tmp_path / "ttp_log").exists()
+
+
+def test_a_save_falls_through_to_the_next_directory_and_leaves_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then, with no directory left, it says so."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+    session = ttp.start(optimizer, save_dirs=[tmp_path / "a", tmp_path / "b"], settings=OFF)
+    do_steps(model, optimizer, session, 1)
+    from ttp.checkpoint import writer
+
+    publish, refused = writer.publish, [str(tmp_path / "a")]
+
+    def full(directory: str, *args: object, **kwargs: object) -> str:
+        if directory in refused:
+            raise NotWritable(f"{directory} is full")
+        return publish(directory, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "publish", full)
+    assert session.save() == str(tmp_path / "b" / "iter_0000001")
+    refused.append(str(tmp_path / "b"))
+    with pytest.raises(CheckpointError, match=r"no directory took the periodic checkpoint.*a is full.*b is full"):
+        session.save()
+    assert [p.name for p in load.list_checkpoints([tmp_path / "a", tmp_path / "b"])] == ["iter_0000001"]
+    assert not list(tmp_path.glob("*/*_tmp*"))
+
+
+def test_one_session_a_process(tmp_path: Path) -> None:
+    """The second start says what to do."""
+    _, optimizer, session = new_run(tmp_path, OFF)
+    with pytest.raises(ConfigError, match="called twice"):
+        ttp.start(optimizer, save_dirs=[tmp_path], settings=OFF)
+    assert ttp.current_session() is session
+    session.close()
+    with pytest.raises(ConfigError, match=r"call ttp\.start"):
+        ttp.current_session()
