@@ -6,11 +6,14 @@ data set or checkpoint (a restart would change nothing, and ttprun makes none), 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 
-from ttp.errors import CheckpointError, ConfigError, DatasetError, LayoutError, TTPError
+from ttp.errors import CheckpointError, ConfigError, ControllerError, DatasetError, LayoutError, TTPError
 
 from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(config, world_from_env())
     except TTPError as exc:
         print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError)) else 1
+        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError, ControllerError)) else 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -79,5 +82,21 @@ def _take_config(args: Sequence[str]) -> tuple[str, list[str]]:
     return (names[0] if names else DEFAULT_CONFIG), rest
 
 
+def _run_as_program() -> None:
+    """Run `main` and end the process. After an error it ends at once: taking torch's process groups down while a collective
+    is in flight can hang or abort."""
+    status = 1
+    try:
+        status = main()
+    except BaseException:  # the interpreter's own way out would come after the teardown
+        traceback.print_exc()
+    if status == 0:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_as_program()

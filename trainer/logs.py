@@ -9,6 +9,7 @@ plain lines otherwise.
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import logging
 import sys
@@ -138,6 +139,11 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:  # the console gets the line, error.log the traceback
+            record = copy.copy(record)
+            record.exc_info, record.exc_text = None, None
+            record.msg = f"{record.getMessage().splitlines()[0]} (traceback: error.log)"
+            record.args = ()
         if self._console.is_terminal and getattr(record, "step_line", False):
             return
         try:

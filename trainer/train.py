@@ -109,13 +109,15 @@ class Trainer:
             model.compute_dtype,
         )
         log.info(
-            "text: %s, %s bytes, %s sequences of %d tokens; a step takes %d",
+            "text: %s, %s bytes, %s sequences of %d tokens; a step takes %d sequences",
             text.name,
             f"{text.size:,}",
             f"{self.sequences.count:,}",
             model.seq_length,
             self.samples_per_step,
         )
+        interval = self.config.training_config.save_interval
+        log.info("checkpoints: %s", "at faults only" if interval is None else f"every {interval} steps, and at faults")
         single = " (a lone rank: a fault costs the steps since the last checkpoint)" if replicas == 1 else ""
         log.info(
             "ranks: %d, data parallel on %s; optimizer replicas: %d%s", self.dp_size, self.device.type, replicas, single

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttp.checkpoint import load, writer
-from ttp.checkpoint.durable import write_durably
+from ttp.checkpoint.durable import step_of_directory, write_durably
 from ttp.errors import CheckpointError, NotWritable
 
 LOCK_NAME = ".ttp_lock"
@@ -61,6 +61,10 @@ class RunDirectories:
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]
+        if named and step_of_directory(Path(named[0])) is None:
+            raise CheckpointError(
+                f"resume is {choice!r}: wanted auto, never, or the path of a checkpoint (.../iter_0000042)"
+            )
         after = load.step_of(named[0]) if named else 0
         earlier = self._note_of_this_job()
         if earlier is not None:  # a restart: what was not there at the first start is this run's

@@ -197,15 +197,24 @@ class Session:
             )
         voters = _Ranks(self._device)
         candidates = self._agree_on_candidates(choice)
-        found = load.first_valid(candidates, voters=voters, on_skip=self._say_skipped)
+        reasons: list[str] = []
+
+        def skip(path: Path, reason: str) -> None:
+            reasons.append(reason)
+            self._say_skipped(path, reason)
+
+        found = load.first_valid(candidates, voters=voters, on_skip=skip)
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
             raise CorruptCheckpoint(
-                f"{choice} is not a valid checkpoint (see above); name another one, or resume 'auto'"
+                f"resume: {choice} is not a valid checkpoint ({reasons[-1]}); name another one, or resume 'auto'"
             )
-        if candidates and self.rank == 0:
-            log.warning("no valid checkpoint in %s: starting from step 0", ", ".join(self.save_dirs))
+        if self.rank == 0 and (candidates or self.settings.round_number):
+            log.warning(
+                "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
+                ", ".join(self.save_dirs),
+            )
         return None
 
     def _agree_on_candidates(self, choice: str) -> list[str]:

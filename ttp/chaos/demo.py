@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobError as error:
         console.print(f"[red]the demo failed[/]: {error}", markup=True)
         return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has been ended")
+        return 130
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -228,9 +228,9 @@ def test_output_folder_that_cannot_be_written_is_found_at_the_start(
     assert "training_config.output_dir is" in capsys.readouterr().err
 
 
-def test_missing_text_ends_with_status_1_and_one_sentence(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_text_ends_with_status_2_and_one_sentence(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Found before the ranks meet."""
-    output = run("output", {"dataset_config.dataset_dir": "/nowhere"}, status=1)
+    output = run("output", {"dataset_config.dataset_dir": "/nowhere"}, status=2)
     assert "ttp.trainer: DatasetError: /nowhere: no such file or folder" in capsys.readouterr().err
     assert "DatasetError: /nowhere" in (output / "log" / "rank_0" / "error.log").read_text()
 
