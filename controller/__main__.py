@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,9 @@ from .journal import Journal
 from .server import GRACE_S, ControlService, add_service, make_server
 
 CANNOT_LISTEN, CANNOT_WRITE = 3, 4
+GC_THRESHOLDS = (200_000, 20, 100)
+"""The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
+decision on looking for some."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -61,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    gc.set_threshold(*GC_THRESHOLDS)
     settings = ControllerSettings(
         job_id=options.job_id,
         term=options.term,

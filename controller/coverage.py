@@ -99,8 +99,9 @@ def warnings(coverage: Coverage) -> tuple[str, ...]:
         for group in alone[:_NAMED]
     ]
     together: list[Group] = []
-    if len(set(coverage.hosts)) > 1:
-        together = [g for g in coverage.groups if len(g.holders) > 1 and _share_a_host(coverage, g)]
+    nodes = len(set(coverage.hosts))
+    if nodes > 1:
+        together = [g for g in coverage.groups if len(g.holders) > 1 and _share_a_host(coverage, g, nodes)]
     found += [
         f"{group.label}: its holders, {named('rank', group.holders)}, do not all sit on different nodes"
         for group in together[:_NAMED]
@@ -109,10 +110,10 @@ def warnings(coverage: Coverage) -> tuple[str, ...]:
     return (*found, f"{more} more shard groups are protected as badly") if more else tuple(found)
 
 
-def _share_a_host(coverage: Coverage, group: Group) -> bool:
+def _share_a_host(coverage: Coverage, group: Group, nodes: int) -> bool:
     """True when two holders sit on one node although there are enough nodes for one each (or nodes left over)."""
     hosts = {coverage.hosts[rank] for rank in group.holders}
-    return len(hosts) < min(len(group.holders), len(set(coverage.hosts)))
+    return len(hosts) < min(len(group.holders), nodes)
 
 
 def named(noun: str, items: Iterable[int | str]) -> str:

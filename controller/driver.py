@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
@@ -32,11 +32,15 @@ TICK_S = 0.25
 """Longest time between two ticks."""
 
 
+Addressed = tuple[tuple[int, ...], Downward]
+"""A message and the ranks of one stream that it is for."""
+
+
 class Link(Protocol):
     """One stream, as the driver sees it; methods are called on the driver's thread and must not block."""
 
-    def send(self, ranks: tuple[int, ...], message: Downward) -> None:
-        """Queue a message for these ranks. Raises CodecError for what the wire cannot carry."""
+    def send(self, messages: Sequence[Addressed]) -> None:
+        """Queue messages, in order, as one envelope. Raises CodecError, with none queued, for what the wire cannot carry."""
 
     def reject(self, text: str) -> None:
         """End the stream with this explanation."""
@@ -90,7 +94,9 @@ class Driver:
         self._state: Any = None
         self._finished = ""
         self._routes: dict[int, Link] = {}
+        self._carried: dict[Link, set[int]] = {}  # the routes' inverse
         self._agents: dict[str, Link] = {}
+        self._outgoing: dict[Link, list[Addressed]] = {}  # gathered since the last flush
         self._beats: dict[int, Heartbeat] = {}
         self._published: PublishedCheckpoint | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-controller", daemon=True)
@@ -117,6 +123,7 @@ class Driver:
             if now >= due:  # also when messages keep coming
                 next_tick = now + TICK_S
                 self._step(Tick(), now)
+            self._flush()
             if self._journal.wants_state:
                 self._journal.starting_state(self._state)
         self._on_finish(self._finished)
@@ -172,12 +179,18 @@ class Driver:
             return False
         old = self._routes.get(rank)
         self._routes[rank] = link
-        if old is not None and old is not link and old not in self._routes.values():
-            old.finish()
+        self._carried.setdefault(link, set()).add(rank)
+        if old is not None and old is not link:
+            self._carried[old].discard(rank)
+            if not self._carried[old]:
+                del self._carried[old]
+                self._flush()
+                old.finish()
         return True
 
     def _drop(self, link: Link) -> None:
-        ranks = tuple(sorted(rank for rank, route in self._routes.items() if route is link))
+        self._outgoing.pop(link, None)
+        ranks = tuple(sorted(self._carried.pop(link, ())))
         hosts = sorted(host for host, agent in self._agents.items() if agent is link)
         for rank in ranks:
             del self._routes[rank]
@@ -217,16 +230,28 @@ class Driver:
                 assert_never(effect)
 
     def _send(self, ranks: tuple[int, ...], message: Downward) -> None:
-        """One envelope a stream, whatever number of these ranks it carries."""
+        """Gather it for the streams of these ranks: `_flush` makes one envelope a stream of all that one input caused."""
         by_link: dict[Link, list[int]] = {}
         for rank in ranks:
             if rank in self._routes:
                 by_link.setdefault(self._routes[rank], []).append(rank)
         for link, its_ranks in by_link.items():
+            self._outgoing.setdefault(link, []).append((tuple(its_ranks), message))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for link, messages in outgoing.items():
             try:
-                link.send(tuple(its_ranks), message)
-            except CodecError as error:
-                self._tell_story("not_sent", {"ranks": tuple(its_ranks), "text": str(error)})
+                link.send(messages)
+            except CodecError:
+                for one in messages:  # the others must get through
+                    self._send_alone(link, one)
+
+    def _send_alone(self, link: Link, one: Addressed) -> None:
+        try:
+            link.send((one,))
+        except CodecError as error:
+            self._tell_story("not_sent", {"ranks": one[0], "text": str(error)})
 
     def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.story(self._unix_clock(), self._clock(), event, fields)

@@ -7,7 +7,7 @@ copies two short tuples. At 10,000 ranks a heartbeat then copies 200 references 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -47,6 +47,17 @@ class RankTable(Generic[T]):
         chunk = self.chunks[row]
         changed = (*chunk[:column], value, *chunk[column + 1 :])
         return RankTable((*self.chunks[:row], changed, *self.chunks[row + 1 :]), self.width, self.size)
+
+    def put_all(self, values: Mapping[int, T]) -> RankTable[T]:
+        """Return the table with the values of these ranks replaced; each chunk that changes is copied once."""
+        rows: dict[int, list[T]] = {}
+        for rank, value in values.items():
+            row, column = divmod(rank, self.width)
+            if row not in rows:
+                rows[row] = list(self.chunks[row])
+            rows[row][column] = value
+        chunks = tuple(tuple(rows[row]) if row in rows else chunk for row, chunk in enumerate(self.chunks))
+        return RankTable(chunks, self.width, self.size)
 
     def ranks(self, wanted: Callable[[T], bool]) -> tuple[int, ...]:
         """Return the ranks whose value is wanted, ascending. O(world)."""

@@ -17,24 +17,28 @@ from typing import Any
 TYPE_KEY = "$"
 """Marks an object that is not a plain JSON value; its value names the kind or the type."""
 
+_PLAIN = (str, int, bool, type(None))
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def to_json(value: object) -> Any:
     """Return `value` as what the json module takes. Raises TypeError for a value of another kind, naming it."""
-    if value is None or isinstance(value, str | bool) or type(value) is int:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
+    if kind is float:
+        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}  # type: ignore[arg-type]
+    if kind is tuple or kind is list:
+        return [to_json(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, enum.Enum):
-        return {TYPE_KEY: _name(type(value)), "name": value.name}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
-    if isinstance(value, tuple | list):
-        return [to_json(item) for item in value]
+        return {TYPE_KEY: _name(kind), "name": value.name}
     if isinstance(value, frozenset):
         return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {TYPE_KEY: _name(type(value)), **fields}
+    if (names := _field_names(kind)) is not None:
+        encoded = {TYPE_KEY: _name(kind)}
+        for name in names:
+            encoded[name] = to_json(getattr(value, name))
+        return encoded
     if isinstance(value, Mapping):
         return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
     raise TypeError(f"a {type(value).__name__} cannot go into the journal: {value!r}")
@@ -74,6 +78,13 @@ def plain_json(value: object) -> Any:
     return value
 
 
+@cache
+def _field_names(cls: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields, None for another type. Cached: this runs ten thousand times a second."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+
+
+@cache
 def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 

@@ -41,8 +41,7 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     if verdict.roll_forward:
         assert verdict.record is not None
         out.append(Send(verdict.roll_forward, RollForward(state.freeze_id, verdict.record)))
-        for rank in verdict.roll_forward:
-            rolling = rolling.put(rank, True)
+        rolling = rolling.put_all(dict.fromkeys(verdict.roll_forward, True))
     dump = Dump(
         decision=verdict,
         able=frozenset(verdict.able),

@@ -19,6 +19,9 @@ from .state import ControllerState, Fault, Stage
 
 _KEPT_RECORDS = 4
 _NAMED = 8
+_KEPT_HINTS = 64
+"""A death makes the collectives of all its peers fail, and all of them say so: so many are remembered, the rest are only
+journaled. What they tell is told by the first."""
 
 
 def begin_fault(
@@ -73,6 +76,8 @@ def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerSta
     """Note what became known during a fault. A rank's later, better text replaces `exiting`."""
     fault = state.fault
     assert fault is not None
+    if cause.kind is CauseKind.PEER_ERROR and len(fault.causes) >= _KEPT_HINTS:
+        return state
     causes = (*fault.causes, cause)
     return replace(
         state, fault=replace(fault, causes=causes, hint_until=_hint_until(state, fault.hint_until, causes, now))

@@ -11,20 +11,21 @@ Checks that an envelope belongs to this job and this term. Never decides anythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
-from ttp.proto.codec import CodecError, UpwardParcel, decode_upward, encode_downward, encode_status
+from ttp.proto.codec import CodecError, UpwardParcel, decode_upward, encode_batch, encode_downward, encode_status
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from ttp.proto.messages import Downward
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, grpc, join_address
 
-from .driver import Driver, Ended, Said, StatusAsked, StopAsked
+from .driver import Addressed, Driver, Ended, Said, StatusAsked, StopAsked
 from .events import ControllerSettings
 
 GRACE_S = 2.0
@@ -33,18 +34,49 @@ GRACE_S = 2.0
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardEnvelope, pb.DownwardEnvelope]"
 
 
+class Mailroom:
+    """Carries envelopes from any thread to the streams' outboxes on the loop's thread.
+
+    The loop is woken once for all that has gathered, not once an envelope: each waking is a system call, and a plan for
+    10,000 ranks would need 1,250 of them.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()  # guards _gathered and _woken
+        self._gathered: deque[tuple[StreamLink, pb.DownwardEnvelope | None]] = deque()
+        self._woken = False
+
+    def put(self, link: StreamLink, envelope: pb.DownwardEnvelope | None) -> None:
+        if self._loop.is_closed():  # the controller has ended: nobody is there to be told
+            return
+        with self._lock:
+            self._gathered.append((link, envelope))
+            wake, self._woken = not self._woken, True
+        if wake:
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            gathered, self._gathered, self._woken = self._gathered, deque(), False
+        for link, envelope in gathered:
+            link.outbox.put_nowait(envelope)
+
+
 class StreamLink:
     """One stream's outbox. The driver's thread sends, the loop's thread delivers."""
 
-    def __init__(self, settings: ControllerSettings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: ControllerSettings, mailroom: Mailroom) -> None:
         self._settings = settings
-        self._loop = loop
+        self._mailroom = mailroom
         self.outbox: asyncio.Queue[pb.DownwardEnvelope | None] = asyncio.Queue()
         self.rejection: tuple[grpc.StatusCode, str] | None = None
 
-    def send(self, ranks: tuple[int, ...], message: Downward | None) -> None:
-        envelope = encode_downward(self._settings.job_id, self._settings.term, ranks, message)
-        self._put(envelope)
+    def send(self, messages: Sequence[Addressed]) -> None:
+        self._put(encode_batch(self._settings.job_id, self._settings.term, messages))
+
+    def greet(self) -> None:
+        self._put(encode_downward(self._settings.job_id, self._settings.term, (), None))
 
     def reject(self, text: str) -> None:
         self.refuse(grpc.StatusCode.FAILED_PRECONDITION, text)
@@ -58,8 +90,7 @@ class StreamLink:
         self._put(None)
 
     def _put(self, envelope: pb.DownwardEnvelope | None) -> None:
-        if not self._loop.is_closed():  # else the controller has ended: nobody is there to be told
-            self._loop.call_soon_threadsafe(self.outbox.put_nowait, envelope)
+        self._mailroom.put(self, envelope)
 
 
 class ControlService(ControlServicer):
@@ -69,6 +100,7 @@ class ControlService(ControlServicer):
         self._settings = settings
         self._driver = driver
         self._loop = asyncio.get_running_loop()
+        self._mailroom = Mailroom(self._loop)
         self._links: set[StreamLink] = set()
 
     def finish_streams(self) -> None:
@@ -77,9 +109,9 @@ class ControlService(ControlServicer):
             link.finish()
 
     async def Attach(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], context: AttachContext) -> None:
-        link = StreamLink(self._settings, self._loop)
+        link = StreamLink(self._settings, self._mailroom)
         self._links.add(link)
-        link.send((), None)
+        link.greet()
         reader = asyncio.create_task(self._read(request_iterator, link))
         try:
             while (envelope := await link.outbox.get()) is not None:

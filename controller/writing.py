@@ -46,11 +46,11 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
 def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) -> ControllerState:
     dump = state.dump
     assert dump is not None
-    work, directory, name = dump.work, dump.directories[dump.attempt], tmp_name(state)
-    for rank, parts in plan.items():
-        order = WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts)
-        out.append(Send((rank,), order))
-        work = work.put(rank, Work((*work[rank].orders, order), work[rank].results))
+    directory, name = dump.directories[dump.attempt], tmp_name(state)
+    orders = {rank: WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts) for rank, parts in plan.items()}
+    out.extend(Send((rank,), order) for rank, order in orders.items())
+    known = dump.work
+    work = known.put_all({r: Work((*known[r].orders, order), known[r].results) for r, order in orders.items()})
     progress_by = now + state.settings.progress_timeout_s
     return replace(state, dump=replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by))
 
@@ -103,11 +103,11 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     dump = state.dump
     assert dump is not None and state.coverage is not None
     parts: list[Part] = []
-    work, pending = dump.work, dump.pending
+    pending = dump.pending
     for rank in lost:
-        parts += [part for order in work[rank].orders for part in order.parts]
-        pending -= len(work[rank].orders)
-        work = work.put(rank, Work((), work[rank].results))
+        parts += [part for order in dump.work[rank].orders for part in order.parts]
+        pending -= len(dump.work[rank].orders)
+    work = dump.work.put_all({rank: Work((), dump.work[rank].results) for rank in lost})
     groups, wanted = state.coverage.groups, {part.group_id for part in parts}
     state = replace(state, dump=replace(dump, work=work, pending=pending))
     if not parts:

@@ -35,8 +35,10 @@ __all__ = [
     "DownwardParcel",
     "UpwardParcel",
     "decode_downward",
+    "decode_parcels",
     "decode_status",
     "decode_upward",
+    "encode_batch",
     "encode_downward",
     "encode_status",
     "encode_upward",
@@ -90,6 +92,25 @@ def encode_downward(job_id: str, term: int, ranks: Sequence[int], message: m.Dow
 def decode_downward(wire: pb.DownwardEnvelope) -> DownwardParcel:
     """Raises CodecError when the message is of a kind that is unknown here."""
     return DownwardParcel(wire.job_id, wire.term, tuple(wire.ranks), _decode_down(wire))
+
+
+def encode_batch(
+    job_id: str, term: int, messages: Sequence[tuple[Sequence[int], m.Downward]]
+) -> pb.DownwardEnvelope:
+    """Return one envelope that says all of these, each to its ranks, in order. Raises CodecError as `encode_upward`."""
+    if len(messages) == 1:
+        return encode_downward(job_id, term, *messages[0])
+    inner = [encode_downward("", 0, ranks, message) for ranks, message in messages]
+    return pb.DownwardEnvelope(job_id=job_id, term=term, batch=pb.DownwardBatch(envelopes=inner))
+
+
+def decode_parcels(wire: pb.DownwardEnvelope) -> tuple[DownwardParcel, ...]:
+    """Return what an envelope says: one parcel, or those of a batch in order. Raises CodecError as `decode_downward`."""
+    if wire.WhichOneof("body") != "batch":
+        return (decode_downward(wire),)
+    return tuple(
+        DownwardParcel(wire.job_id, wire.term, tuple(inner.ranks), _decode_down(inner)) for inner in wire.batch.envelopes
+    )
 
 
 def _encode_up(message: m.Upward) -> pb.Upward:

@@ -201,8 +201,8 @@ class ShareResult:
     """What one writer wrote, durable (fsync) before this is said."""
 
     files: tuple[FileEntry, ...]
-    tensors: tuple[TensorEntry, ...]
-    blobs: tuple[BlobEntry, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    blobs: tuple[BlobEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

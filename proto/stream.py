@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ttp.proto import control_pb2 as pb
-from ttp.proto.codec import CodecError, DownwardParcel, decode_downward, encode_upward
+from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.messages import Upward
 from ttp.proto.transport import grpc, open_channel
@@ -102,10 +102,10 @@ class ControlStream:
             try:
                 for envelope in call:
                     timer.cancel()
-                    refusal = self._take(address, decode_downward(envelope))
-                    if refusal:
-                        _cancel(call)
-                        return refusal
+                    for parcel in decode_parcels(envelope):
+                        if refusal := self._take(address, parcel):
+                            _cancel(call)
+                            return refusal
             finally:
                 timer.cancel()
                 self._outbox.put(None)

@@ -9,7 +9,7 @@ import pytest
 
 from ttp.controller.agent_link import request_status
 from ttp.proto import control_pb2 as pb
-from ttp.proto.codec import decode_downward, encode_upward
+from ttp.proto.codec import DownwardParcel, decode_downward, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.messages import Downward, Finished, Heartbeat, Phase, Registration, ShardGroup, Upward, Welcome
 from ttp.proto.transport import grpc, open_channel
@@ -24,6 +24,7 @@ class RawStream:
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._call = ControlStub(channel).Attach(iter(self._outbox.get, None), timeout=LONG_S)
         self._answers = iter(self._call)
+        self._heard: list[DownwardParcel] = []
         greeting = decode_downward(next(self._answers))
         assert greeting.message is None
         self.job_id, self.term = greeting.job_id, greeting.term
@@ -35,7 +36,9 @@ class RawStream:
         self._outbox.put(envelope)
 
     def next(self) -> tuple[tuple[int, ...], Downward | None]:
-        parcel = decode_downward(next(self._answers))
+        if not self._heard:
+            self._heard += decode_parcels(next(self._answers))
+        parcel = self._heard.pop(0)
         return parcel.ranks, parcel.message
 
     def end(self) -> None:

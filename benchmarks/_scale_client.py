@@ -1,0 +1,255 @@
+"""One of the client processes of `benchmarks.scale`: many agents' streams, each of which carries several ranks.
+
+Reads commands from standard input and tells what happened on standard output, a JSON line each; all times are
+CLOCK_MONOTONIC, which all processes of a machine share. It speaks through the project's own codec. Ranks exist in name only:
+what they report and write is made up, and of the size that real ranks send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from benchmarks._scale_world import WORLD_FLAGS, World, file_entry, registration, report
+from ttp.proto import control_pb2 as pb
+from ttp.proto.codec import decode_downward, decode_parcels, encode_upward
+from ttp.proto.control_pb2_grpc import ControlStub
+from ttp.proto.messages import (
+    Downward,
+    Exit,
+    Freeze,
+    Heartbeat,
+    Phase,
+    Published,
+    PublishOrder,
+    RolledForward,
+    RollForward,
+    ShareResult,
+    StateReport,
+    Upward,
+    Welcome,
+    WorkerExit,
+    WriteOrder,
+    Written,
+)
+from ttp.proto.transport import CLIENT_OPTIONS
+
+BEAT_SLICE_S = 0.02
+ATTACH_AT_ONCE = 64
+
+
+def tell(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, "at": time.monotonic(), **fields}), flush=True)
+
+
+@dataclass
+class Arrivals:
+    """When a kind of message reached the ranks that it is for; tells once, when it has reached all of them."""
+
+    event: str
+    wanted: int
+    first: float = 0.0
+    count: int = 0
+
+    def note(self, ranks: int) -> None:
+        self.first = self.first or time.monotonic()
+        self.count += ranks
+        if self.count == self.wanted:
+            tell(self.event, first=self.first, count=self.count)
+
+
+class Stream:
+    """One agent's stream to the controller, over a connection of its own."""
+
+    def __init__(self, client: Client, ranks: tuple[int, ...]) -> None:
+        self.client, self.ranks = client, ranks
+        self.frozen: list[StateReport] = []
+        self._channel = grpc.aio.insecure_channel(client.address, options=CLIENT_OPTIONS)
+        self._call: Any = ControlStub(self._channel).Attach()
+        self._lock = asyncio.Lock()  # gRPC takes one write of a stream at a time
+        beats = [Heartbeat(rank, Phase.COMPUTE, client.world.step) for rank in ranks]
+        self._beat = client.envelope(*beats)
+
+    async def open(self) -> None:
+        greeting = decode_downward(await self._call.read())
+        assert greeting.message is None
+        self.reader = asyncio.create_task(self._read())
+
+    async def say(self, *messages: Upward) -> None:
+        await self.put(self.client.envelope(*messages))
+
+    async def beat(self) -> None:
+        await self.put(self._beat)
+
+    async def put(self, envelope: pb.UpwardEnvelope) -> None:
+        async with self._lock:
+            await self._call.write(envelope)
+
+    async def _read(self) -> None:
+        while (envelope := await self._call.read()) is not grpc.aio.EOF:
+            for parcel in decode_parcels(envelope):
+                if parcel.message is not None:
+                    await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+@dataclass
+class Client:
+    """All streams of this process, and what they wait for."""
+
+    address: str
+    world: World
+    streams: list[Stream] = field(default_factory=list)
+    orders: list[tuple[Stream, int, WriteOrder]] = field(default_factory=list)
+    publish: tuple[Stream, int, PublishOrder] | None = None
+    arrivals: dict[type, Arrivals] = field(default_factory=dict)
+    hold: Stream | None = None
+    """The stream whose reports are kept back until the command `last`."""
+    beating: asyncio.Task[None] | None = None
+
+    def envelope(self, *messages: Upward) -> pb.UpwardEnvelope:
+        return encode_upward(self.world.job_id, 1, messages)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for stream in self.streams for rank in stream.ranks]
+
+    async def attach(self, first: int, count: int) -> None:
+        per_stream = self.world.ranks_per_stream
+        for at in range(first, first + count, per_stream):
+            self.streams.append(Stream(self, tuple(range(at, min(at + per_stream, first + count)))))
+        for batch in range(0, len(self.streams), ATTACH_AT_ONCE):
+            await asyncio.gather(*(stream.open() for stream in self.streams[batch : batch + ATTACH_AT_ONCE]))
+        tell("attached", streams=len(self.streams))
+
+    async def register(self) -> None:
+        self.arrivals[Welcome] = Arrivals("welcomed", len(self.ranks))
+        tell("registering")
+        for stream in self.streams:
+            await stream.say(*(registration(self.world, rank) for rank in stream.ranks))
+
+    async def beat(self) -> None:
+        """One envelope a stream each second, spread over the second."""
+        began, beats = time.monotonic(), 0
+        while True:
+            due = int((time.monotonic() - began) * len(self.streams))
+            for number in range(beats, due):
+                await self.streams[number % len(self.streams)].beat()
+            beats = due
+            await asyncio.sleep(BEAT_SLICE_S)
+
+    async def arm(self, dead: int, holds: bool) -> None:
+        """Get ready for the death of `dead`; with `holds`, this client's last stream answers on command only."""
+        alive = [rank for rank in self.ranks if rank != dead]
+        rolling = [rank for rank in alive if self.world.is_ready(rank)]
+        self.hold = self.streams[-1] if holds else None
+        self.arrivals = {
+            Freeze: Arrivals("frozen", len(alive)),
+            RollForward: Arrivals("rolling", len(rolling)),
+            WriteOrder: Arrivals("ordered", len(alive)),
+            Exit: Arrivals("exited", len(alive)),
+        }
+        tell("armed")
+
+    async def die(self, rank: int) -> None:
+        stream = next(stream for stream in self.streams if rank in stream.ranks)
+        tell("died")
+        await stream.say(WorkerExit(rank, 1000 + rank, "signal SIGKILL", time.time()))
+
+    async def last(self) -> None:
+        assert self.hold is not None
+        reports, self.hold.frozen = self.hold.frozen, []
+        envelope = self.envelope(*reports)
+        tell("last_reply")
+        await self.hold.put(envelope)
+
+    async def write(self) -> None:
+        """Every rank says that it has written its parts, each in an envelope of its own, as they would come."""
+        answers = []
+        for stream, rank, order in self.orders:
+            result = ShareResult((file_entry(order.parts, rank),))
+            answers.append((stream, self.envelope(Written(rank, order.freeze_id, order.tmp_name, order.parts, result))))
+        tell("writing", bytes=sum(envelope.ByteSize() for _, envelope in answers))
+        for stream, envelope in answers:
+            await stream.put(envelope)
+
+    async def published(self) -> None:
+        if self.publish is None:
+            return
+        stream, rank, order = self.publish
+        tell("publishing")
+        await stream.say(Published(rank, order.freeze_id, order.step, f"{order.directory}/iter_{order.step:07d}"))
+
+    async def take(self, stream: Stream, ranks: tuple[int, ...], message: Downward, nbytes: int) -> None:
+        mine = len(ranks)
+        if type(message) in self.arrivals:
+            self.arrivals[type(message)].note(mine)
+        match message:
+            case Freeze(freeze_id):
+                reports = [report(self.world, rank, freeze_id) for rank in ranks]
+                if stream is self.hold:
+                    stream.frozen += reports
+                else:
+                    await stream.say(*reports)
+            case RollForward(freeze_id, record):
+                await stream.say(*(RolledForward(rank, freeze_id, record.step) for rank in ranks))
+            case WriteOrder():
+                self.orders += [(stream, rank, message) for rank in ranks]
+            case PublishOrder():
+                self.publish = (stream, ranks[0], message)
+                tell("publish_order", bytes=nbytes, results=len(message.results))
+
+    async def close(self) -> None:
+        if self.beating is not None:
+            self.beating.cancel()
+        for stream in self.streams:
+            await stream.close()
+
+
+async def main() -> None:
+    world = World.from_flags(sys.argv[2 : 2 + len(WORLD_FLAGS)])
+    client = Client(sys.argv[1], world)
+    commands: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read_commands() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(commands.put_nowait, json.loads(line))
+        loop.call_soon_threadsafe(commands.put_nowait, None)
+
+    threading.Thread(target=read_commands, daemon=True).start()
+    while (command := await commands.get()) is not None:
+        match command.pop("do"):
+            case "attach":
+                await client.attach(**command)
+            case "register":
+                await client.register()
+            case "beat":
+                client.beating = asyncio.create_task(client.beat())
+            case "arm":
+                await client.arm(**command)
+            case "die":
+                await client.die(**command)
+            case "last":
+                await client.last()
+            case "write":
+                await client.write()
+            case "published":
+                await client.published()
+            case unknown:
+                raise ValueError(f"no command {unknown!r}")
+    await client.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,280 @@
+"""The control plane at scale: the real controller process over real gRPC with 1,000 and 10,000 ranks that exist in name only.
+
+A few client processes play the nodes' agents; each has many streams, and each stream carries the eight ranks of its node. For each
+world: the controller's processor time and memory under heartbeats at 1 Hz (one envelope a stream), the time to assemble, and, for
+several faults (a fresh controller each), from the death report to the Freeze at all ranks, from the last state reply to the
+write orders, from the write answers to the publish order, to the Exit at all. Then the pure cores alone, to 100,000 ranks.
+
+What the clients take is in the times: two cores for all processes show a controller that waits for its clients. Exit status 1
+when the time from the last state reply to the first write order, or the pure cores' plan, is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _scale_core
+from benchmarks._scale_world import World
+from ttp.controller.process import ControllerProcess, start_controller
+
+PLAN_LIMIT_MS = 100.0
+CORE_PLAN_LIMIT_S = 1.0
+WAIT_S = 120.0
+HERE = Path(__file__).resolve().parent
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ClientProcess:
+    """One client process; `say` gives it a command, `hear` waits for an event's line."""
+
+    def __init__(self, address: str, world: World) -> None:
+        command = [sys.executable, "-m", "benchmarks._scale_client", address, *world.flags()]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+        )
+        self._events: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._lock = threading.Lock()  # guards _events
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _queue(self, event: str) -> queue.SimpleQueue[dict[str, Any]]:
+        with self._lock:
+            return self._events.setdefault(event, queue.SimpleQueue())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            self._queue(said["event"]).put(said)
+
+    def say(self, do: str, **fields: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self, event: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """Raises queue.Empty when it does not come in time."""
+        return self._queue(event).get(timeout=timeout_s)
+
+    def heard(self, event: str) -> dict[str, Any] | None:
+        return None if self._queue(event).empty() else self._queue(event).get()
+
+    def end(self) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+class Usage:
+    """A process's processor time and memory."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def mib(self, name: str = "VmRSS") -> float:
+        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) / 1024
+        raise ValueError(f"no {name} for pid {self._pid}")
+
+    def wait_idle(self, share: float = 0.5, window_s: float = 0.3) -> None:
+        """Return when it uses less than this share of a core (heartbeats go on)."""
+        before = self.cpu_s()
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            time.sleep(window_s)
+            now = self.cpu_s()
+            if now - before < share * window_s:
+                return
+            before = now
+        raise TimeoutError(f"pid {self._pid} was not idle within {WAIT_S} s")
+
+
+@contextmanager
+def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[ClientProcess]]]:
+    """A controller with all streams attached."""
+    with tempfile.TemporaryDirectory() as folder:
+        controller = start_controller(
+            job_id=world.job_id, term=1, world_size=world.size, journal=Path(folder) / "journal.jsonl", heartbeat_s=1.0,
+            lease_s=30.0, options=("--register-timeout-s", "300"),
+        )  # fmt: skip
+        players: list[ClientProcess] = []
+        try:
+            players = [ClientProcess(controller.address, world) for _ in range(clients)]
+            per_client = -(-world.size // clients // world.ranks_per_stream) * world.ranks_per_stream
+            for number, player in enumerate(players):
+                first = number * per_client
+                player.say("attach", first=first, count=min(per_client, world.size - first))
+            for player in players:
+                player.hear("attached")
+            yield controller, players
+        finally:
+            for player in players:
+                player.end()
+            controller.terminate()
+            if controller.wait(10.0) is None:
+                controller.process.kill()
+                controller.wait(10.0)
+
+
+def assemble(players: Sequence[ClientProcess]) -> float:
+    """Register every rank; return ms from the first registration sent to the last welcome received."""
+    for player in players:
+        player.say("register")
+    first = min(player.hear("registering")["at"] for player in players)
+    last = max(player.hear("welcomed")["at"] for player in players)
+    for player in players:
+        player.say("beat")
+    return 1e3 * (last - first)
+
+
+def last_of(players: Sequence[ClientProcess], event: str) -> tuple[float, float]:
+    """Return when the first and the last rank had the message."""
+    lines = [player.hear(event) for player in players]
+    return min(line["first"] for line in lines), max(line["at"] for line in lines)
+
+
+def one_fault(world: World, clients: int, dead: int) -> dict[str, float]:
+    """Start a job, kill one rank of it, see it through to the end; return what took how many ms, and the sizes."""
+    found: dict[str, float] = {}
+    with job(world, clients) as (controller, players):
+        usage = Usage(controller.pid)
+        found["assemble"] = assemble(players)
+        for number, player in enumerate(players):
+            player.say("arm", dead=dead, holds=number == len(players) - 1)
+        for player in players:
+            player.hear("armed")
+        usage.wait_idle()
+        cpu = usage.cpu_s()
+        players[0].say("die", rank=dead)
+        died = players[0].hear("died")["at"]
+        found["freeze_first"], found["freeze_all"] = (1e3 * (at - died) for at in last_of(players, "frozen"))
+        usage.wait_idle()
+        players[-1].say("last")
+        replied = players[-1].hear("last_reply")["at"]
+        if world.ready_every:
+            found["roll_first"], found["roll_all"] = (1e3 * (at - replied) for at in last_of(players, "rolling"))
+        found["plan_first"], found["plan_all"] = (1e3 * (at - replied) for at in last_of(players, "ordered"))
+        usage.wait_idle()
+        for player in players:
+            player.say("write")
+        writing = [player.hear("writing") for player in players]
+        order = first_event(players, "publish_order")
+        found["answers_to_publish"] = 1e3 * (order["at"] - min(line["at"] for line in writing))
+        found["written_MB"] = sum(line["bytes"] for line in writing) / 1e6
+        found["publish_MB"] = order["bytes"] / 1e6
+        for player in players:
+            player.say("published")
+        published = first_event(players, "publishing")["at"]
+        found["exit_all"] = 1e3 * (last_of(players, "exited")[1] - published)
+        found["cpu_ms"] = 1e3 * (usage.cpu_s() - cpu)
+        found["peak_MiB"] = usage.mib("VmHWM")
+    return found
+
+
+def first_event(players: Sequence[ClientProcess], event: str) -> dict[str, Any]:
+    """Wait for an event that one of the clients tells."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for player in players:
+            if (line := player.heard(event)) is not None:
+                return line
+        time.sleep(0.005)
+    raise TimeoutError(f"no client told {event} within {WAIT_S} s")
+
+
+def heartbeats(world: World, clients: int, seconds: float) -> str:
+    """Measure a calm job."""
+    with job(world, clients) as (controller, players):
+        usage = Usage(controller.pid)
+        assemble(players)
+        usage.wait_idle()
+        before, began = usage.cpu_s(), time.monotonic()
+        time.sleep(seconds)
+        share = (usage.cpu_s() - before) / (time.monotonic() - began)
+        streams = -(-world.size // world.ranks_per_stream)
+        return (
+            f"{world.size:,} ranks on {streams:,} streams, heartbeats at 1 Hz: {100 * share:.0f} % of a core, "
+            f"{usage.mib():.0f} MiB resident (peak {usage.mib('VmHWM'):.0f})"
+        )
+
+
+LABELS = {
+    "assemble": "first registration to last welcome",
+    "freeze_first": "death report to the first rank's Freeze",
+    "freeze_all": "death report to the last rank's Freeze",
+    "roll_first": "last state reply to the first RollForward",
+    "roll_all": "last state reply to the last RollForward",
+    "plan_first": "last state reply to the first WriteOrder",
+    "plan_all": "last state reply to the last WriteOrder",
+    "answers_to_publish": "first write answer sent to PublishOrder",
+    "exit_all": "Published sent to the last rank's Exit",
+    "cpu_ms": "controller's processor time, death to exit",
+    "peak_MiB": "controller's peak memory",
+    "written_MB": "write answers, all together",
+    "publish_MB": "the publish order",
+}
+UNITS = {"peak_MiB": "MiB", "written_MB": "MB", "publish_MB": "MB"}
+
+
+def show(faults: Sequence[dict[str, float]]) -> None:
+    for key, label in LABELS.items():
+        values = sorted(fault[key] for fault in faults if key in fault)
+        if values:
+            unit = UNITS.get(key, "ms")
+            print(f"  {label:45} median {statistics.median(values):9.1f} {unit}  ({values[0]:.1f} to {values[-1]:.1f})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1000, 10000], help="worlds over gRPC")
+    parser.add_argument("--core-ranks", type=int, nargs="*", default=[1000, 10000, 100000], help="worlds in the pure core")
+    parser.add_argument("--faults", type=int, default=3, help="faults for each world, a fresh controller each")
+    parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
+    options = parser.parse_args(arguments)
+    missed = []
+    for size in options.ranks:
+        print(heartbeats(World(size), options.clients, options.seconds), flush=True)
+        for ready_every, text in ((0, "nobody rolls forward"), (2, "every second rank rolls forward")):
+            world = World(size, ready_every=ready_every)
+            count = options.faults if not ready_every else 1
+            faults = [one_fault(world, options.clients, dead=7 * number + 3) for number in range(count)]
+            print(f"{size:,} ranks, {count} faults, {text}")
+            show(faults)
+            sys.stdout.flush()
+            plan_ms = statistics.median(fault["plan_first"] for fault in faults)
+            if not ready_every and plan_ms > PLAN_LIMIT_MS:
+                missed.append(f"{size:,} ranks: the plan took {plan_ms:.0f} ms, limit {PLAN_LIMIT_MS:.0f}")
+    for size in options.core_ranks:
+        plan_s = _scale_core.measure(size)
+        if plan_s > CORE_PLAN_LIMIT_S:
+            missed.append(f"pure core, {size:,} ranks: decision and plan took {plan_s:.2f} s, limit {CORE_PLAN_LIMIT_S} s")
+    for text in missed:
+        print(text, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
