@@ -43,10 +43,19 @@ def commit_record(step: int) -> CommitRecord:
 def registration(world: World, rank: int) -> Registration:
     """Return what a rank says of itself; sizes of its texts are those of the bundled trainer's registrations."""
     half = world.size // 2
-    group = ShardGroup(f"{rank % half:016x}", f"shard {rank % half} of {half}: layers.0.wq[0:4096] and 47 more", GROUP_BYTES)
+    group = ShardGroup(
+        f"{rank % half:016x}", f"shard {rank % half} of {half}: layers.0.wq[0:4096] and 47 more", GROUP_BYTES
+    )
     layout = '{"bucket_numel": 6553600, "dp": %d, "replicas": 2, "ring": false}' % world.size
     return Registration(
-        rank, world.size, f"node{rank // world.ranks_per_stream}", 1000 + rank, (group,), STEP, ("/checkpoints",), layout
+        rank,
+        world.size,
+        f"node{rank // world.ranks_per_stream}",
+        1000 + rank,
+        (group,),
+        STEP,
+        ("/checkpoints",),
+        layout,
     )
 
 
@@ -59,4 +68,6 @@ def report(world: World, rank: int, freeze_id: int) -> StateReport:
 
 def file_entry(parts: tuple[Part, ...], rank: int) -> FileEntry:
     share: Any = parts[0]
-    return FileEntry(f"__{rank}_{share.group_id[:6]}.{share.index}.{share.count}_0.distcp", GROUP_BYTES, "ab" * 32, rank)
+    return FileEntry(
+        f"__{rank}_{share.group_id[:6]}.{share.index}.{share.count}_0.distcp", GROUP_BYTES, "ab" * 32, rank
+    )

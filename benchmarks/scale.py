@@ -249,7 +249,9 @@ def show(faults: Sequence[dict[str, float]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1000, 10000], help="worlds over gRPC")
-    parser.add_argument("--core-ranks", type=int, nargs="*", default=[1000, 10000, 100000], help="worlds in the pure core")
+    parser.add_argument(
+        "--core-ranks", type=int, nargs="*", default=[1000, 10000, 100000], help="worlds in the pure core"
+    )
     parser.add_argument("--faults", type=int, default=3, help="faults for each world, a fresh controller each")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
@@ -270,7 +272,9 @@ def main(arguments: list[str] | None = None) -> int:
     for size in options.core_ranks:
         plan_s = _scale_core.measure(size)
         if plan_s > CORE_PLAN_LIMIT_S:
-            missed.append(f"pure core, {size:,} ranks: decision and plan took {plan_s:.2f} s, limit {CORE_PLAN_LIMIT_S} s")
+            missed.append(
+                f"pure core, {size:,} ranks: decision and plan took {plan_s:.2f} s, limit {CORE_PLAN_LIMIT_S} s"
+            )
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0

@@ -27,7 +27,8 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> Plan:
     given: dict[int, list[Part]] = {}
     # Groups with few able holders first: they leave no choice, and the others even out around them.
     choices = [(group, [rank for rank in group.holders if rank in writers]) for group in groups]
-    for group, holders in sorted(choices, key=lambda choice: (len(choice[1]), -choice[0].nbytes, choice[0].group_id)):
+    choices.sort(key=lambda choice: (len(choice[1]), -choice[0].nbytes, choice[0].group_id))
+    for group, holders in choices:
         count = max(1, min(len(holders), -(-group.nbytes // SMALLEST_PART_BYTES)))
         heap = [(loads[rank], rank) for rank in holders]
         heapq.heapify(heap)

@@ -32,8 +32,10 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
         if report is not None and is_holder(state, report.rank) and not state.members.table[report.rank].suspect
     }
     records = {record.step: record for record in fault.records}
-    verdict = decide(state.coverage.groups, reports, records, fault.unreachable, _absences(state, fault))
-    if isinstance(verdict, Refusal):
+    verdict = decide(state.coverage.groups, reports, records, fault.unreachable)
+    if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
+        verdict = decide(state.coverage.groups, reports, records, fault.unreachable, _absences(state, fault))
+        assert isinstance(verdict, Refusal)
         return refuse(state, verdict, now, out)
     fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
     out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
@@ -97,7 +99,8 @@ def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) 
 def all_rolled(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
     assert state.dump is not None and state.coverage is not None
-    lacking = [group for group in state.coverage.groups if not holders(state, group)]
+    able = able_holders(state)
+    lacking = [group for group in state.coverage.groups if able.isdisjoint(group.holders)]
     if lacking:
         return next_round(state, f"{lacking[0].label}: no holder reached step {state.dump.decision.step}", now, out)
     return replace(state, stage=Stage.WRITING)
@@ -107,6 +110,13 @@ def is_holder(state: ControllerState, rank: int) -> bool:
     """True for a rank that may be given orders: alive and not stuck."""
     assert state.fault is not None
     return state.members.table[rank].dead is None and rank not in state.fault.stuck
+
+
+def able_holders(state: ControllerState) -> frozenset[int]:
+    """Return the ranks that can write the decided step now. O(world)."""
+    assert state.dump is not None and state.fault is not None
+    dead = state.members.table.ranks(lambda member: member.dead is not None)
+    return state.dump.able.difference(dead, state.fault.stuck)
 
 
 def holders(state: ControllerState, group: Group) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .events import Effect, Fields, Journal, Send
 from .leaving import refuse
 from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
-from .rolling import holders, is_holder
+from .rolling import able_holders, holders
 from .rounds import next_round
 from .state import ControllerState, Dump, Work
 
@@ -33,9 +33,9 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
     assert dump is not None and state.coverage is not None
     if not dump.directories:
         return refuse(state, Refusal("the ranks registered no directory to save in"), now, out)
-    if not all(holders(state, group) for group in state.coverage.groups):
+    able = able_holders(state)
+    if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
         return next_round(state, "a shard lost its last writer", now, out)
-    able = [rank for rank in sorted(dump.able) if is_holder(state, rank)]
     plan = share_out(state.coverage.groups, able)
     directory = dump.directories[dump.attempt]
     fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
@@ -47,7 +47,9 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
     dump = state.dump
     assert dump is not None
     directory, name = dump.directories[dump.attempt], tmp_name(state)
-    orders = {rank: WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts) for rank, parts in plan.items()}
+    orders = {
+        rank: WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts) for rank, parts in plan.items()
+    }
     out.extend(Send((rank,), order) for rank, order in orders.items())
     known = dump.work
     work = known.put_all({r: Work((*known[r].orders, order), known[r].results) for r, order in orders.items()})

@@ -94,9 +94,7 @@ def decode_downward(wire: pb.DownwardEnvelope) -> DownwardParcel:
     return DownwardParcel(wire.job_id, wire.term, tuple(wire.ranks), _decode_down(wire))
 
 
-def encode_batch(
-    job_id: str, term: int, messages: Sequence[tuple[Sequence[int], m.Downward]]
-) -> pb.DownwardEnvelope:
+def encode_batch(job_id: str, term: int, messages: Sequence[tuple[Sequence[int], m.Downward]]) -> pb.DownwardEnvelope:
     """Return one envelope that says all of these, each to its ranks, in order. Raises CodecError as `encode_upward`."""
     if len(messages) == 1:
         return encode_downward(job_id, term, *messages[0])
@@ -109,7 +107,8 @@ def decode_parcels(wire: pb.DownwardEnvelope) -> tuple[DownwardParcel, ...]:
     if wire.WhichOneof("body") != "batch":
         return (decode_downward(wire),)
     return tuple(
-        DownwardParcel(wire.job_id, wire.term, tuple(inner.ranks), _decode_down(inner)) for inner in wire.batch.envelopes
+        DownwardParcel(wire.job_id, wire.term, tuple(inner.ranks), _decode_down(inner))
+        for inner in wire.batch.envelopes
     )
 
 
