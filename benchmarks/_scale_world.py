@@ -46,7 +46,7 @@ def registration(world: World, rank: int) -> Registration:
     group = ShardGroup(
         f"{rank % half:016x}", f"shard {rank % half} of {half}: layers.0.wq[0:4096] and 47 more", GROUP_BYTES
     )
-    layout = '{"bucket_numel": 6553600, "dp": %d, "replicas": 2, "ring": false}' % world.size
+    layout = f'{{"bucket_numel": 6553600, "dp": {world.size}, "replicas": 2, "ring": false}}'
     return Registration(
         rank,
         world.size,

@@ -21,15 +21,15 @@ _PLAIN = (str, int, bool, type(None))
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def to_json(value: object) -> Any:
+def to_json(value: Any) -> Any:
     """Return `value` as what the json module takes. Raises TypeError for a value of another kind, naming it."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if kind is float:
-        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}  # type: ignore[arg-type]
+        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
     if kind is tuple or kind is list:
-        return [to_json(item) for item in value]  # type: ignore[attr-defined]
+        return [to_json(item) for item in value]
     if isinstance(value, enum.Enum):
         return {TYPE_KEY: _name(kind), "name": value.name}
     if isinstance(value, frozenset):

@@ -160,38 +160,6 @@ class Part(_message.Message):
     count: int
     def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
-class TensorEntry(_message.Message):
-    __slots__ = ("key", "dtype", "shape", "offsets", "sizes", "file", "position", "length")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    key: str
-    dtype: str
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    offsets: _containers.RepeatedScalarFieldContainer[int]
-    sizes: _containers.RepeatedScalarFieldContainer[int]
-    file: str
-    position: int
-    length: int
-    def __init__(self, key: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., file: _Optional[str] = ..., position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
-class BlobEntry(_message.Message):
-    __slots__ = ("key", "file", "position", "length")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    key: str
-    file: str
-    position: int
-    length: int
-    def __init__(self, key: _Optional[str] = ..., file: _Optional[str] = ..., position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
 class FileEntry(_message.Message):
     __slots__ = ("name", "nbytes", "sha256", "rank")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -205,14 +173,10 @@ class FileEntry(_message.Message):
     def __init__(self, name: _Optional[str] = ..., nbytes: _Optional[int] = ..., sha256: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class ShareResult(_message.Message):
-    __slots__ = ("files", "tensors", "blobs")
+    __slots__ = ("files",)
     FILES_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    BLOBS_FIELD_NUMBER: _ClassVar[int]
     files: _containers.RepeatedCompositeFieldContainer[FileEntry]
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
-    blobs: _containers.RepeatedCompositeFieldContainer[BlobEntry]
-    def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ...) -> None: ...
+    def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout")

@@ -101,42 +101,9 @@ def decode_parts(wire: Iterable[pb.Part]) -> tuple[m.Part, ...]:
 
 
 def encode_share(share: m.ShareResult) -> pb.ShareResult:
-    return pb.ShareResult(
-        files=[pb.FileEntry(name=f.name, nbytes=f.nbytes, sha256=f.sha256, rank=f.rank) for f in share.files],
-        tensors=[_encode_tensor(tensor) for tensor in share.tensors],
-        blobs=[pb.BlobEntry(key=b.key, file=b.file, position=b.position, length=b.length) for b in share.blobs],
-    )
+    files = [pb.FileEntry(name=f.name, nbytes=f.nbytes, sha256=f.sha256, rank=f.rank) for f in share.files]
+    return pb.ShareResult(files=files)
 
 
 def decode_share(wire: pb.ShareResult) -> m.ShareResult:
-    return m.ShareResult(
-        files=tuple(m.FileEntry(f.name, f.nbytes, f.sha256, f.rank) for f in wire.files),
-        tensors=tuple(_decode_tensor(tensor) for tensor in wire.tensors),
-        blobs=tuple(m.BlobEntry(b.key, b.file, b.position, b.length) for b in wire.blobs),
-    )
-
-
-def _encode_tensor(tensor: m.TensorEntry) -> pb.TensorEntry:
-    return pb.TensorEntry(
-        key=tensor.key,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        offsets=tensor.offsets,
-        sizes=tensor.sizes,
-        file=tensor.file,
-        position=tensor.position,
-        length=tensor.length,
-    )
-
-
-def _decode_tensor(wire: pb.TensorEntry) -> m.TensorEntry:
-    return m.TensorEntry(
-        key=wire.key,
-        dtype=wire.dtype,
-        shape=tuple(wire.shape),
-        offsets=tuple(wire.offsets),
-        sizes=tuple(wire.sizes),
-        file=wire.file,
-        position=wire.position,
-        length=wire.length,
-    )
+    return m.ShareResult(tuple(m.FileEntry(f.name, f.nbytes, f.sha256, f.rank) for f in wire.files))

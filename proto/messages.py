@@ -161,34 +161,6 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One written box of one tensor: DCP's chunk and where its bytes are."""
-
-    key: str
-    dtype: str
-    """torch's name without the module: `float32`."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    position: int
-    """Byte offset in `file`."""
-    length: int
-    """Bytes in `file`."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlobEntry:
-    """One written non-tensor value (torch.save of plain values, loadable with weights_only)."""
-
-    key: str
-    file: str
-    position: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class FileEntry:
     name: str
     nbytes: int
@@ -198,11 +170,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """What one writer wrote, durable (fsync) before this is said."""
+    """What one writer wrote, durable (fsync) before this is said. Which box of which tensor lies where is told by a table at
+    the end of each file: at scale that is hundreds of MB, which must not pass through the controller."""
 
     files: tuple[FileEntry, ...]
-    tensors: tuple[TensorEntry, ...] = ()
-    blobs: tuple[BlobEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ from ttp.holder import OptimizerHolder
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.protection import Protection
 from ttp.proto.messages import (
-    BlobEntry,
     Cause,
     CauseKind,
     CommitRecord,
@@ -51,7 +50,6 @@ from ttp.proto.messages import (
     Part,
     PublishOrder,
     ShareResult,
-    TensorEntry,
 )
 
 log = logging.getLogger("ttp")
@@ -375,13 +373,4 @@ def world() -> tuple[int, int]:
 
 def decode_share(fields: Mapping[str, Any]) -> ShareResult:
     """Make a ShareResult of what `dataclasses.asdict` made of one, and JSON of that."""
-
-    def tensor(entry: Mapping[str, Any]) -> TensorEntry:
-        tuples = {name: tuple(entry[name]) for name in ("shape", "offsets", "sizes")}
-        return TensorEntry(**{**entry, **tuples})
-
-    return ShareResult(
-        files=tuple(FileEntry(**entry) for entry in fields["files"]),
-        tensors=tuple(tensor(entry) for entry in fields["tensors"]),
-        blobs=tuple(BlobEntry(**entry) for entry in fields["blobs"]),
-    )
+    return ShareResult(tuple(FileEntry(**entry) for entry in fields["files"]))

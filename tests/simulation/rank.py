@@ -238,7 +238,7 @@ class Rank:
                 self._next(ev.WorkFailed(order.freeze_id, "write", order.tmp_name, str(error)))
                 return
             entry = FileEntry(name, 10 * len(pieces), "0", self.rank)
-            self._next(ev.WriteDone(order, ShareResult((entry,), (), ())))
+            self._next(ev.WriteDone(order, ShareResult((entry,))))
 
         self.soon(self.job.rng.uniform(0.001, 0.05) * len(order.parts), finish)
 

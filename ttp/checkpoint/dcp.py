@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,13 +39,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
+from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry
+from ttp.checkpoint.durable import write_durably
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import nested_path
 from ttp.checkpoint.shards import Box, boxes_of_run
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
-from ttp.proto.messages import BlobEntry, ShareResult, TensorEntry
 
 METADATA_NAME = ".metadata"
 
@@ -101,45 +101,50 @@ class BoxSavePlanner(DefaultSavePlanner):
         return self._to_cpu(held_box.values.detach()).view(held_box.box.sizes)
 
 
-class _MetadataWriter(FileSystemWriter):
-    """Records where the checkpoint will be, as plain text: the stock writer pickles a `Path`, which another version of
-    Python may not be able to read."""
+class _YieldingPickler(pickle.Pickler):
+    """Lets other threads run: torch's own `pickle.dump` of a million boxes holds the interpreter for seconds on end, and a
+    publisher that sends no heartbeat meanwhile counts as dead. The bytes are the same."""
 
-    def __init__(self, path: Path, final_path: str, save_id: str) -> None:
-        super().__init__(path, sync_files=True)
-        self._meta = StorageMeta(checkpoint_id=final_path, save_id=save_id)
-
-    def storage_meta(self) -> StorageMeta:
-        return self._meta
+    def persistent_id(self, value: object) -> None:
+        return None
 
 
-def write_metadata(directory: Path, results: Sequence[ShareResult], final_path: str, save_id: str) -> None:
-    """Write `.metadata` (fsync) from what all writers wrote, so that stock `dcp.load` reads `directory`."""
-    tensors = sorted((e for r in results for e in r.tensors), key=lambda e: (e.key, e.offsets))
+def write_metadata(directory: Path, contents: Contents, final_path: str, save_id: str) -> None:
+    """Write `.metadata` (fsync) from what all writers wrote, so that stock `dcp.load` reads `directory`.
+
+    The checkpoint's place is recorded as plain text: torch's writer pickles a `Path`, which another version of Python may
+    not be able to read.
+    """
     blobs: dict[str, BlobEntry] = {}
-    for entry in (e for r in results for e in r.blobs):
+    for entry in contents.blobs:
         blobs.setdefault(entry.key, entry)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    written: list[WriteResult] = []
-    for e in tensors:
-        size = torch.Size(e.shape)
-        described.setdefault(e.key, TensorStorageMetadata(TensorProperties(dtype=dtype_of(e.dtype)), size, []))
-        description = described[e.key]
+    stored: dict[MetadataIndex, Any] = {}
+    for e in sorted(contents.tensors, key=lambda e: (e.key, e.offsets)):
+        description = described.get(e.key)
+        if description is None:
+            size = torch.Size(e.shape)
+            description = TensorStorageMetadata(TensorProperties(dtype=dtype_of(e.dtype)), size, [])
+            described[e.key] = description
         assert isinstance(description, TensorStorageMetadata)
-        index = MetadataIndex(e.key, e.offsets, len(description.chunks))
-        description.chunks.append(ChunkStorageMetadata(torch.Size(e.offsets), torch.Size(e.sizes)))
-        written.append(_write_result(index, e))
+        offsets = torch.Size(e.offsets)
+        stored[MetadataIndex(e.key, offsets, len(description.chunks))] = _place(e)
+        description.chunks.append(ChunkStorageMetadata(offsets, torch.Size(e.sizes)))
     for key in sorted(blobs):
         described[key] = BytesStorageMetadata()
-        written.append(_write_result(MetadataIndex(key), blobs[key]))
-    metadata = Metadata(described, planner_data={key: nested_path(key) for key in described})
-    _MetadataWriter(directory, final_path, save_id).finish(metadata, [written])
+        stored[MetadataIndex(key)] = _place(blobs[key])
+    metadata = Metadata(described, planner_data={key: nested_path(key) for key in described}, storage_data=stored)
+    metadata.storage_meta = StorageMeta(checkpoint_id=final_path, save_id=save_id)
+    if (version := getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)) is not None:  # not in older torch
+        metadata.version = version
+    stream = io.BytesIO()
+    _YieldingPickler(stream).dump(metadata)
+    write_durably(directory / METADATA_NAME, stream.getvalue())
 
 
-def _write_result(index: MetadataIndex, entry: TensorEntry | BlobEntry) -> WriteResult:
+def _place(entry: TensorEntry | BlobEntry) -> Any:
     # DCP's reader unpickles exactly this class, so its name and its first three fields are part of the file format.
-    place = dcp_filesystem._StorageInfo(entry.file, entry.position, entry.length)
-    return WriteResult(index, entry.length, place)
+    return dcp_filesystem._StorageInfo(entry.file, entry.position, entry.length)
 
 
 def dtype_of(name: str) -> torch.dtype:

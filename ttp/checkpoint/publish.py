@@ -18,8 +18,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 
 import ttp
 from ttp.checkpoint import dcp
+from ttp.checkpoint.contents import Contents, read_contents
 from ttp.checkpoint.durable import (
     TRACKER_NAME,
     advance_tracker,
@@ -61,11 +62,13 @@ def publish(
     blobs: Mapping[str, object] | None = None,
     rank: int = 0,
     term: int = 0,
+    trusted: Collection[str] = (),
     created_unix_s: float | None = None,
 ) -> str:
     """Make `directory/tmp_name`, which holds exactly `results`, the checkpoint of `step`; return its path.
 
-    expected: shape of every tensor that must be there; blobs: plain values that this publisher adds (param groups).
+    expected: shape of every tensor that must be there; blobs: plain values that this publisher adds (param groups);
+    trusted: published checkpoints that this run has written or verified itself.
     Called by one rank, without a collective; after a failure it may be called again by any rank. A valid checkpoint of
     the same step and tensors that is there already is kept and its path returned; a broken one is moved aside.
     Raises CorruptCheckpoint (the shares do not make a whole), CheckpointMismatch (the step is taken by another model's
@@ -73,14 +76,13 @@ def publish(
     the checkpoint is whole.
     """
     root = Path(directory)
-    specs = check_complete(results, expected)
     final = root / step_directory_name(step)
     fields = Manifest(
         step=step,
         cause=cause,
         layout=layout,
         files=(),
-        tensors=specs,
+        tensors={},
         state=state,
         record=record,
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
@@ -91,10 +93,10 @@ def publish(
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
     try:
         for _ in range(_PUBLISH_TRIES):
-            if os.path.lexists(final) and _is_kept(final, specs):
+            if os.path.lexists(final) and _is_kept(final, _Attempt(root, tmp_name, results, expected, trusted)):
                 discard_attempt(root, tmp_name)
                 break
-            if _publish_once(root, tmp_name, final, fields, results, blobs or {}, rank):
+            if _publish_once(root, tmp_name, final, fields, results, expected, blobs or {}, rank):
                 break
         else:
             raise CheckpointError(
@@ -120,6 +122,7 @@ def _publish_once(
     final: Path,
     fields: Manifest,
     results: Sequence[ShareResult],
+    expected: Mapping[str, Sequence[int]] | None,
     blobs: Mapping[str, object],
     rank: int,
 ) -> bool:
@@ -129,7 +132,9 @@ def _publish_once(
     if claim is None:
         return False
     try:
-        _complete(claim, fields, results, blobs, final, rank)
+        contents = read_contents(claim, results)
+        fields = replace(fields, tensors=check_complete(contents, expected))
+        _complete(claim, fields, contents, blobs, final, rank)
     except (FileNotFoundError, CheckpointError):
         if claim.exists():
             raise
@@ -145,11 +150,10 @@ def _publish_once(
 
 def _claim(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -> Path | None:
     """Give the attempt's directory a name that nobody else knows. None when it went away meanwhile."""
-    prefix = f"{tmp_name}_claim_"
-    found = sorted(name for name in os.listdir(root) if name == tmp_name or name.startswith(prefix))
+    found = _names_of_attempt(root, tmp_name)
     for name in found:
         if _missing(root / name, files) is None:
-            claim = root / f"{prefix}{uuid.uuid4().hex[:12]}"
+            claim = root / f"{tmp_name}_claim_{uuid.uuid4().hex[:12]}"
             try:
                 os.rename(root / name, claim)
             except FileNotFoundError:
@@ -178,39 +182,73 @@ def _missing(path: Path, files: Sequence[FileEntry]) -> str | None:
 def _complete(
     claim: Path,
     fields: Manifest,
-    results: Sequence[ShareResult],
+    contents: Contents,
     blobs: Mapping[str, object],
     final: Path,
     rank: int,
 ) -> None:
     """Remove what no writer reported; add blobs, torch's metadata and the manifest, all durable."""
-    reported = {file.name for result in results for file in result.files}
+    reported = {file.name for file in contents.files}
     for name in sorted(set(os.listdir(claim)) - reported):  # of a writer that died, or of a publisher before us
         os.unlink(claim / name)
-    results = [*results]
     if blobs:
-        results.append(write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False))
-    dcp.write_metadata(claim, results, str(final), fields.attempt)
+        share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False)
+        added = read_contents(claim, [share])
+        contents = Contents(contents.files + added.files, contents.tensors, contents.blobs + added.blobs)
+    dcp.write_metadata(claim, contents, str(final), fields.attempt)
     metadata = claim / dcp.METADATA_NAME
     entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
-    files = sorted((*(file for result in results for file in result.files), entry), key=lambda file: file.name)
+    files = sorted((*contents.files, entry), key=lambda file: file.name)
     write_manifest(claim, replace(fields, files=tuple(files)))
     if (missing := _missing(claim, files)) is not None:
         raise CorruptCheckpoint(f"{missing}, though all was there before; write the step again as a new attempt")
     fsync_directory(claim)
 
 
-def _is_kept(final: Path, specs: Mapping[str, TensorSpec]) -> bool:
-    """True when `final` is a valid checkpoint of these tensors. A broken one is moved aside: False."""
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What is to be published, as far as a published checkpoint of the same step is judged by it."""
+
+    root: Path
+    tmp_name: str
+    results: Sequence[ShareResult]
+    expected: Mapping[str, Sequence[int]] | None
+    trusted: Collection[str]
+
+    def contents(self) -> Contents | None:
+        """Return what the attempt holds; None when it is gone."""
+        for name in _names_of_attempt(self.root, self.tmp_name):
+            try:
+                return read_contents(self.root / name, self.results)
+            except (OSError, CorruptCheckpoint):
+                continue
+        return None
+
+
+def _is_kept(final: Path, attempt: _Attempt) -> bool:
+    """True when `final` is a valid checkpoint of the attempt's tensors. A broken one is moved aside: False.
+
+    Every byte is read only where there is a doubt. When the attempt's own files are gone, `final` is made of them: another
+    publisher came first, and what they hold was durable and checksummed before anybody was told; besides, there would be
+    nothing to put in its place. What this run wrote or verified is `trusted`. Otherwise the checkpoint is an older
+    run's, which may have been skipped at start because it is broken: there a flipped bit must be found.
+    """
+    contents = attempt.contents()
     try:
         judged = os.lstat(final)
-        manifest = verify(final)
+        manifest = verify(final, deep=contents is not None and str(final) not in attempt.trusted)
     except FileNotFoundError:
         return False
     except CorruptCheckpoint as error:
         _move_aside(final, (judged.st_dev, judged.st_ino), str(error))
         return False
-    if dict(manifest.tensors) != dict(specs):
+    found = dict(manifest.tensors)
+    if contents is not None:
+        same = found == check_complete(contents, attempt.expected)
+    else:
+        shapes = {key: spec.shape for key, spec in found.items()}
+        same = attempt.expected is None or shapes == {key: tuple(shape) for key, shape in attempt.expected.items()}
+    if not same:
         raise CheckpointMismatch(
             f"{final} is already there and belongs to another model or optimizer: checkpoints are never overwritten. Use "
             "another checkpoint directory, or move it away"
@@ -237,29 +275,31 @@ def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
         return
 
 
+def _names_of_attempt(root: Path, tmp_name: str) -> list[str]:
+    """Return what the attempt's directory is called now: its own name, or a claim's."""
+    return sorted(name for name in os.listdir(root) if name == tmp_name or name.startswith(f"{tmp_name}_claim_"))
+
+
 def discard_attempt(directory: str | os.PathLike[str], tmp_name: str) -> None:
     """Remove what was written of an attempt that failed or is not needed; nobody may still be writing it."""
     root = Path(directory)
-    for name in os.listdir(root):
-        if name == tmp_name or name.startswith(f"{tmp_name}_claim_"):
-            shutil.rmtree(root / name, ignore_errors=True)
+    for name in _names_of_attempt(root, tmp_name):
+        shutil.rmtree(root / name, ignore_errors=True)
 
 
-def check_complete(
-    results: Sequence[ShareResult], expected: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, TensorSpec]:
+def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | None = None) -> dict[str, TensorSpec]:
     """Prove by exact arithmetic that the shares hold every tensor exactly once; return what each tensor is.
 
     expected: shape by key; None: whatever the shares name. Raises CorruptCheckpoint naming the first hole, overlap,
     contradiction or missing key. Blobs may be there more than once: the first one counts.
     """
-    files = {file.name: file for result in results for file in result.files}
-    if len(files) != sum(len(result.files) for result in results):
+    files = {file.name: file for file in contents.files}
+    if len(files) != len(contents.files):
         raise CorruptCheckpoint("two shares name the same file: every writer must use names of its own")
     specs: dict[str, TensorSpec] = {}
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     places: dict[str, list[tuple[int, int, str]]] = {}
-    for entry in (entry for result in results for entry in result.tensors):
+    for entry in contents.tensors:
         spec = specs.setdefault(entry.key, TensorSpec(entry.dtype, entry.shape))
         if spec != TensorSpec(entry.dtype, entry.shape):
             raise CorruptCheckpoint(
@@ -268,7 +308,7 @@ def check_complete(
         dcp.dtype_of(entry.dtype)
         boxes.setdefault(entry.key, []).append((entry.offsets, entry.sizes))
         places.setdefault(entry.file, []).append((entry.position, entry.length, entry.key))
-    for blob in (blob for result in results for blob in result.blobs):
+    for blob in contents.blobs:
         if blob.file not in files or not 0 <= blob.position <= blob.position + blob.length <= files[blob.file].nbytes:
             raise CorruptCheckpoint(f"blob {blob.key!r} is said to lie outside the file {blob.file}")
     _check_places(places, files)

@@ -20,12 +20,14 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from ttp.checkpoint import contents
+from ttp.checkpoint.contents import BlobEntry, TensorEntry
 from ttp.checkpoint.dcp import BoxSavePlanner, HeldBox, dtype_name
 from ttp.checkpoint.durable import fsync_directory
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
 from ttp.errors import CheckpointError, NotWritable
-from ttp.proto.messages import BlobEntry, FileEntry, ShareResult, TensorEntry
+from ttp.proto.messages import FileEntry, ShareResult
 
 FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""
@@ -64,7 +66,7 @@ def write_share(
     boxes = [HeldBox(held, box) for held in tensors for box in boxes_of(held, BOX_BYTES // held.values.element_size())]
     packed, aliases = _pack_blobs(blobs)
     written: list[_Target] = []
-    result = ShareResult((), (), ())
+    files: list[FileEntry] = []
     try:
         if make:
             path.mkdir(parents=True, exist_ok=True)
@@ -73,10 +75,7 @@ def write_share(
             if batch or (packed and number == 0):
                 target = _Target(path, f"__{rank}_{suffix}")
                 written.append(target)
-                part = _write_file(target, rank, batch, packed if number == 0 else {}, aliases, copier)
-                result = ShareResult(
-                    result.files + part.files, result.tensors + part.tensors, result.blobs + part.blobs
-                )
+                files.append(_write_file(target, rank, batch, packed if number == 0 else {}, aliases, copier))
         fsync_directory(path)
     except BaseException as error:
         for target in written:
@@ -84,7 +83,7 @@ def write_share(
         if isinstance(error, OSError):
             raise NotWritable(_refusal(rank, path, error)) from error
         raise
-    return result
+    return ShareResult(tuple(files))
 
 
 def _batches(boxes: Sequence[HeldBox]) -> list[list[HeldBox]]:
@@ -142,8 +141,8 @@ def _write_file(
     packed: Mapping[str, bytes],
     aliases: Mapping[str, Sequence[str]],
     copier: _DeviceCopier,
-) -> ShareResult:
-    """Write one file by DCP's own writer and translate its results. Raises OSError."""
+) -> FileEntry:
+    """Write one file by DCP's own writer, with its table of contents; durable on return. Raises OSError."""
 
     def to_cpu(values: torch.Tensor) -> torch.Tensor:
         target.raise_error()  # no use in copying more once the disk has refused
@@ -151,7 +150,8 @@ def _write_file(
 
     planner = BoxSavePlanner(batch, packed, to_cpu)
     # No copy-ahead: torch would copy on the current stream and keep the elements in an order of its own.
-    writer = FileSystemWriter(target.path, sync_files=True, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
+    # No fsync yet: the table comes after it.
+    writer = FileSystemWriter(target.path, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
     writer.fs = target
     writer.set_up_storage_writer(False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -175,8 +175,8 @@ def _write_file(
         dtype, shape = dtypes[key]
         size = sizes[key, offsets]
         tensors.append(TensorEntry(key, dtype, shape, offsets, size, target.name, place.offset, place.length))
-    file = FileEntry(target.name, target.nbytes, target.sha256, rank)
-    return ShareResult((file,), tuple(tensors), tuple(blobs))
+    target.seal(contents.to_bytes(tensors, blobs))
+    return FileEntry(target.name, target.nbytes, target.sha256, rank)
 
 
 def _refusal(rank: int, path: Path, error: OSError) -> str:
@@ -233,11 +233,14 @@ class _Target(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with ThreadPoolExecutor(1, thread_name_prefix="ttp-hash") as aside:
             self._stream = _HashedStream(self._open_new(), aside)
-            try:
-                yield self._stream
-            finally:
-                self._stream.release()
-            self.nbytes, self.sha256 = self._stream.position, self._stream.digest.hexdigest()
+            yield self._stream
+
+    def seal(self, table: bytes) -> None:
+        """Put the table at the file's end, make it durable and close it. Raises OSError."""
+        assert self._stream is not None
+        self._stream.finish(table)
+        self.raise_error()
+        self.nbytes, self.sha256 = self._stream.position, self._stream.digest.hexdigest()
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Nothing: a directory that went away belongs to another publisher, and must not come back half empty."""
@@ -260,6 +263,8 @@ class _Target(FileSystem):
 
     def discard(self) -> None:
         """Remove the file, whole or not."""
+        if self._stream is not None:
+            self._stream.release()
         if self.name:
             with contextlib.suppress(OSError):
                 os.unlink(self.path / self.name)
@@ -305,6 +310,19 @@ class _HashedStream(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._file.fileno()
+
+    def finish(self, table: bytes) -> None:
+        """Write what comes after torch's part, fsync, close. Called after torch has closed the stream."""
+        try:
+            if self.error is None:
+                self._file.write(table)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self.error = error
+        self.digest.update(table)
+        self.position += len(table)
+        self.release()
 
     def release(self) -> None:
         """Close the file; after an error without another try to write what is buffered."""

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from ttp.checkpoint import dcp, keys, load, shards, share, writer
+from ttp.checkpoint.contents import read_contents
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import ShareResult
@@ -146,8 +147,9 @@ def test_equal_hyperparameters_share_their_bytes(tmp_path: Path) -> None:
     fqns = [f"layers.{i}.w" for i in range(1000)]
     blobs = keys.param_group_blobs([{"lr": 1e-3, "betas": [0.9, 0.95], "fused": True, "params": fqns}])
     result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [], blobs)
-    assert {entry.key for entry in result.blobs} == blobs.keys() and len(blobs) == 3004
-    assert len({entry.position for entry in result.blobs}) == 4
+    entries = read_contents(tmp_path / "iter_0000001_tmp_a", [result]).blobs
+    assert {entry.key for entry in entries} == blobs.keys() and len(blobs) == 3004
+    assert len({entry.position for entry in entries}) == 4
     assert blobs["optim.param_groups.layers.7.w.betas"] == (0.9, 0.95)
 
 
@@ -211,7 +213,8 @@ def test_a_wider_stride_of_one_element_is_written(tmp_path: Path) -> None:
     one = torch.arange(12.0).view(3, 4)[:1, 1]
     held = HeldTensor("model.w", (1,), 0, one)
     result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
-    assert shards.nbytes_of([held]) == 4 and result.tensors[0].sizes == (1,)
+    (entry,) = read_contents(tmp_path / "iter_0000001_tmp_a", [result]).tensors
+    assert shards.nbytes_of([held]) == 4 and entry.sizes == (1,)
 
 
 class _FakeAccelerator:

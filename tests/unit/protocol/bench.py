@@ -59,7 +59,7 @@ def report(
 
 
 def share(rank: int) -> ShareResult:
-    return ShareResult((FileEntry(f"r{rank}", 10, "00", rank),), (), ())
+    return ShareResult((FileEntry(f"r{rank}", 10, "00", rank),))
 
 
 def only(items: Iterable[Any], kind: type[T]) -> list[T]:

@@ -62,7 +62,7 @@ class NotedHolder:
 
     def write(self, order: WriteOrder) -> ShareResult:
         self.written.append(order)
-        return ShareResult((FileEntry(f"rank{self.rank}.distcp", 100, "00", self.rank),), (), ())
+        return ShareResult((FileEntry(f"rank{self.rank}.distcp", 100, "00", self.rank),))
 
     def publish(self, order: PublishOrder) -> str:
         self.published.append(order)

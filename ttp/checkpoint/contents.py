@@ -1,0 +1,142 @@
+"""What lies where in a share's files: a table at the end of each file, so that it need not cross the wire.
+
+Owns the table's form, its writing and its checked reading. A writer tells the controller its files' names, sizes and
+checksums; which box of which tensor lies at which byte, the publisher reads from the files themselves. At 10,000 writers
+with hundreds of boxes each the tables are hundreds of MB: as messages they would stop the controller for a minute.
+
+    torch's archives, one a box | JSON table | SHA-256 of the table (32 bytes) | its length (8, little endian) | MAGIC (8)
+
+torch reads a box by position and length, so it never sees the table; the file's own checksum covers it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.errors import CorruptCheckpoint
+from ttp.proto.messages import FileEntry, ShareResult
+
+MAGIC = b"TTPTOC01"
+_TAIL_BYTES = 32 + 8 + len(MAGIC)
+_READERS = 16
+"""Files whose tables are read at once: a shared file system answers each in milliseconds, however idle it is."""
+_READ_AHEAD = 256
+"""Files whose tables are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One written box of one tensor: DCP's chunk and where its bytes are."""
+
+    key: str
+    dtype: str
+    """torch's name without the module: `float32`."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    position: int
+    """Byte offset in `file`."""
+    length: int
+    """Bytes in `file`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """One written non-tensor value (torch.save of plain values, loadable with weights_only)."""
+
+    key: str
+    file: str
+    position: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Files and all that lies in them."""
+
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    blobs: tuple[BlobEntry, ...]
+
+
+def to_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
+    """Return what goes to the end of the one file that these entries lie in."""
+    specs: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
+    for e in tensors:
+        specs.setdefault((e.key, e.dtype, e.shape), []).append((e.offsets, e.sizes, e.position, e.length))
+    table = {
+        "tensors": [[*spec, boxes] for spec, boxes in specs.items()],
+        "blobs": [(b.key, b.position, b.length) for b in blobs],
+    }
+    body = json.dumps(table, separators=(",", ":")).encode()
+    return body + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + MAGIC
+
+
+def read_contents(
+    directory: Path, results: Sequence[ShareResult], advance: Callable[[int], None] = lambda count: None
+) -> Contents:
+    """Read the tables of all files of these shares; `advance` is told of each file (one reader's thread at a time).
+
+    Raises CorruptCheckpoint for a file without a sound table, FileNotFoundError for one that is gone.
+    """
+    files = [file for result in results for file in result.files]
+    tensors: list[TensorEntry] = []
+    blobs: list[BlobEntry] = []
+    for file, body in zip(files, _read_tables(directory, files), strict=True):
+        _parse(body, directory / file.name, file, tensors, blobs)
+        advance(1)
+    return Contents(tuple(files), tuple(tensors), tuple(blobs))
+
+
+def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]:
+    """Yield the tables in the files' order, a few files ahead of the one that is asked for."""
+    for begin in range(0, len(files), _READ_AHEAD):
+        some = files[begin : begin + _READ_AHEAD]
+        if len(some) == 1:
+            yield _read_table(directory / some[0].name, some[0])
+            continue
+        with ThreadPoolExecutor(min(_READERS, len(some)), thread_name_prefix="ttp-tables") as readers:
+            yield from readers.map(lambda file: _read_table(directory / file.name, file), some)
+
+
+def _read_table(path: Path, file: FileEntry) -> bytes:
+    """Return the checked table of one file. Raises CorruptCheckpoint, OSError."""
+    with open(path, "rb") as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes != file.nbytes:
+            raise CorruptCheckpoint(f"{path}, written by rank {file.rank}, has {nbytes} bytes, wanted {file.nbytes}")
+        stream.seek(max(0, nbytes - _TAIL_BYTES))
+        tail = stream.read(_TAIL_BYTES)
+        length = int.from_bytes(tail[32:40], "little")
+        if len(tail) < _TAIL_BYTES or tail[40:] != MAGIC or length > nbytes - _TAIL_BYTES:
+            raise CorruptCheckpoint(f"{path}, written by rank {file.rank}, has no table of contents at its end")
+        stream.seek(nbytes - _TAIL_BYTES - length)
+        body = stream.read(length)
+    if hashlib.sha256(body).digest() != tail[:32]:
+        raise CorruptCheckpoint(f"{path}, written by rank {file.rank}: its table of contents was altered")
+    return body
+
+
+def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> None:
+    try:
+        table = json.loads(body)
+        for key, dtype, shape, boxes in table["tensors"]:
+            tensors += [
+                TensorEntry(key, dtype, tuple(shape), tuple(offsets), tuple(sizes), file.name, position, length)
+                for offsets, sizes, position, length in boxes
+            ]
+        blobs += [BlobEntry(key, file.name, position, length) for key, position, length in table["blobs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(
+            f"{path}, written by rank {file.rank}: its table of contents cannot be read ({error}); was it written by "
+            "another version?"
+        ) from None
