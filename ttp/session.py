@@ -34,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.chaos.inject import injector, parse_faults
+from ttp.chaos.disk import dump_faults
+from ttp.chaos.inject import injector, meant_for, parse_faults
 from ttp.checkpoint import load, writer
 from ttp.config import Settings
 from ttp.directories import RunDirectories
@@ -153,7 +154,13 @@ class Session:
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
-        optimizer.on_point = injector(parse_faults(settings.faults), self.rank, settings.round_number)
+        self._inject(settings)
+
+    def _inject(self, settings: Settings) -> None:
+        faults = meant_for(parse_faults(settings.faults), self.rank, settings.round_number)
+        self.optimizer.on_point = injector(faults, self.rank, settings.round_number)
+        if faults:
+            self.holder.around = dump_faults(faults)
 
     @property
     def protected(self) -> bool:
