@@ -103,7 +103,7 @@ class Round:
         """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
         the bundled trainer), and none for another reason: a restart would end the same way."""
         statuses = {death.status for death in self.deaths().values() if death.failed}
-        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, EXIT_CODE_PERSISTED}
+        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, *SAVED_EXIT_CODES}
 
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
