@@ -55,6 +55,8 @@ _TIMES = (
     "total_timeout_s",
     "register_timeout_s",
     "orphan_timeout_s",
+    "hang_floor_s",
+    "hang_factor",
 )
 
 

@@ -14,7 +14,7 @@ from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, WorkerExit
+from ttp.proto.messages import AgentHello, Exit, Freeze, WorkerExit
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
@@ -96,7 +96,12 @@ class AgentLink:
                 self._say(stream, self._hello, *self._exits)
 
     def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
-        """Nothing is for the launcher itself."""
+        """Say what the controller tells the ranks: why they are frozen, and why they leave."""
+        match parcel.message:
+            case Freeze(cause=cause):
+                log.warning("controller: freeze: %s: %s", cause.kind.value, cause.text)
+            case Exit(reason=reason):
+                log.info("controller: the ranks leave: %s", reason)
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:
         with self._lock:

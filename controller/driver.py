@@ -20,7 +20,17 @@ from typing import Any, Protocol, assert_never
 from ttp.controller import machine
 from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError, UpwardParcel
-from ttp.proto.messages import AgentHello, Downward, Heartbeat, Published, Registration, Upward, WorkerExit
+from ttp.proto.messages import (
+    AgentHello,
+    Downward,
+    Exit,
+    Freeze,
+    Heartbeat,
+    Published,
+    Registration,
+    Upward,
+    WorkerExit,
+)
 from ttp.proto.status import JobStatus, PublishedCheckpoint
 
 from .events import ControllerSettings, Effect, Event, Finish, Received, Send, StreamClosed, Tick
@@ -235,6 +245,9 @@ class Driver:
         for rank in ranks:
             if rank in self._routes:
                 by_link.setdefault(self._routes[rank], []).append(rank)
+        if isinstance(message, Freeze | Exit):  # the launchers overhear why, for their own lines: addressed to no rank
+            for link in self._agents.values():
+                by_link.setdefault(link, [])
         for link, its_ranks in by_link.items():
             self._outgoing.setdefault(link, []).append((tuple(its_ranks), message))
 

@@ -32,6 +32,10 @@ class ControllerSettings:
     """Registered ranks are released (Exit) when the world has not assembled by then."""
     orphan_timeout_s: float = 15.0
     """The controller leaves when nobody is attached for this long."""
+    hang_floor_s: float = 60.0
+    """A job in which nobody gets on is not called hung before this."""
+    hang_factor: float = 10.0
+    """Nor before this many times a slow step of its own."""
 
 
 # --- in ---
@@ -70,8 +74,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """One line of the job's story. Event names: registered, assembled, suspect, cleared, death_seen, freeze_sent, frozen,
-    decided, rolled_forward, write_sent, written, publish_sent, published, refused, thawed, exit_sent, finished."""
+    """One line of the job's story. Event names: registered, assembled, suspect, cleared, stalled, moving_again, hung,
+    not_hung, death_seen, freeze_sent, frozen, decided, rolled_forward, write_sent, written, publish_sent, published,
+    refused, thawed, exit_sent, finished."""
 
     event: str
     fields: Mapping[str, JSONValue]

@@ -13,9 +13,11 @@ from ttp.errors import ProtocolError
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 
 from .events import ControllerSettings, Effect, Event, Journal, Received
+from .hangs import look, rest
 from .leaving import orphaned, over
 from .membership import empty, forgive, hear, sweep
 from .presence import die, suspicion
+from .progress import unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
 from .rounds import has_culprit
@@ -29,7 +31,8 @@ _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller that nobody has registered with."""
-    return ControllerState(settings, Stage.ASSEMBLING, empty(settings.world_size), now + settings.register_timeout_s)
+    members, pace = empty(settings.world_size), unknown(settings.world_size)
+    return ControllerState(settings, Stage.ASSEMBLING, members, pace, now + settings.register_timeout_s)
 
 
 def transition(state: ControllerState, event: Event, now: float) -> tuple[ControllerState, tuple[Effect, ...]]:
@@ -62,6 +65,8 @@ def next_deadline(state: ControllerState) -> float | None:
     moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
     if state.stage is Stage.ASSEMBLING:
         moment = min(moment, state.deadline)
+    if state.stage is Stage.RUNNING:
+        moment = min(moment, state.pace.due)
     if state.fault is not None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
         if state.stage is Stage.FREEZING:
@@ -74,7 +79,7 @@ def next_deadline(state: ControllerState) -> float | None:
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
     if not fault.causes:
-        return inf
+        return fault.round_deadline if fault.unproven is not None and not state.members.suspects else inf
     waiting = fault.awaiting or state.members.suspects
     earliest = -inf if has_culprit(fault.causes) else fault.hint_until
     return max(earliest, fault.round_deadline) if waiting else earliest
@@ -86,7 +91,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     if deadline is None or now - deadline <= state.settings.heartbeat_s or state.stage is Stage.EXITING:
         return state
     settings = state.settings
-    state = replace(state, members=forgive(state.members, now, settings))
+    state = rest(replace(state, members=forgive(state.members, now, settings)), now)
     if state.members.attached == 0 and state.members.empty_since < inf:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
@@ -128,6 +133,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return give_up(state, now, out)
     if now >= state.members.sweep_at:
         state = _look_at_leases(state, now, out)
+    state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
         state = _SILENT[state.stage](state, now, out)
     return state

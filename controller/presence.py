@@ -71,7 +71,7 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
         return state
     fault, dump = state.fault, state.dump
     assert fault is not None
-    cause = root_cause(fault.causes) or Cause(CauseKind.SILENT, (), "a rank is silent")
+    cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
     out.append(Send((rank,), Freeze(state.freeze_id, cause)))
     if dump is None or state.members.table[rank].dead is not None:
         return state

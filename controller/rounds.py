@@ -14,6 +14,7 @@ from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, StateRepo
 
 from .events import Effect, Fields, Journal, Send
 from .membership import Member, reachable
+from .progress import rested
 from .rank_table import RankTable
 from .state import ControllerState, Fault, Stage
 
@@ -152,12 +153,12 @@ def forget(state: ControllerState, rank: int, member: Member) -> ControllerState
     return replace(state, fault=replace(fault, awaiting=fault.awaiting - 1))
 
 
-def thaw(state: ControllerState, out: list[Effect]) -> ControllerState:
+def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """A false alarm: nobody died and nothing was ordered. Training goes on."""
     told = reachable(state.members)
     out.append(Send(told, Thaw(state.freeze_id)))
     out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
-    return replace(state, stage=Stage.RUNNING, fault=None, dump=None)
+    return replace(state, stage=Stage.RUNNING, fault=None, dump=None, pace=rested(state.pace, now))
 
 
 def frozen_fields(state: ControllerState) -> Fields:

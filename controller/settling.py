@@ -17,7 +17,7 @@ from .membership import forgive
 from .presence import welcome
 from .publishing import start_publishing
 from .rolling import all_rolled, start_dump
-from .rounds import has_culprit, thaw
+from .rounds import add_cause, has_culprit, thaw
 from .state import ControllerState, Stage
 from .writing import start_writing
 
@@ -73,7 +73,14 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
     if not fault.causes:
         if members.finished == state.settings.world_size:
             return finish_job(state, out)
-        return state if members.suspects else thaw(state, out)
+        if members.suspects:
+            return state
+        if fault.unproven is None:
+            return thaw(state, now, out)
+        if fault.awaiting and now < fault.round_deadline:
+            return state
+        state = add_cause(state, fault.unproven, now)
+        return start_dump(state, now, out)
     if not has_culprit(fault.causes) and now < fault.hint_until:
         return state
     if (fault.awaiting or members.suspects) and now < fault.round_deadline:

@@ -14,6 +14,7 @@ from .coverage import Coverage
 from .decision import Decision
 from .events import ControllerSettings
 from .membership import Membership
+from .progress import Pace
 from .rank_table import RankTable
 
 EXIT_WAIT_S = 5.0
@@ -54,6 +55,8 @@ class Fault:
     """(rank, step): rolling forward to that step failed on that rank."""
     stuck: frozenset[int] = frozenset()
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
+    unproven: Cause | None = None
+    """A hang: a cause once every report is in and nobody is seen to have got on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class ControllerState:
     settings: ControllerSettings
     stage: Stage
     members: Membership
+    pace: Pace
     deadline: float
     """ASSEMBLING: when registering must be over. EXITING: when the controller leaves. Else unused."""
     coverage: Coverage | None = None

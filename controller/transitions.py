@@ -25,6 +25,7 @@ from ttp.proto.messages import (
 )
 
 from .events import Effect, StreamClosed, Tick
+from .hangs import beat, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
 from .rolling import roll_failed, rolled
@@ -46,7 +47,7 @@ _OVER = (Stage.OVER,)
 def state_report(state: ControllerState, message: StateReport, now: float, out: list[Effect]) -> ControllerState:
     if message.freeze_id != state.freeze_id:
         return state
-    return take_report(state, message, out)
+    return take_report(report_disproves(state, message, now, out), message, out)
 
 
 def rolled_forward(state: ControllerState, message: RolledForward, now: float, out: list[Effect]) -> ControllerState:
@@ -93,7 +94,8 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),
     ((*_START, *_CALM, *_FAULT, *_END), WorkerExit, worker_exit),
     ((*_START, *_CALM, *_FAULT, *_END), Tick, noted),
-    ((*_CALM, *_FAULT, *_END), Heartbeat, noted),
+    ((*_CALM, *_FREEZE), Heartbeat, beat),
+    ((*_ORDERED, *_END), Heartbeat, noted),
     (_START, FaultReport, early_fault),
     ((*_CALM, *_FAULT), FaultReport, fault_report),
     ((*_START, *_CALM, *_FAULT, *_END), Finished, finished),

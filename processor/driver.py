@@ -19,11 +19,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 from ttp.errors import ProtocolError
 from ttp.processor.events import (
     ApplyUpdate,
+    BoundaryReached,
     CloseGate,
     Connect,
     Connected,
@@ -34,11 +37,13 @@ from ttp.processor.events import (
     GateClosed,
     LocalFault,
     Log,
+    Noticed,
     OpenGate,
     ProcessorSettings,
     PublishCheckpoint,
     Received,
     Release,
+    SaveStacks,
     Send,
     Tick,
     TrainReturned,
@@ -46,6 +51,7 @@ from ttp.processor.events import (
 )
 from ttp.processor.gate import Gate
 from ttp.processor.ports import StateHolder
+from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 from ttp.processor.worker import Reopen, Settle, Worker
 from ttp.proto.codec import CodecError, DownwardParcel
@@ -108,6 +114,7 @@ class Processor:
         freeze_timeout_s: float = 5.0,
         watch_parent: bool = False,
         on_exit: Callable[[str], None] | None = None,
+        stacks_path: Path | None = None,
         exit_process: Callable[[int], None] = os._exit,
         machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -116,6 +123,7 @@ class Processor:
 
         watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
         on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
+        stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
         """
         self._settings = settings
         self._address = address
@@ -133,6 +141,9 @@ class Processor:
         self._welcomed = threading.Event()
         self._survives: str | None = None
         self._voice = Voice(settings.rank)
+        self._stacks = StackWriter(stacks_path, self._voice)
+        self._paused_until = -inf
+        gate.on_boundary = lambda step: self._queue.put(BoundaryReached(step))
         self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
         self._state: Any = None
@@ -156,8 +167,21 @@ class Processor:
         self._queue.put(LocalFault(cause, detail))
 
     def preempted(self, text: str = "SIGTERM") -> None:
-        """This rank was asked to leave. Safe in a signal handler."""
-        self._queue.put(LocalFault(Cause(CauseKind.PREEMPTED, (self._settings.rank,), text), ""))
+        """This rank was told to leave: all ranks finish the step in flight if they can soon, then the dump follows."""
+        self._gate.notice = True
+        self._queue.put(Noticed(text))
+
+    def pause(self, at_most_s: float) -> float:
+        """The training thread does something else than steps, for `at_most_s` at most: that is no hang.
+
+        Returns what `end_pause` wants: a pause may lie within another.
+        """
+        before = self._paused_until
+        self._paused_until = max(before, self._clock() + at_most_s)
+        return before
+
+    def end_pause(self, before: float) -> None:
+        self._paused_until = before
 
     def wait_for_verdict(self) -> None:
         """Stay as a holder until the controller has decided. Returns when released or stopped; else the process ends."""
@@ -185,6 +209,7 @@ class Processor:
             self._thread.join(timeout_s)
             self._worker.stop(timeout_s)
             self._voice.stop(timeout_s)
+        self._gate.release_boundary()
         self._released.set()
         self._welcomed.set()
 
@@ -225,7 +250,8 @@ class Processor:
         return float("inf") if deadline is None else max(deadline, self._clock() + 0.002)
 
     def _tick(self) -> Tick:
-        return Tick(self._gate.phase, self._gate.step)
+        gate = self._gate
+        return Tick(gate.phase, gate.step, gate.waiting, self._clock() < self._paused_until)
 
     def _take(self, item: Event | _Opened | _Incoming | _Closed | _Stop) -> None:
         now = self._clock()
@@ -279,6 +305,8 @@ class Processor:
                 self._worker.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._worker.submit(effect)
+            case SaveStacks(reason):
+                self._stacks.save(reason)
             case ExitProcess(code, reason):
                 self._leave(code, reason)
             case Release():
@@ -344,6 +372,7 @@ class Processor:
                 self._on_exit(reason)
         except Exception:  # the process leaves all the same
             self._voice.say(logging.ERROR, f"the exit hook failed: {traceback.format_exc()}")
+        self._stacks.finish(FLUSH_TIMEOUT_S)
         self._voice.stop(FLUSH_TIMEOUT_S)
         for handler in logging.getLogger().handlers:
             handler.flush()

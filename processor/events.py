@@ -26,6 +26,8 @@ class ProcessorSettings:
     """Pause between attempts to reach the controller."""
     controller_lost_s: float = 15.0
     """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
+    boundary_s: float = 5.0
+    """A rank that was told to leave waits so long for the end of the step in flight before it asks for the dump."""
 
 
 # --- in ---
@@ -85,10 +87,24 @@ class WorkFailed:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """`train` raised, SIGTERM came, or the agent is gone."""
+    """`train` raised, or the agent is gone."""
 
     cause: Cause
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """This rank was told to leave (SIGTERM). A second time: at once."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryReached:
+    """The step is finished, and the training thread of every rank stops behind it: some rank was told to leave."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +114,12 @@ class TrainReturned:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; carries the rank's phase for the heartbeat."""
+    """Time passed; carries what the heartbeat says."""
 
     phase: Phase
     step: int
+    waiting: bool = False
+    paused: bool = False
 
 
 Event = (
@@ -114,6 +132,8 @@ Event = (
     | PublishDone
     | WorkFailed
     | LocalFault
+    | Noticed
+    | BoundaryReached
     | TrainReturned
     | Tick
 )
@@ -166,6 +186,13 @@ class ExitProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveStacks:
+    """Write down what every thread of this process is doing, before anything is ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The training thread, waiting at the end of `train`, may leave (dismissed)."""
 
@@ -176,5 +203,15 @@ class Log:
 
 
 Effect = (
-    Send | Connect | CloseGate | OpenGate | ApplyUpdate | WriteShare | PublishCheckpoint | ExitProcess | Release | Log
+    Send
+    | Connect
+    | CloseGate
+    | OpenGate
+    | ApplyUpdate
+    | WriteShare
+    | PublishCheckpoint
+    | SaveStacks
+    | ExitProcess
+    | Release
+    | Log
 )

@@ -50,6 +50,7 @@ class Gate:
         "_drain",
         "_final",
         "_freeze_id",
+        "_gone_on",
         "_in_update",
         "_lock",
         "_open",
@@ -64,6 +65,9 @@ class Gate:
         "_ticket",
         "_torn",
         "drain_error",
+        "notice",
+        "on_boundary",
+        "waiting",
     )
 
     def __init__(self, rank: int, *, state_step: int = 0, drain: Callable[[float], bool] | None = None) -> None:
@@ -94,6 +98,13 @@ class Gate:
         self._torn = False
         self._in_update = False  # written and read by the training thread alone
         self.drain_error = ""
+        self.waiting = False
+        """The training thread stands in a collective (it writes, heartbeats read)."""
+        self.notice = False
+        """This rank was told to leave (a processor's thread writes, the training thread reads)."""
+        self.on_boundary: Callable[[int], None] | None = None
+        """Called on the training thread, with the step, when it begins to wait behind a finished step."""
+        self._gone_on = threading.Event()  # nobody will end this process any more: `boundary` does not wait
 
     # --- training thread ---
 
@@ -165,6 +176,16 @@ class Gate:
         except RuntimeError:
             return  # it did not own the lock: nothing was left open
 
+    def boundary(self, step: int) -> None:
+        """`step` is finished and some rank was told to leave: wait here for the end of the process.
+
+        A thaw does not end the wait: every other rank waits behind the same step, and the one that was told to leave is
+        about to say so.
+        """
+        if self.on_boundary is not None:
+            self.on_boundary(step)
+        self._gone_on.wait()
+
     def resumed(self, step: int, record: CommitRecord | None = None) -> None:
         """A checkpoint of `step` was loaded; `record` is that step's. Waits while closed."""
         self._pass()
@@ -202,6 +223,10 @@ class Gate:
         return ProtocolError(f"rank {self._rank}, {call}({step}): {why} (phase {self._phase.name}, step {self._step})")
 
     # --- processor's threads ---
+
+    def release_boundary(self) -> None:
+        """No processor will lead this rank out any more: `boundary` waits no longer."""
+        self._gone_on.set()
 
     def freeze(self, freeze_id: int, timeout_s: float) -> StateReport:
         """Close the gate and say what this rank holds. Doing it twice is harmless; the latest freeze is the one in force.

@@ -38,5 +38,5 @@ def next_deadline(state: ProcessorState) -> float | None:
     if state.standing is Standing.LEAVING:
         return None
     reconnect_at = state.reconnect_at if state.link is Link.DOWN else inf
-    moment = min(reconnect_at, state.heartbeat_at, give_up_at(state))
+    moment = min(reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state))
     return None if moment == inf else moment

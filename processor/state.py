@@ -77,6 +77,10 @@ class ProcessorState:
     orders: tuple[Order, ...] = ()
     faults: tuple[FaultReport, ...] = ()
     """All told, in order; said again on every new stream, because nothing acknowledges them."""
+    notice: str = ""
+    """This rank was told to leave: by what. It leaves with an exit status of its own."""
+    notice_by: float = inf
+    """The controller is told of the notice then, if the end of the step is not reached before; inf: it has been told."""
     finished: bool = False
     """`train` has returned."""
     loss_logged: bool = False

@@ -13,6 +13,10 @@ from typing import Any
 
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
+    EXIT_CODE_PREEMPTED,
+    Cause,
+    CauseKind,
     Dismiss,
     Exit,
     FaultReport,
@@ -27,6 +31,7 @@ from ttp.proto.messages import (
 )
 
 from .events import (
+    BoundaryReached,
     CloseGate,
     Connect,
     Connected,
@@ -36,10 +41,12 @@ from .events import (
     GateClosed,
     LocalFault,
     Log,
+    Noticed,
     OpenGate,
     PublishDone,
     Release,
     RollForwardDone,
+    SaveStacks,
     Send,
     Tick,
     TrainReturned,
@@ -97,8 +104,11 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         out.append(Connect())
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:
-        out.append(Send(Heartbeat(rank, event.phase, event.step)))
+        out.append(Send(Heartbeat(rank, event.phase, event.step, event.waiting, event.paused)))
         state = replace(state, heartbeat_at=now + state.heartbeat_s)
+    if now >= state.notice_by:
+        waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
+        state = _tell_notice(state, waited, now, out)
     return give_up(state, now, out) if now >= give_up_at(state) else state
 
 
@@ -140,6 +150,33 @@ def local_fault(state: ProcessorState, event: LocalFault, now: float, out: list[
     return replace(state, faults=(*state.faults, report))
 
 
+def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]) -> ProcessorState:
+    """This rank was told to leave. The step in flight is finished first, if it can be soon.
+
+    Every rank learns of it in that step's spanning collective, so that all stop behind the same step.
+    """
+    again = bool(state.notice)
+    if again and state.notice_by == inf:
+        return state
+    state = replace(state, notice=event.text, notice_by=now + state.settings.boundary_s)
+    if again:
+        return _tell_notice(state, "told twice", now, out)
+    if state.standing is not Standing.TRAINING or state.finished:
+        return _tell_notice(state, "no step is in flight here", now, out)
+    out.append(Log(f"{event.text}: this rank leaves at the end of the step, or in {state.settings.boundary_s:g} s"))
+    return state
+
+
+def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, out: list[Effect]) -> ProcessorState:
+    """The training thread stands behind a finished step. A rank that was not told to leave only waits there."""
+    return _tell_notice(state, f"step {event.step} is finished", now, out) if state.notice_by < inf else state
+
+
+def _tell_notice(state: ProcessorState, when: str, now: float, out: list[Effect]) -> ProcessorState:
+    cause = Cause(CauseKind.PREEMPTED, (state.settings.rank,), f"{state.notice}; {when}")
+    return local_fault(replace(state, notice_by=inf), LocalFault(cause, ""), now, out)
+
+
 def train_returned(state: ProcessorState, event: TrainReturned, now: float, out: list[Effect]) -> ProcessorState:
     if state.finished:
         raise ProtocolError(f"rank {state.settings.rank}: training returned twice")
@@ -155,6 +192,8 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
     """Close the gate, or ask again what stands behind the closed gate: the answer is always fresh."""
     if state.standing is Standing.TRAINING:
         out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
+        if message.cause.kind is CauseKind.HUNG:
+            out.append(SaveStacks(message.cause.text))
     if state.freeze_id != message.freeze_id:
         state = replace(state, freeze_id=message.freeze_id, orders=())
     out.append(CloseGate(message.freeze_id))
@@ -191,7 +230,9 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
 
 
 def leave(state: ProcessorState, message: Exit, now: float, out: list[Effect]) -> ProcessorState:
-    return _exit(state, message.code, message.reason, out)
+    """The controller has no more use for this rank. One that was told to leave says so by its exit status."""
+    told = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
+    return _exit(state, EXIT_CODE_PREEMPTED if told else message.code, message.reason, out)
 
 
 def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> ProcessorState:
@@ -218,6 +259,8 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     (_LIVE, Disconnected, disconnected),
     (_LIVE, Welcome, welcome),
     (_LIVE, LocalFault, local_fault),
+    (_LIVE, Noticed, noticed),
+    (_LIVE, BoundaryReached, boundary_reached),
     (_LIVE, TrainReturned, train_returned),
     (_LIVE, Freeze, freeze),
     (_SHUT, GateClosed, gate_closed),
@@ -240,8 +283,8 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     *(
         (_GONE, kind, late)
         for kind in (
-            Tick, Connected, Disconnected, Welcome, LocalFault, TrainReturned, Freeze, GateClosed, Thaw, RollForward,
-            RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
+            Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
+            Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
         )
     ),
 )  # fmt: skip

@@ -114,8 +114,9 @@ def decode_parcels(wire: pb.DownwardEnvelope) -> tuple[DownwardParcel, ...]:
 
 def _encode_up(message: m.Upward) -> pb.Upward:
     match message:
-        case m.Heartbeat(rank, phase, step):
-            return pb.Upward(heartbeat=pb.Heartbeat(rank=rank, phase=encode_phase(phase), step=step))
+        case m.Heartbeat(rank, phase, step, waiting, paused):
+            beat = pb.Heartbeat(rank=rank, phase=encode_phase(phase), step=step, waiting=waiting, paused=paused)
+            return pb.Upward(heartbeat=beat)
         case m.Registration():
             return pb.Upward(registration=_encode_registration(message))
         case m.StateReport():
@@ -146,7 +147,8 @@ def _encode_up(message: m.Upward) -> pb.Upward:
 def _decode_up(wire: pb.Upward) -> m.Upward:
     match wire.WhichOneof("body"):
         case "heartbeat":
-            return m.Heartbeat(wire.heartbeat.rank, decode_phase(wire.heartbeat.phase), wire.heartbeat.step)
+            beat = wire.heartbeat
+            return m.Heartbeat(beat.rank, decode_phase(beat.phase), beat.step, beat.waiting, beat.paused)
         case "registration":
             return _decode_registration(wire.registration)
         case "state_report":

@@ -23,6 +23,7 @@ class CauseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAUSE_KIND_PEER_ERROR: _ClassVar[CauseKind]
     CAUSE_KIND_PREEMPTED: _ClassVar[CauseKind]
     CAUSE_KIND_AGENT_LOST: _ClassVar[CauseKind]
+    CAUSE_KIND_HUNG: _ClassVar[CauseKind]
 PHASE_COMPUTE: Phase
 PHASE_READY: Phase
 PHASE_UPDATING: Phase
@@ -35,6 +36,7 @@ CAUSE_KIND_EXCEPTION: CauseKind
 CAUSE_KIND_PEER_ERROR: CauseKind
 CAUSE_KIND_PREEMPTED: CauseKind
 CAUSE_KIND_AGENT_LOST: CauseKind
+CAUSE_KIND_HUNG: CauseKind
 
 class UpwardEnvelope(_message.Message):
     __slots__ = ("job_id", "term", "messages")
@@ -199,14 +201,18 @@ class Registration(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("rank", "phase", "step")
+    __slots__ = ("rank", "phase", "step", "waiting", "paused")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     phase: Phase
     step: int
-    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
+    waiting: bool
+    paused: bool
+    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
     __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records")

@@ -16,6 +16,12 @@ from dataclasses import dataclass
 EXIT_CODE_PERSISTED = 75
 """Exit status of a survivor that left on the controller's word (EX_TEMPFAIL: try again)."""
 
+EXIT_CODE_PREEMPTED = 76
+"""Exit status of the same for a rank that had been told to leave (SIGTERM): nothing in it has failed."""
+
+SAVED_EXIT_CODES = (EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED)
+"""Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
+
 
 class Phase(enum.IntEnum):
     """Where a rank is within step t (design, section 3). Optimizer state is t-1 until DONE, then t."""
@@ -36,6 +42,7 @@ class CauseKind(enum.Enum):
     PEER_ERROR = "peer_error"  # the rank's collective failed: somebody else is the cause
     PREEMPTED = "preempted"  # SIGTERM
     AGENT_LOST = "agent_lost"  # the launcher of the rank is gone
+    HUNG = "hung"  # nobody gets on, while heartbeats go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,10 @@ class Heartbeat:
     rank: int
     phase: Phase
     step: int
+    waiting: bool = False
+    """The training thread stands in a collective: it waits for others, and is no suspect of a hang."""
+    paused: bool = False
+    """The training thread said that it does something else than steps for a while (an evaluation, a periodic save)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
 | TTP_CONTROLLER_PORT | 0 | port of the controller (0: any free one) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
+| TTP_HANG_FLOOR_S, TTP_HANG_FACTOR | 60, 10 | nobody getting on for so many seconds, and so many slow steps, is a hang |
+| TTP_BOUNDARY_S | 5 | a rank told to leave (SIGTERM) waits so long for the end of the step in flight |
 | TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
@@ -31,6 +33,9 @@ class Settings:
     controller_port: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
+    hang_floor_s: float = 60.0
+    hang_factor: float = 10.0
+    boundary_s: float = 5.0
     round_number: int = 0
     launched: bool = False
     faults: str = ""
@@ -47,6 +52,13 @@ class Settings:
             raise ConfigError(
                 f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease"
             )
+        if not self.hang_floor_s > 0 or not self.hang_factor >= 1:
+            raise ConfigError(
+                f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0"
+                " and a number from 1"
+            )
+        if not self.boundary_s >= 0:
+            raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0")
         if not 0 <= self.controller_port < 65536:
             raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
 
@@ -59,6 +71,9 @@ class Settings:
             controller_port=_integer(environ, "TTP_CONTROLLER_PORT", 0),
             heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
             lease_s=_number(environ, "TTP_LEASE_S", 3.0),
+            hang_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
+            hang_factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
+            boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
             launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=environ.get("TTP_FAULTS", ""),

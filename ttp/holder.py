@@ -6,9 +6,10 @@ a collective and never waits for the training thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.checkpoint import shards, writer
@@ -20,6 +21,10 @@ from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, S
 
 KEPT_STEPS = 3
 """Host states kept: the step in flight, the one before it (what a dump may choose), and one to spare."""
+
+
+def _nothing_around(point: str, step: int, path: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class StepStates:
@@ -75,6 +80,8 @@ class OptimizerHolder:
     ) -> None:
         self.optimizer = optimizer
         self.step_states = StepStates()
+        self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
+        """`with around(point, step, path):` encloses every write and publish, for fault injection."""
         self._registration = Registration(
             rank=rank,
             world_size=world_size,
@@ -112,9 +119,14 @@ class OptimizerHolder:
                 )
             tensors += shards.split_parts(holdings[part.group_id], part.count)[part.index]
         suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
-        return writer.write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix)
+        with self.around("write", step, f"{directory}/{tmp_name}"):
+            return writer.write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix)
 
     def publish(self, order: PublishOrder) -> str:
+        with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
+            return self._publish(order)
+
+    def _publish(self, order: PublishOrder) -> str:
         return writer.publish(
             order.directory,
             order.tmp_name,

@@ -17,6 +17,7 @@ from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
 from ttp.holder import OptimizerHolder
+from ttp.notice import Notice
 from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
@@ -46,13 +47,15 @@ class Protection:
         holder.optimizer.attach(self.gate)
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         self.processor = Processor(
-            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s),
+            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s, boundary_s=settings.boundary_s),
             address,
             settings.job_id,
             holder,
             self.gate,
             watch_parent=settings.launched,
+            stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
         )
+        self._notice = Notice(self.processor.preempted)
         self.processor.start()
         survives = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
         if survives is None:
@@ -61,6 +64,7 @@ class Protection:
                 f"rank {rank}: the controller at {address} did not report all {world_size} ranks registered within"
                 f" {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
+        self._notice.listen()
         if rank == 0:
             log.info("protected; the job survives: %s", survives)
 
@@ -89,6 +93,7 @@ class Protection:
 
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone."""
+        self._notice.close()
         self.processor.stop()
         controller = self._controller
         if controller is not None and controller.wait(CONTROLLER_END_S) is None:
@@ -110,6 +115,7 @@ class Protection:
             heartbeat_s=settings.heartbeat_s,
             lease_s=settings.lease_s,
             total_timeout_s=settings.total_timeout_s,
+            options=("--hang-floor-s", str(settings.hang_floor_s), "--hang-factor", str(settings.hang_factor)),
         )
         address = self._controller.address
         if self._world_size > 1:

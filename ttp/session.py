@@ -21,11 +21,12 @@ is the controller's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.chaos.inject import injector, parse_faults
+from ttp.chaos.disk import dump_faults
+from ttp.chaos.inject import injector, meant_for, parse_faults
 from ttp.checkpoint import load, writer
 from ttp.config import Settings
 from ttp.directories import RunDirectories
@@ -53,6 +55,9 @@ from ttp.proto.messages import (
 )
 
 log = logging.getLogger("ttp")
+
+SAVE_AT_MOST_S = 600.0
+"""A periodic save that takes longer counts as a standstill: its disk may be what hangs."""
 
 _current: Session | None = None
 
@@ -147,7 +152,13 @@ class Session:
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
-        optimizer.on_point = injector(parse_faults(settings.faults), self.rank, settings.round_number)
+        self._inject(settings)
+
+    def _inject(self, settings: Settings) -> None:
+        faults = meant_for(parse_faults(settings.faults), self.rank, settings.round_number)
+        self.optimizer.on_point = injector(faults, self.rank, settings.round_number)
+        if faults:
+            self.holder.around = dump_faults(faults)
 
     @property
     def protected(self) -> bool:
@@ -251,13 +262,31 @@ class Session:
         """Say what step + 1 needs in order to go on, once `step` is committed (JSON values; called before its update)."""
         self.holder.step_states.put(step, state)
 
+    @contextlib.contextmanager
+    def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:
+        """Say that this rank does something else than steps for a while (an evaluation, a long save): no hang.
+
+        `at_most_s`: a pause that lasts longer counts as a standstill from then on. Ends where the `with` does.
+        """
+        if self._protection is None:
+            yield
+            return
+        before = self._protection.processor.pause(at_most_s)
+        try:
+            yield
+        finally:
+            self._protection.processor.end_pause(before)
+
     def save(self, step: int | None = None) -> str:
         """Write a periodic checkpoint of the current step (all ranks call, between two steps); return its path.
 
         Each shard's replicas share its bytes. A directory that cannot be written falls through to the next one.
         Raises CheckpointError on every rank when no directory took it.
         """
-        step = self.optimizer.current_step if step is None else step
+        with self.pause(SAVE_AT_MOST_S):
+            return self._save(self.optimizer.current_step if step is None else step)
+
+    def _save(self, step: int) -> str:
         self._save_count += 1
         errors = []
         for directory in self.save_dirs:

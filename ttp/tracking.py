@@ -19,7 +19,15 @@ class UpdateTracker(Protocol):
     3. `begin_update(...)` the commit record is here; takes the gate. Blocks while frozen, for good if the job is lost
     4. `end_update(step)`  the update is finished; gives the gate back
     `fail_update(step)` instead of 4 when the update raised: the state is torn and must not be used.
+
+    `notice` rides on the step's spanning collective; when any rank had it set, every rank calls `boundary(step)` at the
+    end of that step, and none begins another.
     """
+
+    waiting: bool
+    """The optimizer sets it while its thread waits in a collective: such a rank is no suspect of a hang."""
+    notice: bool
+    """This rank was told to leave."""
 
     def computing(self, step: int) -> None: ...
 
@@ -32,9 +40,15 @@ class UpdateTracker(Protocol):
 
     def fail_update(self, step: int) -> None: ...
 
+    def boundary(self, step: int) -> None:
+        """`step` is finished on this rank; does not return while the process has still to be led out."""
+
 
 class NullTracker:
     """Tracks nothing."""
+
+    waiting = False
+    notice = False
 
     def computing(self, step: int) -> None:
         pass
@@ -49,4 +63,7 @@ class NullTracker:
         pass
 
     def fail_update(self, step: int) -> None:
+        pass
+
+    def boundary(self, step: int) -> None:
         pass

@@ -34,6 +34,9 @@ class Times:
     register_timeout_s: float = 4.0
     orphan_timeout_s: float = 3.0
     controller_lost_s: float = 3.0
+    hang_floor_s: float = 60.0
+    hang_factor: float = 10.0
+    boundary_s: float = 0.3
 
 
 class Controller:
@@ -45,6 +48,7 @@ class Controller:
         settings = ev.ControllerSettings(
             "sim", 1, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
             times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
+            times.hang_floor_s, times.hang_factor,
         )  # fmt: skip
         self.state = machine.initial(settings, job.now)
         self.streams: dict[int, Stream] = {}
@@ -122,6 +126,8 @@ class Job:
         self.hooks: list[tuple[str, int, Callable[[int], None]]] = []
         self.killed: dict[int, float] = {}
         self.thawed_up_to = -1
+        self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
+        """(members, step) of the collectives in which somebody said that it was told to leave."""
         self.published_as: dict[tuple[str, str], str] = {}
         self.controller = Controller(self)
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]

@@ -45,9 +45,15 @@ class Rank:
         self.was_stopped = False
         self.main_raised = False
         self.hang_update_at = 0
+        self.slow_compute: dict[int, float] = {}
+        """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
+        self.noticed = False
+        self.waiting = False
         self.break_roll = False
         self.hang_work = False
-        self.state = machine.initial(ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s), job.now)
+        self.state = machine.initial(
+            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s), job.now
+        )
         self._held: list[Callable[[], None]] = []
         self._tasks: list[ev.Effect] = []
         self._working = False
@@ -96,7 +102,7 @@ class Rank:
 
     def _tick(self) -> None:
         self._tick_at = float("inf")
-        self.step(ev.Tick(self.gate.phase, self.gate.step))
+        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting))
 
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:
@@ -115,7 +121,7 @@ class Rank:
             case ev.Release():
                 self.released = True
                 self.job.process_gone(self, "exit code 0")
-            case ev.Log():
+            case ev.Log() | ev.SaveStacks():
                 pass
 
     def _connect(self) -> None:
@@ -290,7 +296,9 @@ class Rank:
         def computing() -> None:
             self.gate.phase, self.gate.step = Phase.COMPUTE, step
             self.gate.gradients_of = 0
-            self.soon(self.job.rng.uniform(0.005, 0.04), lambda: self._pass_gate_to_ready(step))
+            usual = self.job.rng.uniform(0.005, 0.04)
+            if (seconds := self.slow_compute.get(step, usual)) < float("inf"):
+                self.soon(seconds, lambda: self._pass_gate_to_ready(step))
 
         self.gate.enter(computing)
 
@@ -305,12 +313,16 @@ class Rank:
         self.gate.phase, self.gate.step, self.gate.gradients_of = Phase.READY, step, step
         self.job.happened(f"READY {step}", self.rank)
         members = self.job.training.collectives(self.rank)
+        self.waiting = True
+        if self.noticed:
+            self.job.told_to_leave.add((members, step))
         go_on = lambda: self.run(lambda: self.gate.enter(lambda: self._update(step)))  # noqa: E731
         self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed)
 
     def _update(self, step: int) -> None:
         if self.main_raised:
             return
+        self.waiting = False
         self.job.update_begins(self, step)
         self.gate.begin(self.job.training.record(step))
         self.job.happened(f"UPDATING {step}", self.rank)
@@ -325,14 +337,27 @@ class Rank:
         self.job.happened(f"DONE {step}", self.rank)
         members = tuple(range(self.job.training.layout.world_size))
         go_on = lambda: self.run(self._after_gather)  # noqa: E731
+        self.waiting = True
         self.job.collectives.enter("gather", step, members, self.rank, go_on, self._peer_failed)
 
     def _after_gather(self) -> None:
-        if not self.main_raised:
-            self._compute()
+        step = self.gate.state_step
+        if self.main_raised:
+            return
+        if (self.job.training.collectives(self.rank), step) in self.job.told_to_leave:
+            self.job.happened("boundary", self.rank)
+            self.step(ev.BoundaryReached(step))  # the training thread waits here for the end of the process
+            return
+        self.waiting = False
+        self._compute()
 
     def _peer_failed(self) -> None:
         self.run(lambda: self.fault(CauseKind.PEER_ERROR, "connection closed by peer"))
+
+    def notice(self) -> None:
+        """SIGTERM: the training thread takes it along to the next spanning collective."""
+        self.noticed = True
+        self.step(ev.Noticed("SIGTERM"))
 
     def fault(self, kind: CauseKind, text: str) -> None:
         """The training thread raises; in the middle of an update that tears the state."""

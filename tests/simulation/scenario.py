@@ -120,7 +120,7 @@ def _peer_error(job: Job, rng: random.Random, rank: int) -> None:
 
 def _preempt(job: Job, rng: random.Random, rank: int) -> None:
     process = job.ranks[rank]
-    process.run(lambda: process.fault(CauseKind.PREEMPTED, "SIGTERM"))
+    process.run(process.notice)
 
 
 def _break_stream(job: Job, rng: random.Random, rank: int) -> None:

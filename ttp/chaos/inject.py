@@ -1,4 +1,4 @@
-"""Faults at chosen places of a training step, for tests and demonstrations.
+"""Faults at chosen places of a training step or of a dump, for tests and demonstrations.
 
 `TTP_FAULTS` holds one or more faults, separated by `;`:
 
@@ -6,24 +6,44 @@
     raise:rank=0,step=3,point=backward         an exception in the training thread
     stop:rank=1,step=5,point=ready             SIGSTOP
     exit:rank=1,step=5,point=done              os._exit(1)
+    hang:rank=1,step=5,point=backward          the thread sleeps for ever; the process's other threads run on
+    gil:rank=1,step=5,point=backward           it sleeps for ever with Python's lock held: no other thread runs
+    slow:rank=1,step=5,point=backward,for=3    it sleeps for 3 s and goes on
+    segv, abort                                an invalid memory access, abort()
+    term                                       SIGTERM to itself; goes on
     kill:rank=1,step=9,point=ready,round=1     in the job's second start (default: round=0)
+    kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
+    kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
+    enospc:..., eio:...                        the system call fails so (points write and publish only)
+    torn:...                                   the write is said to be done, but half of the last file is missing
+    enospc:...,times=1                         the first write (or publish) of that step only, so one directory (default: all)
 
 Points, in the order of a step: backward (reductions of this step have begun), ready (own reduced gradients are final),
 record (commit record in hand, update not begun), updating (some shards updated, some not), done (update finished),
-gathering (parameters half gathered). The faults are real: a signal, an exception, an exit. Owns nothing else.
+gathering (parameters half gathered). In a dump (step: the one that is written): write, publish; `call` counts the system
+calls that make bytes and names durable (`ttp.chaos.disk`). The faults are real: a signal, an exception, an exit, a system
+call that fails. Owns nothing else.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ttp.errors import ConfigError
 
 POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
-ACTIONS = ("kill", "raise", "stop", "exit")
+DUMP_POINTS = ("write", "publish")
+DISK_ACTIONS = ("enospc", "eio", "torn")
+ACTIONS = ("kill", "raise", "stop", "exit", "hang", "gil", "slow", "segv", "abort", "term", *DISK_ACTIONS)
+_FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float}
 
 
 class InjectedFault(RuntimeError):
@@ -37,6 +57,14 @@ class Fault:
     step: int
     point: str
     round: int = 0
+    call: int = 0
+    """In a dump: how many system calls that matter go well before."""
+    call_name: str = ""
+    """Only calls of this name count; empty: all."""
+    times: int = 1_000_000
+    """In a dump: how many writes or publishes of the step it hits."""
+    for_s: float = 0.0
+    """How long `slow` sleeps."""
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -52,40 +80,73 @@ def _parse_fault(text: str) -> Fault:
         if not sep or name.strip() in fields:
             raise ConfigError(f"TTP_FAULTS: {text!r}: wanted name=value once each, got {pair!r}")
         fields[name.strip()] = value.strip()
-    unknown = set(fields) - {"rank", "step", "point", "round"}
-    missing = {"rank", "step", "point"} - set(fields)
-    if action not in ACTIONS or unknown or missing or fields["point"] not in POINTS:
+    unknown, missing = set(fields) - set(_FIELDS), {"rank", "step", "point"} - set(fields)
+    known = action in ACTIONS and fields.get("point") in (*POINTS, *DUMP_POINTS)
+    in_dump = fields.get("point") in DUMP_POINTS
+    misplaced = not in_dump and ({"call", "times"} & set(fields) or action in DISK_ACTIONS)
+    if not known or unknown or missing or misplaced:
         raise ConfigError(
-            f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N] with ACTION one of {', '.join(ACTIONS)}"
-            f" and P one of {', '.join(POINTS)}"
+            f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS] with ACTION one"
+            f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *DUMP_POINTS))}; {', '.join(DISK_ACTIONS)}, call and"
+            f" times belong to {' and '.join(DUMP_POINTS)}"
         )
     try:
-        return Fault(action, int(fields["rank"]), int(fields["step"]), fields["point"], int(fields.get("round", "0")))
+        values: dict[str, Any] = {name: _FIELDS[name](value) for name, value in fields.items()}
+        values["call_name"], _, call = fields.get("call", "0").rpartition(".")
+        values["call"] = int(call)
     except ValueError:
-        raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step and round must be whole numbers") from None
+        raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step, round, call and times must be whole numbers") from None
+    values["for_s"] = values.pop("for", 0.0)
+    return Fault(action, **values)
 
 
 def injector(faults: tuple[Fault, ...], rank: int, round_number: int) -> Callable[[str, int], None] | None:
     """Return the hook for this rank's optimizer (`on_point`), or None when no fault is meant for it."""
-    mine = {(f.point, f.step): f.action for f in faults if f.rank == rank and f.round == round_number}
+    mine = {(f.point, f.step): f for f in meant_for(faults, rank, round_number) if f.point in POINTS}
     if not mine:
         return None
 
     def on_point(point: str, step: int) -> None:
-        action = mine.get((point, step))
-        if action is not None:
-            _commit(action, rank, step, point)
+        fault = mine.pop((point, step), None)  # once: backward passes its point once a bucket
+        if fault is not None:
+            commit(fault)
 
     return on_point
 
 
-def _commit(action: str, rank: int, step: int, point: str) -> None:
-    match action:
+def meant_for(faults: tuple[Fault, ...], rank: int, round_number: int) -> tuple[Fault, ...]:
+    """Return the faults of this rank in this start of the job."""
+    return tuple(fault for fault in faults if fault.rank == rank and fault.round == round_number)
+
+
+def commit(fault: Fault) -> None:
+    """Do it, on the calling thread."""
+    match fault.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
         case "exit":
             os._exit(1)
+        case "hang":
+            threading.Event().wait()
+        case "slow":
+            time.sleep(fault.for_s)
+        case "gil":
+            _hold_the_gil()
+        case "segv":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            ctypes.string_at(0)
+        case "abort":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.abort()
         case _:
-            raise InjectedFault(f"rank {rank}, step {step}: fault injected at {point}")
+            raise InjectedFault(f"rank {fault.rank}, step {fault.step}: fault injected at {fault.point}")
+
+
+def _hold_the_gil() -> None:
+    """Sleep in C without letting go of Python's lock. Signals go to other threads: nothing wakes this one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    ctypes.PyDLL(None).sleep(ctypes.c_uint(1_000_000))

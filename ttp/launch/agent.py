@@ -121,9 +121,10 @@ class HoldAgent(LocalElasticAgent):
             super()._shutdown(death_sig, timeout, **kwargs)
             return
         try:
-            if round_.has_controller:
-                death_sig = signal.SIGTERM
-            round_.end_workers(death_sig, round_.grace_s(timeout))
+            if round_.has_controller and round_.living():
+                round_.take_leave()
+            else:
+                round_.end_workers(death_sig, timeout)
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
             round_.end_workers(signal.SIGKILL, 0.0)

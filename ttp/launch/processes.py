@@ -125,6 +125,13 @@ def end_workers(
     return living
 
 
+def signal_workers(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to the workers' sessions; those that have ended are passed over."""
+    for pid in pids:
+        if exit_status(pid) is None:
+            _signal_group(pid, number)
+
+
 def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s: float = 1.0) -> list[int]:
     """End what dead workers left in their sessions (data loaders, tools). Linux only; returns the processes found.
 

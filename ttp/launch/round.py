@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
-from ttp.launch.processes import end_workers, sweep_sessions
+from ttp.launch.processes import end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
-from ttp.proto.messages import EXIT_CODE_PERSISTED
+from ttp.proto.messages import SAVED_EXIT_CODES
 
 log = logging.getLogger("ttp.launch")
 
@@ -103,7 +103,7 @@ class Round:
         """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
         the bundled trainer), and none for another reason: a restart would end the same way."""
         statuses = {death.status for death in self.deaths().values() if death.failed}
-        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, EXIT_CODE_PERSISTED}
+        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, *SAVED_EXIT_CODES}
 
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
@@ -133,7 +133,7 @@ class Round:
                 return f"no controller leads the ranks, {UNLED_S:.0f} s have passed"
 
         def persisted(deaths: Mapping[int, Death]) -> bool:
-            return any(death.status == EXIT_CODE_PERSISTED for death in deaths.values())
+            return any(death.status in SAVED_EXIT_CODES for death in deaths.values())
 
         def all_ended(deaths: Mapping[int, Death]) -> bool:
             return all(rank in deaths and deaths[rank].settled for rank in self._pids)
@@ -145,6 +145,21 @@ class Round:
         if persisted(self.deaths()):
             return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
+
+    def take_leave(self) -> None:
+        """The launcher was told to end: SIGTERM is the workers' notice, and they have the time of a fault to persist.
+
+        They leave by themselves under their controller; what has not left when the others are done is killed.
+        """
+        fault = self._begin("the launcher is told to end")
+        log.info(
+            "telling %s to leave (SIGTERM); up to %.0f s to persist", ranks_text(self.living()), self._left_s(fault)
+        )
+        signal_workers((self._pids[rank] for rank in self.living()), signal.SIGTERM)
+        if reason := self._wait_for_survivors(fault):
+            log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
+        self.end_workers(signal.SIGKILL, 0.0)
+        log.info("%s", self.outcome())
 
     def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:
         """End every worker and what the workers left in their sessions, without reaping them."""
@@ -159,13 +174,6 @@ class Round:
         left = sweep_sessions(self._pids.values(), spare=is_controller)
         if left:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
-
-    def grace_s(self, default_s: float) -> float:
-        """How long workers may take to leave after a signal: as long as a fault may, if there is a controller to lead
-        them, else `default_s`."""
-        if not self.has_controller or not self.living():
-            return default_s
-        return self._left_s(self._begin("the launcher is told to end"))
 
     def close(self) -> None:
         """End the controllers of this start on this node, and the threads. The workers have been ended before."""

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.launch.deathwatch import Death
-from ttp.proto.messages import EXIT_CODE_PERSISTED
+from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED
+
+_LEFT: dict[int | None, str] = {
+    EXIT_CODE_PERSISTED: "left for the restart",
+    EXIT_CODE_PREEMPTED: "told to leave, and left",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> st
     """
     groups: dict[str, list[Death]] = {}
     for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
-        text = f"left for the restart ({death.text})" if death.status == EXIT_CODE_PERSISTED else death.text
+        text = f"{_LEFT[death.status]} ({death.text})" if death.status in _LEFT else death.text
         if death.rank in ended:
             text = f"ended by ttprun ({death.text})"
         groups.setdefault(text, []).append(death)

@@ -79,7 +79,7 @@ class TTPReplicaOptimizer(Optimizer):
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `group` does not hold all ranks that share the model, a process group that does (barrier mode): one
-        more all-reduce of eight bytes right before the update makes the commit record prove that all of them were ready,
+        more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
         and an overflow anywhere skips the step everywhere. `base_kwargs` go to `base`.
 
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
@@ -166,6 +166,7 @@ class TTPReplicaOptimizer(Optimizer):
         """
         step = self.current_step + 1
         self._touch()
+        self._tracker.waiting = True
         self._buckets.finish()
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._divisor = self.gradient_divisor
@@ -173,7 +174,8 @@ class TTPReplicaOptimizer(Optimizer):
         self._ready = step
         self._tracker.ready(step)
         self._point("ready", step)
-        record = self._agree(step, sums)
+        record, told_to_leave = self._agree(step, sums)
+        self._tracker.waiting = False
         self._point("record", step)
         self._tracker.begin_update(step, record, step - 1 if self._local_copy else -1)
         try:
@@ -187,6 +189,8 @@ class TTPReplicaOptimizer(Optimizer):
         self._tracker.end_update(step)
         self._point("done", step)
         self._gather(step)
+        if told_to_leave:
+            self._tracker.boundary(step)
         return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -318,25 +322,29 @@ class TTPReplicaOptimizer(Optimizer):
     def _launched(self) -> None:
         self._point("backward", self.current_step + 1)
 
-    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> CommitRecord:
-        """The spanning collective: squares and overflow over all shards, each counted once, and the caller's sums."""
+    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, bool]:
+        """The spanning collective: squares and overflow over all shards, each counted once, and the caller's sums.
+
+        Also says whether any rank was told to leave: every rank learns it in the same step.
+        """
         extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self.device).reshape(-1)
         squares = self._shards.square_sum()
         finite = squares.isfinite()
-        head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double()])
+        notice = torch.full_like(squares, float(self._tracker.notice))
+        head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double(), notice])
         vector = torch.cat([head, extra])
         if self._group is not None:
             dist.all_reduce(vector, group=self._group)
         if self._barrier is not None:
             # Contributing the group's verdict here, and not before, is what makes this the spanning collective.
-            dist.all_reduce(vector[1:2], group=self._barrier)
-        total, overflow, *summed = vector.tolist()
+            dist.all_reduce(vector[1:3], group=self._barrier)
+        total, overflow, notices, *summed = vector.tolist()
         scale = self._scale.scale
         skipped = overflow > 0
         norm = math.inf if skipped else math.sqrt(total) / (scale * self._divisor)
         factor = 1.0 if skipped else clip_factor(self.clip, norm)
         rates = tuple(float(group["lr"]) for group in self._at_ready)
-        return CommitRecord(step, norm, factor, skipped, scale, rates, tuple(summed))
+        return CommitRecord(step, norm, factor, skipped, scale, rates, tuple(summed)), notices > 0
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
@@ -375,8 +383,10 @@ class TTPReplicaOptimizer(Optimizer):
             works.extend(self._wires.gather(memory))
         if step is not None:
             self._point("gathering", step)
+        self._tracker.waiting = True
         for work in works:
             work.wait()
+        self._tracker.waiting = False
 
     def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
         """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""

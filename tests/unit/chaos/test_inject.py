@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -16,6 +20,12 @@ def test_faults_are_parsed() -> None:
     text = "kill:rank=2,step=7,point=updating; raise:rank=0,step=3,point=ready,round=1"
     assert parse_faults(text) == (Fault("kill", 2, 7, "updating"), Fault("raise", 0, 3, "ready", 1))
     assert parse_faults("") == ()
+    assert parse_faults("slow:rank=0,step=3,point=done,for=2.5") == (Fault("slow", 0, 3, "done", for_s=2.5),)
+    wanted = Fault("kill", 1, 4, "publish", call=1, call_name="rename")
+    assert parse_faults("kill:rank=1,step=4,point=publish,call=rename.1") == (wanted,)
+    assert parse_faults("eio:rank=1,step=4,point=write,call=2,times=1") == (
+        Fault("eio", 1, 4, "write", call=2, times=1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,6 +38,10 @@ def test_faults_are_parsed() -> None:
         "kill:rank=1,step=2,point=lunch",
         "kill:rank=1,rank=2,step=2,point=ready",
         "kill:rank=1,step=2,point=ready,colour=red",
+        "eio:rank=1,step=2,point=ready",
+        "kill:rank=1,step=2,point=ready,call=1",
+        "kill:rank=1,step=2,point=write,call=rename",
+        "slow:rank=1,step=2,point=ready,for=long",
     ],
 )
 def test_wrong_fault_is_refused_by_name(text: str) -> None:
@@ -49,10 +63,72 @@ def test_hook_acts_at_its_place_only() -> None:
         hook("ready", 4)
 
 
-def test_kill_is_a_real_sigkill() -> None:
-    """The process ends by signal 9, without Python's leave."""
+def injected(action: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
     code = (
+        "import os, signal, threading, time\n"
         "from ttp.chaos.inject import injector, parse_faults\n"
-        "injector(parse_faults('kill:rank=0,step=1,point=done'), 0, 0)('done', 1)\n"
+        f"hook = injector(parse_faults('{action}:rank=0,step=1,point=done'), 0, 0)\n"
+        f"{before}\n"
+        "hook('done', 1)\n"
+        f"{after}\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -9
+    return subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("action", "status"), [("kill", -9), ("segv", -11), ("abort", -6), ("term", -15), ("exit", 1)])
+def test_deaths_are_real(action: str, status: int) -> None:
+    """The process ends by the signal, without Python's leave."""
+    assert injected(action).returncode == status
+
+
+def test_a_term_goes_on_where_it_is_handled() -> None:
+    done = injected("term", "signal.signal(signal.SIGTERM, lambda *_: print('notice'))", "print('on')")
+    assert done.stdout.split() == ["notice", "on"] and done.returncode == 0
+
+
+def test_a_hang_leaves_other_threads_running() -> None:
+    """The main thread never comes back; a side thread ends the process."""
+    assert injected("hang", "threading.Thread(target=lambda: (time.sleep(0.3), os._exit(7))).start()").returncode == 7
+
+
+def test_pythons_lock_is_held_for_good() -> None:
+    """No other thread of the process runs, and SIGTERM changes nothing: only SIGKILL does."""
+    code = (
+        "import signal, threading, time\n"
+        "from ttp.chaos.inject import injector, parse_faults\n"
+        "def side():\n"
+        "    while True:\n"
+        "        print('alive', flush=True)\n"
+        "        time.sleep(0.001)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('term', flush=True))\n"
+        "threading.Thread(target=side, daemon=True).start()\n"
+        "print('holding', flush=True)\n"
+        "injector(parse_faults('gil:rank=0,step=1,point=done'), 0, 0)('done', 1)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        while "holding" not in process.stdout.readline():
+            pass
+        until_silent(process.stdout.fileno())
+        process.send_signal(signal.SIGTERM)
+        assert not select.select([process.stdout], [], [], 0.5)[0] and process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_silent(descriptor: int) -> None:
+    """Read until nothing has come for half a second: longer than any pause between two lines."""
+    while select.select([descriptor], [], [], 0.5)[0]:
+        assert os.read(descriptor, 1 << 16)
+
+
+def test_a_slow_point_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    hook = injector(parse_faults("slow:rank=0,step=1,point=done,for=2.5"), 0, 0)
+    assert hook is not None
+    hook("done", 1)
+    hook("done", 1)
+    assert slept == [2.5], "once, however often the point is passed"

@@ -232,7 +232,7 @@ def a_barrier_spans_what_the_group_does_not() -> None:
     if rank == 3:
         agree = optimizer._agree
 
-        def last(*args: Any) -> CommitRecord:
+        def last(*args: Any) -> Any:
             for other in range(3):
                 store.wait([f"barrier/ready/{other}"])
             assert not any(store.check([f"barrier/record/{other}"]) for other in range(3)), "a record before READY"

@@ -21,7 +21,7 @@ def main() -> None:
     alone = "--alone" in sys.argv
     rank, world_size = (0, 1) if alone else (2, 3)
     holder = NotedHolder(rank, world_size, "/nowhere")
-    settings = ProcessorSettings(rank=rank, heartbeat_s=0.2)
+    settings = ProcessorSettings(rank=rank, heartbeat_s=0.2, boundary_s=0.2)
     processor = Processor(settings, sys.argv[1], "job", holder, holder.gate, watch_parent=alone)
     processor.start()
     holder.gate.computing(1)

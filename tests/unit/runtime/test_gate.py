@@ -405,3 +405,25 @@ def test_a_failed_step_without_a_fault_is_given_up(monkeypatch: pytest.MonkeyPat
     gate.ready(1)
     gate.computing(1)
     assert gate.phase is Phase.COMPUTE
+
+
+def test_the_boundary_holds_the_training_thread_through_a_thaw_until_it_is_released() -> None:
+    """Every rank waits behind the same step; a false alarm meanwhile lets none of them go on."""
+    gate = Gate(0)
+    reached: list[int] = []
+    gate.on_boundary = reached.append
+
+    def body() -> None:
+        one_update(gate, 1)
+        gate.boundary(1)
+
+    trainer = Trainer(body)
+    while not reached:
+        assert trainer.is_alive()
+    report = gate.freeze(1, LONG_S)
+    assert report.closed and report.phase is Phase.DONE and report.state_step == 1
+    assert gate.thaw(1)
+    trainer.join(0.05)
+    assert trainer.is_alive() and reached == [1]
+    gate.release_boundary()
+    trainer.finish()

@@ -302,7 +302,7 @@ def test_a_rank_leaves_although_its_training_thread_is_stuck_with_the_logging_lo
         [sys.executable, str(Path(__file__).with_name("rank_process.py")), controller.address, "--alone", "--stuck"]
     )
     try:
-        assert rank.wait(LONG_S) == 75
+        assert rank.wait(LONG_S) == 76
     finally:
         rank.kill()
         rank.wait()

@@ -1,0 +1,67 @@
+"""A standstill of the whole job: noted, then a fault that the ranks' reports must confirm (PURE).
+
+Owns the beginning of a hang's fault and the proof of its contrary: a rank that got on after all. What the pace is,
+`progress` knows; what is done about it, `rounds` and `settling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttp.proto.messages import Cause, CauseKind, Heartbeat, StateReport
+
+from .events import Effect, Fields, Journal
+from .progress import advance, outlived, rested, standstill, suspects
+from .rounds import begin_fault
+from .state import ControllerState, Stage
+
+
+def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
+    """A rank said where it is. While frozen that can only disprove a hang."""
+    if state.stage is not Stage.RUNNING:
+        return _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
+    before = state.pace
+    pace = advance(before, message, now, state.settings)
+    if before.noted and not pace.noted:
+        out.append(Journal("moving_again", {"rank": message.rank, "after_s": round(now - before.moved_at, 3)}))
+    return replace(state, pace=pace)
+
+
+def look(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Note a standstill half way to the limit; at the limit, close all gates."""
+    pace = state.pace
+    if state.stage is not Stage.RUNNING or now < pace.due:
+        return state
+    living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)
+    text, named = standstill(pace, living, now), suspects(pace, living)
+    fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}
+    if now < pace.hung_at:
+        out.append(Journal("stalled", fields))
+        return replace(state, pace=replace(pace, noted=True))
+    out.append(Journal("hung", fields))
+    cause = Cause(CauseKind.HUNG, named, text)
+    state = begin_fault(state, (), cause, now, out)
+    assert state.fault is not None
+    return replace(state, fault=replace(state.fault, unproven=cause))
+
+
+def report_disproves(state: ControllerState, report: StateReport, now: float, out: list[Effect]) -> ControllerState:
+    """A report from behind a closed gate may tell of a place that no heartbeat had told yet."""
+    return _disproved(state, report.rank, (report.step, int(report.phase)), now, out)
+
+
+def _disproved(
+    state: ControllerState, rank: int, order: tuple[int, int], now: float, out: list[Effect]
+) -> ControllerState:
+    """A rank that got on since its last heartbeat before the freeze: the job was slow, not hung."""
+    fault, known = state.fault, state.pace.places[rank]
+    if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:
+        return state
+    out.append(Journal("not_hung", {"rank": rank, "step": order[0]}))
+    pace = outlived(state.pace, now, state.settings)  # else the next one of its kind would be taken for a hang again
+    return replace(state, pace=pace, fault=replace(fault, unproven=None))
+
+
+def rest(state: ControllerState, now: float) -> ControllerState:
+    """Training goes on after a pause that was not its own."""
+    return replace(state, pace=rested(state.pace, now))

@@ -1,0 +1,121 @@
+"""Whole jobs in which somebody hangs, is slow, or is told to leave; a failing seed is printed and replays."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+import pytest
+
+from tests.simulation.checks import events, run_and_check
+from tests.simulation.job import Job, Times
+from tests.simulation.rank import Rank
+from tests.simulation.scenario import Scenario
+from tests.simulation.training import Layout, Training, even, ring
+
+STEPS = 40
+AT = 30
+"""The step in which it happens: enough of them were seen."""
+TIMES = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0)
+LAYOUTS = (even(2), even(4), ring(3))
+
+
+def build(seed: int, layout: Layout, harmless: bool, times: Times = TIMES) -> Scenario:
+    rng = random.Random(seed)
+    job = Job(rng, Training(layout, steps=STEPS, local_copy=False), times, agents=True)
+    job.slowest_s = rng.choice((0.001, 0.01))
+    return Scenario(seed, job, harmless=harmless)
+
+
+def compute_for(job: Job, rank: int, seconds: float) -> None:
+    job.ranks[rank].slow_compute[AT] = seconds
+
+
+def hang_in_update(job: Job, rank: int) -> None:
+    job.ranks[rank].hang_update_at = AT
+
+
+def give_notice(job: Job, process: Rank, concerned: int) -> None:
+    job.scheduler.after(0.0, partial(process.run, process.notice))
+
+
+def test_a_hang_that_nobody_looks_for_is_a_job_that_never_ends() -> None:
+    """The checker can fail: without the limit, the same job violates I11."""
+    scenario = build(0, even(4), harmless=False, times=replace(TIMES, hang_floor_s=inf))
+    compute_for(scenario.job, 1, inf)
+    assert any(text.startswith("I11") for text in run_and_check(scenario))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
+@pytest.mark.parametrize("hang", [partial(compute_for, seconds=inf), hang_in_update], ids=["compute", "update"])
+def test_a_hang_is_seen_named_and_survived(layout: Layout, hang: Callable[[Job, int], None]) -> None:
+    for seed in range(12):
+        scenario = build(seed, layout, harmless=False)
+        job, rank = scenario.job, seed % layout.world_size
+        hang(job, rank)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        (hung,) = events(job, "hung")
+        assert hung["ranks"] == (rank,), f"seed {seed}"
+        (published,) = events(job, "published")
+        # A rank that hangs in its update may be the only one that came to it: the others follow by its record.
+        assert published["step"] == (AT - 1 if hang is not hang_in_update else AT), f"seed {seed}"
+
+
+def test_a_slow_step_below_the_limit_costs_nothing() -> None:
+    for seed in range(30):
+        scenario = build(seed, even(4), harmless=True)
+        compute_for(scenario.job, seed % 4, 0.4)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert events(scenario.job, "finished") and not events(scenario.job, "freeze_sent"), f"seed {seed}"
+
+
+def test_a_slow_step_about_as_long_as_the_limit_is_a_hang_or_a_false_alarm_and_never_harm() -> None:
+    """Whoever is seen to have got on before the dump was ordered thaws the job, which trains to the same end."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(120):
+        scenario = build(seed, even(4), harmless=False)
+        job = scenario.job
+        compute_for(job, seed % 4, 0.5 + 0.3 * (seed % 40) / 40)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        ended = "finished" if events(job, "finished") else "published" if events(job, "published") else "other"
+        outcomes[f"{ended}{' after a thaw' if events(job, 'not_hung') else ''}"] += 1
+    assert set(outcomes) <= {"finished", "finished after a thaw", "published"}, outcomes
+    assert min(outcomes["finished after a thaw"], outcomes["published"]) > 0, outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
+def test_a_rank_that_is_told_to_leave_finishes_the_step_and_nobody_begins_another(layout: Layout) -> None:
+    """All stand behind the same step when the dump begins: nothing is rolled forward, and nothing computed is lost."""
+    for seed in range(24):
+        scenario = build(seed, layout, harmless=False)
+        job = scenario.job
+        process = job.ranks[seed % layout.world_size]
+        moment = ("READY 12", "UPDATING 12", "DONE 12")[seed % 3]
+        job.hook(moment, 1 + seed % layout.world_size, partial(give_notice, job, process))
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        (frozen,), (decided,) = events(job, "frozen"), events(job, "decided")
+        assert decided["roll_forward"] == () and decided["step"] in (12, 13), f"seed {seed}"
+        assert set(frozen["phases"]) == {"DONE"}, f"seed {seed}: {frozen}"  # type: ignore[call-overload]
+        assert process.ended == "exit code 76", f"seed {seed}"
+        others = {other.ended for other in job.ranks if other is not process}
+        assert others == {"exit code 75"}, f"seed {seed}"
+
+
+def test_a_step_that_cannot_be_finished_is_not_waited_for_for_long() -> None:
+    for seed in range(12):
+        scenario = build(seed, even(4), harmless=False)
+        job, rank = scenario.job, seed % 4
+        compute_for(job, rank, inf)
+        job.hook(f"READY {AT}", 1, partial(give_notice, job, job.ranks[(rank + 1) % 4]))
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert not events(job, "hung"), f"seed {seed}: the notice came first"
+        assert [line["step"] for line in events(job, "published")] == [AT - 1], f"seed {seed}"

@@ -1,0 +1,82 @@
+"""Disk faults hit the real writer and publisher where they are told to, and what they leave is never taken for whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.conftest import Job, job
+from ttp.chaos.disk import dump_faults
+from ttp.chaos.inject import parse_faults
+from ttp.checkpoint import load, writer
+from ttp.errors import CheckpointError, NotWritable
+
+__all__ = ["job"]
+TMP = "iter_0000042_tmp_a"
+
+
+def write(job: Job, directory: Path, faults: str) -> None:
+    dump = dump_faults(parse_faults(faults))
+    with dump("write", 42, f"{directory}/{TMP}"):
+        writer.write_share(directory, TMP, 0, job.shares(1)[0], {})
+
+
+@pytest.mark.parametrize(("action", "words"), [("enospc", "No space left"), ("eio", "Input/output error")])
+def test_a_failed_fsync_is_a_refusal_that_leaves_no_file(job: Job, tmp_path: Path, action: str, words: str) -> None:
+    """Call 0 makes the directory, call 1 is the data's fsync."""
+    with pytest.raises(NotWritable, match=words):
+        write(job, tmp_path, f"{action}:rank=0,step=42,point=write,call=1")
+    assert list((tmp_path / TMP).iterdir()) == []
+
+
+def test_a_fault_meant_for_one_directory_spares_the_next(job: Job, tmp_path: Path) -> None:
+    dump = dump_faults(parse_faults("eio:rank=0,step=42,point=write,times=1"))
+    for number, place in enumerate((tmp_path / "a", tmp_path / "b")):
+        with dump("write", 42, f"{place}/{TMP}"):
+            if number == 0:
+                with pytest.raises(NotWritable):
+                    writer.write_share(place, TMP, 0, job.shares(1)[0], {})
+            else:
+                writer.write_share(place, TMP, 0, job.shares(1)[0], {})
+
+
+def test_a_torn_write_is_found_before_anything_is_published(job: Job, tmp_path: Path) -> None:
+    """The disk had said that the bytes are safe; the publisher looks, and the older checkpoint stays the newest."""
+    job.save(tmp_path, 41)
+    dump = dump_faults(parse_faults("torn:rank=0,step=42,point=write"))
+    with dump("write", 42, f"{tmp_path}/{TMP}"):
+        result = writer.write_share(tmp_path, TMP, 0, job.shares(1)[0], {})
+    with pytest.raises(CheckpointError, match=r"written by rank 0, has \d+ bytes, wanted"):
+        job.publish(tmp_path, TMP, [result], 42)
+    found = load.find_newest_valid([tmp_path])
+    assert found is not None and found.manifest.step == 41 and not found.skipped
+
+
+def test_other_steps_points_and_threads_are_spared(job: Job, tmp_path: Path) -> None:
+    write(job, tmp_path / "a", "eio:rank=0,step=41,point=write")
+    write(job, tmp_path / "b", "eio:rank=0,step=42,point=publish")
+    job.save(tmp_path / "c", 42)
+
+
+@pytest.mark.parametrize(("call", "visible"), [("rename.0", False), ("rename.1", False), ("replace.1", True)])
+def test_a_kill_comes_between_the_acts_that_it_names(tmp_path: Path, call: str, visible: bool) -> None:
+    """Before the claim, before the rename that makes it visible, and after it, before the tracker."""
+    code = f"""
+from pathlib import Path
+import torch
+from tests.unit.checkpoint.conftest import Job
+from ttp.chaos.disk import dump_faults
+from ttp.chaos.inject import parse_faults
+directory = Path({str(tmp_path)!r})
+job = Job({{"model.w": torch.arange(9.0)}})
+results = job.write(directory, "{TMP}", 1)
+with dump_faults(parse_faults("kill:rank=0,step=42,point=publish,call={call}"))("publish", 42, f"{{directory}}/{TMP}"):
+    job.publish(directory, "{TMP}", results, 42)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    assert (tmp_path / "iter_0000042").exists() is visible
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()

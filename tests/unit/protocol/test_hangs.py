@@ -1,0 +1,309 @@
+"""A standstill is a hang only when it is long for this very job, and only until somebody is seen to have got on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.test_controller_members import fault, killed
+from ttp.controller import machine, progress
+from ttp.controller.events import ControllerSettings, Send, Tick
+from ttp.controller.progress import ENOUGH, Pace, Place, advance, limit, suspects, unknown
+from ttp.controller.state import Stage
+from ttp.proto.messages import CauseKind, Finished, Freeze, Heartbeat, Phase, PublishOrder, Thaw
+
+COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
+SETTINGS = ControllerSettings("job", 1, 4, hang_floor_s=1.0, hang_factor=10.0)
+
+
+def stepping(durations: list[float], settings: ControllerSettings = SETTINGS) -> tuple[Pace, float]:
+    """Return the pace of a job whose rank 0 told of every step as it began, and the time."""
+    pace, now = unknown(4), 100.0
+    pace = advance(pace, Heartbeat(0, COMPUTE, 1), now, settings)
+    for number, duration in enumerate(durations):
+        now += duration
+        pace = advance(pace, Heartbeat(0, COMPUTE, 2 + number), now, settings)
+    return pace, now
+
+
+def trained(step_s: float = 0.5, steps: int = 12, **settings: float) -> ControllerBench:
+    """A job whose four ranks told of their steps as they began them, all at once; the last of them is `steps`."""
+    times: dict[str, Any] = {"hang_floor_s": 1.0, "hang_factor": 10.0, "lease_s": 1000.0}
+    job = ControllerBench(**times | settings)
+    for step in range(1, steps + 1):
+        job.now += step_s
+        job.say(*(Heartbeat(rank, COMPUTE, step) for rank in range(4)))
+    return job
+
+
+def stand(job: ControllerBench, *places: tuple[Phase, int, bool]) -> None:
+    """Say for ranks 0, 1, ... where they are."""
+    job.say(*(Heartbeat(rank, phase, step, waiting) for rank, (phase, step, waiting) in enumerate(places)))
+
+
+def hang(job: ControllerBench) -> None:
+    """Let the limit pass."""
+    job.take(Tick(), after=job.state.pace.limit_s / 2)
+    job.take(Tick(), after=job.state.pace.limit_s / 2)
+    assert job.at(Stage.FREEZING)
+
+
+# --- the limit ---
+
+
+def test_nothing_is_suspected_before_enough_steps_were_seen() -> None:
+    pace, _ = stepping([0.1] * (ENOUGH - 1))
+    assert pace.limit_s == inf and pace.due == inf
+    pace, _ = stepping([0.1] * ENOUGH)
+    assert pace.limit_s == 1.0, "the floor"
+
+
+def test_the_limit_follows_the_jobs_own_step_times() -> None:
+    pace, _ = stepping([30.0] * 10)
+    assert pace.limit_s == 300.0
+
+
+def test_the_limit_is_doubled_while_step_times_vary() -> None:
+    even, _ = stepping([1.0] * 20)
+    uneven, _ = stepping([1.0, 1.0, 1.0, 4.0] * 5)
+    assert even.limit_s == 10.0 and uneven.limit_s == 80.0
+
+
+def test_one_slow_step_in_many_moves_the_limit_little() -> None:
+    pace, _ = stepping([1.0] * 40 + [4.0] + [1.0] * 10)
+    assert pace.limit_s == 10.0
+
+
+def test_a_longer_standstill_that_ended_by_itself_doubles_what_is_allowed() -> None:
+    pace, _ = stepping([1.0] * 20 + [9.0] + [1.0] * 5)
+    assert pace.limit_s == 18.0
+
+
+def test_the_starts_own_standstill_is_no_habit() -> None:
+    """Loading and compiling take minutes once."""
+    pace, _ = stepping([600.0] + [1.0] * 40)
+    assert pace.limit_s == 10.0
+
+
+def test_old_step_times_are_forgotten() -> None:
+    pace, _ = stepping([5.0] * 20 + [0.5] * progress.KEPT)
+    assert pace.durations == (0.5,) * progress.KEPT
+
+
+def test_steps_between_two_heartbeats_share_the_time() -> None:
+    pace = unknown(4)
+    for beat in range(12):
+        pace = advance(pace, Heartbeat(0, COMPUTE, 1 + 100 * beat), float(beat), SETTINGS)
+    assert pace.durations == (0.01,) * 11
+
+
+def test_time_that_was_not_the_jobs_is_not_learned() -> None:
+    """After a freeze, or the controller's own absence, the next step's time is not measured."""
+    pace, now = stepping([1.0] * 20)
+    pace = progress.rested(pace, now + 500.0)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 22), now + 501.0, SETTINGS)
+    assert pace.durations == (1.0,) * 20 and pace.limit_s == 10.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_steady_job_never_comes_near_its_limit(seed: int) -> None:
+    """Step times with a spread of 30 %, whatever the heartbeats' timing: no gap between two moves passes half the limit."""
+    rng = random.Random(seed)
+    settings = replace(SETTINGS, hang_floor_s=0.01)
+    pace, now, worst = unknown(4), 0.0, 0.0
+    position = 1.0
+    for _ in range(3000):
+        dt = rng.uniform(0.0, 0.5)
+        now += dt
+        position += dt / rng.uniform(0.7, 1.3)
+        before = pace
+        pace = advance(pace, Heartbeat(rng.randrange(4), COMPUTE, int(position)), now, settings)
+        if before.limit_s < inf:
+            worst = max(worst, (now - before.moved_at) / before.limit_s)
+    assert worst < 0.5, f"seed {seed}"
+
+
+# --- who is suspect ---
+
+
+def places(*told: tuple[Phase, int, bool]) -> Pace:
+    pace = unknown(len(told))
+    for rank, (phase, step, waiting) in enumerate(told):
+        pace = replace(pace, places=pace.places.put(rank, Place(step, phase, waiting)))
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ([(READY, 9, True), (COMPUTE, 9, False), (READY, 9, True)], (1,)),  # the others wait in the spanning collective
+        ([(COMPUTE, 9, True), (COMPUTE, 9, False), (COMPUTE, 9, True)], (1,)),  # they wait for its gradients
+        ([(DONE, 9, True), (UPDATING, 9, False), (DONE, 9, True)], (1,)),  # they wait for its parameters
+        ([(COMPUTE, 10, True), (DONE, 9, False), (COMPUTE, 10, True)], (1,)),  # it loads data, or writes a log
+        ([(READY, 9, False), (COMPUTE, 9, False), (READY, 9, False)], (1,)),  # a trainer that never says `waiting`
+        ([(COMPUTE, 9, False), (COMPUTE, 9, False), (READY, 9, True)], (0, 1)),
+        ([(COMPUTE, 9, False), (UPDATING, 8, False), (READY, 9, True)], (1,)),  # the one furthest behind
+        ([(COMPUTE, 9, False)] * 3, ()),  # tells nothing
+        ([(READY, 9, True)] * 3, ()),  # the network itself
+    ],
+)
+def test_the_suspects_are_those_that_wait_for_nobody(
+    told: list[tuple[Phase, int, bool]], named: tuple[int, ...]
+) -> None:
+    assert suspects(places(*told), tuple(range(len(told)))) == named
+
+
+# --- the machine ---
+
+
+def test_a_standstill_is_noted_half_way_and_a_hang_at_the_limit() -> None:
+    job = trained(step_s=0.5)
+    stand(job, (READY, 12, True), (READY, 12, True), (COMPUTE, 12, False), (READY, 12, True))
+    assert job.state.pace.limit_s == 5.0 and machine.next_deadline(job.state) == job.now + 2.5
+    job.take(Tick(), after=2.5)
+    assert job.told("stalled")[0]["ranks"] == (2,) and job.at(Stage.RUNNING) and not only(job.effects, Send)
+    assert machine.next_deadline(job.state) == job.now + 2.5, "noted once"
+    job.take(Tick(), after=2.5)
+    freezes = job.sent(Freeze)
+    assert (
+        sorted(freezes) == [0, 1, 2, 3] and freezes[0].cause.kind is CauseKind.HUNG and freezes[0].cause.ranks == (2,)
+    )
+    assert "rank 2 in COMPUTE of step 12, the others wait" in job.told("hung")[0]["text"]
+
+
+def test_a_hung_rank_that_closes_its_gate_is_a_holder() -> None:
+    job = trained()
+    stand(job, (READY, 12, True), (READY, 12, True), (COMPUTE, 12, False), (READY, 12, True))
+    hang(job)
+    job.say(*(report(rank, 1, READY, 12) for rank in (0, 1, 3)))
+    assert job.at(Stage.FREEZING), "a hang is judged by all reports"
+    job.say(report(2, 1, COMPUTE, 12))
+    assert sorted(job.orders()) == [0, 1, 2, 3] and job.told("decided")[0]["step"] == 11
+    job.all_write(job.orders())
+    ((_, order),) = job.sent(PublishOrder).items()
+    assert order.cause.kind is CauseKind.HUNG and order.cause.ranks == (2,)
+
+
+def test_a_rank_hung_in_its_update_is_left_out_and_its_record_used() -> None:
+    job = trained()
+    stand(job, (READY, 12, True), (DONE, 12, True), (UPDATING, 12, False), (READY, 12, True))
+    hang(job)
+    job.say(report(0, 1, READY, 12), report(1, 1, READY, 12), report(3, 1, READY, 12))
+    job.say(report(2, 1, UPDATING, 12, closed=False, records=[12]))
+    assert job.told("decided")[0]["step"] == 12 and job.told("decided")[0]["able"] == (0, 1, 3)
+
+
+def test_a_rank_that_does_not_report_at_all_is_left_out_after_the_freeze_timeout() -> None:
+    job = trained(freeze_timeout_s=10.0)
+    stand(job, *((READY, 12, True),) * 4)
+    hang(job)
+    job.all_report(12, ranks=(0, 1, 2), phase=READY)
+    assert machine.next_deadline(job.state) == job.now + 10.0
+    job.take(Tick(), after=10.0)
+    assert job.at(Stage.WRITING)
+
+
+def test_a_rank_that_got_on_before_its_gate_closed_means_a_slow_job_and_thaws_it() -> None:
+    job = trained()
+    stand(job, *((COMPUTE, 12, False),) * 4)
+    hang(job)
+    limit_before = job.state.pace.limit_s
+    job.say(report(1, 1, COMPUTE, 12), report(2, 1, READY, 12))
+    assert sorted(job.sent(Thaw)) == [0, 1, 2, 3] and job.at(Stage.RUNNING)
+    assert job.told("not_hung") == [{"rank": 2, "step": 12}]
+    assert job.state.pace.limit_s > limit_before, "it will not be called hung for the same again"
+    assert job.state.pace.moved_at == job.now
+
+
+def test_a_heartbeat_of_a_later_place_that_crossed_the_freeze_thaws() -> None:
+    job = trained()
+    stand(job, *((COMPUTE, 12, False),) * 4)
+    hang(job)
+    job.say(Heartbeat(3, COMPUTE, 12, False))
+    assert job.at(Stage.FREEZING), "the same place proves nothing"
+    job.say(Heartbeat(3, DONE, 12, False))
+    assert job.at(Stage.RUNNING)
+
+
+def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
+    job = trained()
+    stand(job, *((COMPUTE, 12, False),) * 4)
+    hang(job)
+    job.say(killed(3), report(0, 1, READY, 12), report(1, 1, COMPUTE, 12), report(2, 1, COMPUTE, 12))
+    assert job.at(Stage.WRITING) and not job.told("not_hung"), "a fault with a cause is not thawed"
+
+
+def test_a_suspect_rank_is_waited_for_before_a_hang_is_judged() -> None:
+    job = trained(lease_s=1000.0)
+    stand(job, *((READY, 12, True),) * 4)
+    hang(job)
+    job.close(1)
+    job.all_report(12, ranks=(0, 2, 3), phase=READY)
+    assert job.at(Stage.FREEZING)
+    job.say(registration(1))
+    assert only(job.effects, Send) and job.sent(Freeze)[1].cause.kind is CauseKind.HUNG
+    job.say(report(1, 1, READY, 12))
+    assert job.at(Stage.WRITING)
+
+
+def test_getting_on_again_is_told_and_learned() -> None:
+    job = trained()
+    job.take(Tick(), after=2.5)
+    assert job.told("stalled")
+    job.say(Heartbeat(0, READY, 12), after=2.4)
+    assert job.told("moving_again") == [{"rank": 0, "after_s": 4.9}] and job.state.pace.limit_s == 9.8
+
+
+def test_a_pause_that_was_announced_is_no_standstill() -> None:
+    """An evaluation or a periodic save: heartbeats say so for as long as it lasts."""
+    job = trained()
+    stand(job, *((DONE, 12, False),) * 4)
+    for _ in range(300):
+        job.say(*(Heartbeat(rank, DONE, 12, False, paused=True) for rank in range(4)), after=0.25)
+    assert job.at(Stage.RUNNING) and not job.told("stalled") and job.state.pace.limit_s == 5.0
+    hang(job)  # what comes after it counts again
+
+
+def test_finished_ranks_are_no_suspects() -> None:
+    job = trained()
+    stand(job, (DONE, 12, False), (DONE, 12, False), (DONE, 13, True), (DONE, 13, True))
+    job.say(Finished(0))
+    hang(job)
+    assert job.told("hung")[0]["ranks"] == (1,)
+
+
+def test_a_frozen_job_is_not_called_hung() -> None:
+    job = trained(lease_s=1000.0)
+    job.close(1)
+    assert job.at(Stage.FREEZING)
+    job.take(Tick(), after=100.0)
+    assert not job.told("hung")
+    job.say(registration(1))
+    assert job.at(Stage.RUNNING) and machine.next_deadline(job.state) == job.now + job.state.pace.limit_s / 2
+
+
+def test_a_controller_that_was_stopped_itself_calls_nobody_hung() -> None:
+    job = trained()
+    job.take(Tick(), after=100.0)
+    assert job.at(Stage.RUNNING) and not job.told("hung")
+
+
+def test_a_peers_error_during_a_hangs_freeze_still_waits_for_its_culprit() -> None:
+    job = trained(lease_s=3.0)
+    stand(job, *((READY, 12, True),) * 4)
+    hang(job)
+    job.say(fault(1, CauseKind.PEER_ERROR))
+    job.all_report(12, phase=READY)
+    assert job.at(Stage.FREEZING)
+    job.wait(3.1)
+    assert job.at(Stage.WRITING)
+
+
+def test_the_limit_is_at_least_the_floor_whatever_the_steps() -> None:
+    pace, _ = stepping([1e-4] * 30, replace(SETTINGS, hang_floor_s=60.0))
+    assert limit(pace, replace(SETTINGS, hang_floor_s=60.0)) == 60.0
