@@ -140,7 +140,9 @@ def show(nbytes: int, writers: int, rounds: list[dict[str, float]]) -> None:
     for kind in KINDS:
         values = sorted(took[kind] for took in rounds)
         print(f"  {kind:22} median {statistics.median(values):7.3f} s  ({values[0]:.3f} to {values[-1]:.3f})")
-    ratios = {kind: statistics.median(g / took[kind] for g, took in zip(gasp, rounds, strict=True)) for kind in KINDS[:2]}
+    ratios = {
+        kind: statistics.median(g / took[kind] for g, took in zip(gasp, rounds, strict=True)) for kind in KINDS[:2]
+    }
     rate = nbytes / 1e9 / statistics.median(gasp)
     print(
         f"  {'write_share + publish':22} median {statistics.median(gasp):7.3f} s  ({min(gasp):.3f} to {max(gasp):.3f}), "
@@ -154,7 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gb", type=float, nargs="+", default=[0.25, 1.0], help="sizes of the state")
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", default=None, help="folder on the disk to measure (default: the system's temporary one)")
+    parser.add_argument(
+        "--dir", default=None, help="folder on the disk to measure (default: the system's temporary one)"
+    )
     options = parser.parse_args(arguments)
     for gigabytes in options.gb:
         nbytes = int(gigabytes * 1e9)

@@ -19,6 +19,9 @@ from .rolling import able_holders, holders
 from .rounds import next_round
 from .state import ControllerState, Dump, Work
 
+SLOW_DISK_BYTES_PER_S = 50e6
+"""A writer is not given up for stuck before its share could have gone to a disk as slow as this."""
+
 
 def tmp_name(state: ControllerState) -> str:
     """Return this attempt's directory name: no other attempt of any controller has it."""
@@ -53,8 +56,16 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
     out.extend(Send((rank,), order) for rank, order in orders.items())
     known = dump.work
     work = known.put_all({r: Work((*known[r].orders, order), known[r].results) for r, order in orders.items()})
-    progress_by = now + state.settings.progress_timeout_s
+    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
     return replace(state, dump=replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by))
+
+
+def _writing_s(state: ControllerState, plan: Plan) -> float:
+    """How long the largest share may take on a slow disk: a rank answers only when all of its order is durable."""
+    assert state.coverage is not None
+    nbytes = {group.group_id: group.nbytes for group in state.coverage.groups}
+    shares = [sum(nbytes.get(part.group_id, 0) / part.count for part in parts) for parts in plan.values()]
+    return max(shares, default=0.0) / SLOW_DISK_BYTES_PER_S
 
 
 def written(state: ControllerState, answer: Written, now: float, out: list[Effect]) -> ControllerState:
@@ -72,7 +83,7 @@ def written(state: ControllerState, answer: Written, now: float, out: list[Effec
         dump,
         work=dump.work.put(answer.rank, Work(left, (*mine.results, answer.result))),
         pending=dump.pending - 1,
-        progress_by=now + state.settings.progress_timeout_s,
+        progress_by=max(dump.progress_by, now + state.settings.progress_timeout_s),
     )
     return replace(state, dump=dump)
 

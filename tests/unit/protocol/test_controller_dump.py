@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.bench import MIB, ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.events import Finish
 from ttp.controller.state import Stage
@@ -232,6 +232,18 @@ def test_a_write_that_falls_silent_is_done_by_others() -> None:
     job.wait(31.0)
     assert job.told("stuck")[0]["ranks"] == (0,)
     assert job.told("write_moved")[0]["ranks"] == (2,)
+
+
+def test_a_large_share_gets_the_time_that_a_slow_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer answers once, when all is durable: its silence counts from when a slow disk would be done."""
+    monkeypatch.setattr("ttp.controller.writing.SLOW_DISK_BYTES_PER_S", MIB / 60.0)
+    job = dying()
+    orders = job.orders()
+    job.say(job.written(1, orders[1]), job.written(2, orders[2]))
+    job.wait(31.0)
+    assert not job.told("stuck")
+    job.wait(65.0)
+    assert job.told("stuck")[0]["ranks"] == (0,)
 
 
 def test_a_dead_publisher_is_replaced() -> None:
