@@ -62,9 +62,9 @@ class Launch:
         script.write_text(PRELUDE + worker)
         self.log = out / f"{name}.log"
         command = [sys.executable, *program, *options, str(script), str(out), *arguments]
-        clean = {
-            key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "TTP_", "PET_"))
-        }
+        # Other tests of this process may have loaded gRPC, which leaves its setting in the environment.
+        own = ("TORCHELASTIC_", "TTP_", "PET_", "GRPC_ENABLE_FORK_SUPPORT")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(own)}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,

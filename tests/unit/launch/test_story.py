@@ -56,6 +56,15 @@ def test_a_survivor_is_the_cause_only_if_nobody_else_failed() -> None:
     assert found is not None and found.rank == 1
 
 
+def test_a_rank_that_was_told_to_leave_is_a_cause_before_those_that_followed_it() -> None:
+    """One preempted rank of a healthy job: it explains the restart, whoever was seen to end first."""
+    deaths = {0: death(0, 75, 1.0), 1: death(1, 76, 2.0), 2: death(2, 75, 1.5)}
+    found = first_failure(deaths)
+    assert found is not None and found.rank == 1
+    text = outcome_text(deaths)
+    assert text == "rank 1: told to leave, and left (exit code 76); ranks 0, 2: left for the restart (exit code 75)"
+
+
 def test_lines_name_ranks_pids_and_causes() -> None:
     """The exact words, since people search for them."""
     assert describe(death(2, -9, 1.0)) == "rank 2 (pid 102) ended: signal SIGKILL"
