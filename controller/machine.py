@@ -24,11 +24,17 @@ from .state import ControllerState, Fault, Stage
 from .transitions import TRANSITIONS
 from .writing import silent_while_writing
 
+FREEZES_OF_A_TERM = 1 << 20
+"""More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
+
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller that nobody has registered with."""
+    if settings.standby:
+        members, freeze_id = empty(settings.world_size), settings.standby * FREEZES_OF_A_TERM
+        return ControllerState(settings, Stage.STANDBY, members, inf, freeze_id=freeze_id)
     return ControllerState(settings, Stage.ASSEMBLING, empty(settings.world_size), now + settings.register_timeout_s)
 
 
@@ -59,6 +65,10 @@ def next_deadline(state: ControllerState) -> float | None:
         return None
     if state.stage is Stage.EXITING:
         return state.deadline
+    if state.stage in (Stage.STANDBY, Stage.GATHERING):  # leases begin with the takeover
+        deadline = state.deadline if state.members.attached else inf
+        moment = min(deadline, state.members.empty_since + state.settings.orphan_timeout_s)
+        return None if moment == inf else moment
     moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
     if state.stage is Stage.ASSEMBLING:
         moment = min(moment, state.deadline)
@@ -74,7 +84,7 @@ def next_deadline(state: ControllerState) -> float | None:
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
     if not fault.causes:
-        return inf
+        return fault.round_deadline if fault.takeover and fault.awaiting else inf
     waiting = fault.awaiting or state.members.suspects
     earliest = -inf if has_culprit(fault.causes) else fault.hint_until
     return max(earliest, fault.round_deadline) if waiting else earliest
@@ -87,6 +97,8 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
         return state
     settings = state.settings
     state = replace(state, members=forgive(state.members, now, settings))
+    if state.stage is Stage.GATHERING:
+        state = replace(state, deadline=now + settings.lease_s)
     if state.members.attached == 0 and state.members.empty_since < inf:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
@@ -122,6 +134,8 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return over(state, state.reason, out) if now >= state.deadline else state
     if now >= state.members.empty_since + settings.orphan_timeout_s:
         return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
+    if state.stage in (Stage.STANDBY, Stage.GATHERING):
+        return state  # `settle` looks at the deadline
     if state.stage is Stage.ASSEMBLING and now >= state.deadline:
         return abandon_start(state, now, out)
     if state.fault is not None and now >= state.fault.began + settings.total_timeout_s:

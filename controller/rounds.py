@@ -22,7 +22,12 @@ _NAMED = 8
 
 
 def begin_fault(
-    state: ControllerState, causes: tuple[Cause, ...], suspicion: Cause, now: float, out: list[Effect]
+    state: ControllerState,
+    causes: tuple[Cause, ...],
+    suspicion: Cause,
+    now: float,
+    out: list[Effect],
+    takeover: bool = False,
 ) -> ControllerState:
     """Close all gates. `causes` empty: only `suspicion` so far, which may turn out a false alarm."""
     fault = Fault(
@@ -32,6 +37,7 @@ def begin_fault(
         round_deadline=now,
         awaiting=0,
         reports=RankTable.filled(state.settings.world_size, None),
+        takeover=takeover,
     )
     return _ask(replace(state, fault=fault), root_cause(causes) or suspicion, now, out)
 

@@ -21,8 +21,10 @@ EXIT_WAIT_S = 5.0
 
 
 class Stage(enum.Enum):
-    """Where the job is. The order is the order of a fault's life."""
+    """Where the job is. The order is the order of a fault's life; a standby begins with the first two."""
 
+    STANDBY = "standby"
+    GATHERING = "gathering"
     ASSEMBLING = "assembling"
     RUNNING = "running"
     FREEZING = "freezing"
@@ -54,6 +56,8 @@ class Fault:
     """(rank, step): rolling forward to that step failed on that rank."""
     stuck: frozenset[int] = frozenset()
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
+    takeover: bool = False
+    """The freeze with which a standby takes over: no false alarm before every rank has reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,23 @@ class ControllerState:
     stage: Stage
     members: Membership
     deadline: float
-    """ASSEMBLING: when registering must be over. EXITING: when the controller leaves. Else unused."""
+    """ASSEMBLING, GATHERING: when registering must be over. EXITING: when the controller leaves. Else unused."""
     coverage: Coverage | None = None
     survives: str = ""
     agents: frozenset[str] = frozenset()
     """Hosts whose launcher is attached."""
     freeze_id: int = 0
-    """The last freeze round's number; grows through the controller's life."""
+    """The last freeze round's number; grows through the controller's life, and a standby's begin above those of all before
+    it, so that an order of an earlier controller is never taken for one of this."""
     fault: Fault | None = None
     dump: Dump | None = None
     reason: str = ""
     """Why the ranks leave, once EXITING."""
     untold: frozenset[int] = frozenset()
     """Live ranks that were without a stream when Exit was sent."""
+    early: tuple[Cause, ...] = ()
+    """GATHERING: faults that ranks told before the takeover."""
+    successors: tuple[str, ...] = ()
+    """Addresses of all standbys, in the order of their terms."""
+    job_groups: int = 0
+    """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""

@@ -26,6 +26,8 @@ class ProcessorSettings:
     """Pause between attempts to reach the controller."""
     controller_lost_s: float = 15.0
     """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
+    address: str = ""
+    """The controller that the job starts with; empty: the driver knows it."""
 
 
 # --- in ---
@@ -41,6 +43,8 @@ class Connected:
 @dataclass(frozen=True, slots=True)
 class Disconnected:
     reason: str
+    refused: bool = False
+    """Nobody listens there any more, or one that an active controller has fenced: another try is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a stream to the controller (the driver answers Connected or Disconnected)."""
+    """Open a stream to the controller at `address`, and close the one before (the driver answers Connected or
+    Disconnected)."""
+
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

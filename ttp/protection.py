@@ -1,4 +1,4 @@
-"""What protects one rank while it trains: the gate, the processor, and, on rank 0, the controller's process.
+"""What protects one rank while it trains: the gate, the processor, and, on some ranks, a controller's process.
 
 Owns their start and end, and what becomes of an exception out of `train`. Decides nothing about a fault.
 """
@@ -22,6 +22,7 @@ from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord
+from ttp.standby import standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -32,7 +33,7 @@ CONTROLLER_END_S = 10.0
 
 
 class Protection:
-    """One rank's gate, processor and (rank 0) controller. Made by every rank, ended by `close` or by the process's end."""
+    """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
 
     def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
         """Start everything and wait until all ranks are registered. Raises ControllerError."""
@@ -40,13 +41,17 @@ class Protection:
         self._rank = rank
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
+        self._standby: ControllerProcess | None = None
         self.gate = Gate(
             rank, state_step=0, drain=holder.optimizer.drain_within if holder.optimizer.needs_drain else None
         )
         holder.optimizer.attach(self.gate)
+        if place := standby_place(settings, rank, world_size):
+            self._standby = start_standby(settings, place, world_size, log_dir)
+            holder.standby = self._standby.address if self._standby is not None else ""
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         self.processor = Processor(
-            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s),
+            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s, address=address),
             address,
             settings.job_id,
             holder,
@@ -88,8 +93,14 @@ class Protection:
         self.processor.finished()
 
     def close(self) -> None:
-        """End this process's threads; the controller ends by itself when all ranks have gone."""
+        """End this process's threads; the controller ends by itself when all ranks have gone.
+
+        A standby is told to: whenever a rank may leave, it is settled what becomes of the job.
+        """
         self.processor.stop()
+        if self._standby is not None:
+            self._standby.terminate()
+            self._standby.wait(CONTROLLER_END_S)
         controller = self._controller
         if controller is not None and controller.wait(CONTROLLER_END_S) is None:
             log.warning("the controller (pid %d) has not ended yet; it ends by itself", controller.pid)
@@ -104,7 +115,7 @@ class Protection:
             advertise="127.0.0.1" if settings.one_node else settings.host,
             port=settings.controller_port,
             job_id=settings.job_id,
-            term=settings.round_number + 1,
+            term=term_of(settings.round_number),
             world_size=self._world_size,
             journal=log_dir / f"journal_{settings.round_number}.jsonl",
             heartbeat_s=settings.heartbeat_s,
