@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
@@ -41,7 +42,7 @@ class AgentLink:
         self._heard = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
-        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing, _controllers, _lease_s, _heard
+        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing, _controllers, _heard
         self._stream: ControlStream | None = None
         self._attached = False
         self._exits: list[WorkerExit] = []
@@ -60,6 +61,11 @@ class AgentLink:
             self._exits.append(report)
             if self._attached and self._stream is not None:
                 self._say(self._stream, report)
+
+    def add_controllers(self, addresses: Sequence[str]) -> None:
+        """Learn of standbys, in the order in which they take over; those that are known already stay where they are."""
+        with self._lock:
+            self._controllers += [address for address in addresses if address not in self._controllers]
 
     def close(self, drain_s: float = 1.0) -> None:
         """Let what was said go out, and end the stream. Call it once."""
@@ -135,10 +141,9 @@ class AgentLink:
                 return
             self._heard = time.monotonic()
             self._fence = max(self._fence, stream.term)
-            if isinstance(parcel.message, Successors):
-                self._lease_s = parcel.message.lease_s
-                new = [address for address in parcel.message.addresses if address not in self._controllers]
-                self._controllers += new
+        if isinstance(parcel.message, Successors):
+            self._lease_s = parcel.message.lease_s
+            self.add_controllers(parcel.message.addresses)
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:
         with self._lock:

@@ -95,8 +95,12 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     deadline = next_deadline(state)
     if deadline is None or now - deadline <= state.settings.heartbeat_s or state.stage is Stage.EXITING:
         return state
+    return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
+
+
+def _grant_time(state: ControllerState, now: float) -> ControllerState:
+    """Nobody could be heard for a while: what ranks owe an answer to, they have as much time for as if it were asked now."""
     settings = state.settings
-    state = replace(state, members=forgive(state.members, now, settings))
     if state.stage is Stage.GATHERING:
         state = replace(state, deadline=now + settings.lease_s)
     if state.members.attached == 0 and state.members.empty_since < inf:
@@ -157,6 +161,8 @@ _SILENT = {
 def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     swept = sweep(state.members, now, state.settings, welcomed=state.stage is not Stage.ASSEMBLING)
     state = replace(state, members=swept.members)
+    if swept.cut_off:
+        state = _grant_time(state, now)
     for rank in swept.newly_suspect:
         state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
     for rank in swept.run_out:

@@ -284,6 +284,7 @@ class Processor:
                 self._leave(code, reason)
             case Release():
                 self._released.set()
+                self._welcomed.set()
             case Log(text):
                 self._voice.say(logging.INFO, text)
             case _:

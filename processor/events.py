@@ -174,7 +174,7 @@ class ExitProcess:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The training thread, waiting at the end of `train`, may leave (dismissed)."""
+    """The training thread, waiting at the end of `train`, may leave (dismissed), or at the start (there is no controller)."""
 
 
 @dataclass(frozen=True, slots=True)

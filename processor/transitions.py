@@ -149,6 +149,9 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
         return _exit(state, 1, f"{waited} after: {state.faults[0].cause.text}", out)
     if state.standing is not Standing.TRAINING:
         return _exit(state, 75, f"{waited} while this rank was frozen", out)
+    if state.term < 0:
+        out += [Log(f"{waited} before the job had assembled"), Release()]
+        return replace(state, standing=Standing.LEAVING)
     if state.finished:
         out += [Log(f"{waited}; training has finished, leaving without its word"), Release()]
         return replace(state, standing=Standing.LEAVING)

@@ -22,7 +22,7 @@ from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord
-from ttp.standby import standby_place, start_standby, term_of
+from ttp.standby import standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -48,7 +48,9 @@ class Protection:
         holder.optimizer.attach(self.gate)
         if place := standby_place(settings, rank, world_size):
             self._standby = start_standby(settings, place, world_size, log_dir)
-            holder.standby = self._standby.address if self._standby is not None else ""
+        if self._standby is not None:
+            holder.standby = self._standby.address
+            self._store().set(standby_key(settings.round_number, place), holder.standby)
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         self.processor = Processor(
             ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s, address=address),
@@ -63,8 +65,8 @@ class Protection:
         if survives is None:
             self.close()
             raise ControllerError(
-                f"rank {rank}: the controller at {address} did not report all {world_size} ranks registered within"
-                f" {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
+                f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
+                f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
         if rank == 0:
             log.info("protected; the job survives: %s", survives)

@@ -17,6 +17,9 @@ from ttp.errors import ControllerError
 
 log = logging.getLogger("ttp")
 
+MOST_STANDBYS = 9
+"""What TTP_STANDBYS may be at most."""
+
 TERMS_OF_A_START = 100
 """More than there are controllers in one start of the job: every later start has higher terms than all before."""
 
@@ -24,6 +27,12 @@ TERMS_OF_A_START = 100
 def term_of(round_number: int, place: int = 0) -> int:
     """Return the term of a start's controller: place 0 is the first, i the i-th standby. From 1 on, rising."""
     return round_number * TERMS_OF_A_START + 1 + place
+
+
+def standby_key(round_number: int, place: int) -> str:
+    """Return the store's key for a standby; value: `host:port`. The launchers look there: they know of it even when the
+    first controller dies before they reached it."""
+    return f"ttp/standby/{round_number}/{place}"
 
 
 def standby_place(settings: Settings, rank: int, world_size: int) -> int:

@@ -101,6 +101,7 @@ def test_a_lost_stream_is_tried_again_after_a_pause() -> None:
 
 def test_without_a_fault_a_lost_controller_is_survived() -> None:
     rank = ProcessorBench()
+    rank.hear(WELCOME)
     rank.take(Disconnected("reset"))
     for _ in range(1000):
         effects = rank.tick(after=0.1)
