@@ -27,6 +27,9 @@ from .writing import silent_while_writing
 FREEZES_OF_A_TERM = 1 << 20
 """More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
 
+LATE_HEARTBEATS = 0.5
+"""While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
+
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 
@@ -48,7 +51,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             f"{subject!r}; does its sender run another version?"
         )
     out: list[Effect] = []
-    state = _excuse_own_absence(state, now)
+    state = replace(_excuse_own_absence(state, now), seen=now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
         state = _hear(state, event.message, now, out)
@@ -70,6 +73,8 @@ def next_deadline(state: ControllerState) -> float | None:
         moment = min(deadline, state.members.empty_since + state.settings.orphan_timeout_s)
         return None if moment == inf else moment
     moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
+    if state.members.attached and state.stage is not Stage.ASSEMBLING:
+        moment = min(moment, state.seen + state.settings.heartbeat_s)
     if state.stage is Stage.ASSEMBLING:
         moment = min(moment, state.deadline)
     if state.fault is not None:
@@ -93,7 +98,9 @@ def _round_end(state: ControllerState, fault: Fault) -> float:
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
     deadline = next_deadline(state)
-    if deadline is None or now - deadline <= state.settings.heartbeat_s or state.stage is Stage.EXITING:
+    if deadline is None or now - deadline <= LATE_HEARTBEATS * state.settings.heartbeat_s:
+        return state
+    if state.stage is Stage.EXITING:
         return state
     return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
 

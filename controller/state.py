@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from math import inf
 
 from ttp.proto.messages import Cause, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
 
@@ -121,5 +122,7 @@ class ControllerState:
     """GATHERING: faults that ranks told before the takeover."""
     successors: tuple[str, ...] = ()
     """Addresses of all standbys, in the order of their terms."""
+    seen: float = -inf
+    """When this machine last took an event: its process may have been stopped."""
     job_groups: int = 0
     """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""

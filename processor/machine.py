@@ -17,7 +17,7 @@ from .succession import go_on_at
 from .transitions import TRANSITIONS, give_up_at
 
 OWN_ABSENCE_HEARTBEATS = 1.5
-"""The driver calls at least once a heartbeat; later than this it was stopped."""
+"""The machine asks to be called once a heartbeat; a driver that comes later than this was stopped."""
 
 
 def initial(settings: ProcessorSettings, now: float) -> ProcessorState:
@@ -52,5 +52,6 @@ def next_deadline(state: ProcessorState) -> float | None:
     if state.standing is Standing.LEAVING:
         return None
     reconnect_at = state.reconnect_at if state.link is Link.DOWN else inf
-    moment = min(reconnect_at, state.heartbeat_at, give_up_at(state), go_on_at(state))
+    look_at = state.seen + state.heartbeat_s if state.link is not Link.DOWN else inf
+    moment = min(reconnect_at, state.heartbeat_at, give_up_at(state), go_on_at(state), look_at)
     return None if moment == inf else moment

@@ -111,8 +111,9 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []  # without the word of a controller that was away for too long
     if unprotected(job):
         return []
-    if not all(rank.started for rank in job.ranks):
-        # A start that failed: the controller died while it welcomed the ranks. Whoever had begun could finish no step.
+    disturbed = any(c.dead or c.away_s > job.times.lease_s for c in job.controllers)
+    if disturbed and (not all(r.started for r in job.ranks) or not any(r.gate.state_step for r in job.ranks)):
+        # A start that failed: the controller went away while it welcomed the ranks. Whoever had begun finished no step.
         return [f"I9: rank {r.rank} trained alone" for r in job.ranks if r.gate.state_step > 1]
     if scenario.harmless:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
@@ -120,6 +121,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if not events(job, "assembled"):
         return [] if exits or not _sound(job) else ["I11: the start failed without a word"]
+    if job.controller.dead and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
+        return []  # nobody is left who could look for another controller
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job, str(refused[-1]["reason"]))

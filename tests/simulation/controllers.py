@@ -110,9 +110,11 @@ class Controller:
         deadline = machine.next_deadline(self.state)
         if deadline is not None and deadline < self._tick_at:
             self._tick_at = deadline
-            self.job.scheduler.at(deadline, self._tick)
+            self.job.scheduler.at(deadline, lambda: self._tick(deadline))
 
-    def _tick(self) -> None:
+    def _tick(self, asked_for: float) -> None:
+        if asked_for != self._tick_at:
+            return  # the machine has asked for an earlier one since
         self._tick_at = float("inf")
         self.take(ev.Tick())
         if not self.gone and self.job.now >= self.paused_until:
@@ -176,6 +178,7 @@ class Controller:
         if not self.gone:
             self.job.note(f"controller c{self.place} is killed in {self.state.stage.value}")
             self.dead = True
+            self.job.controller_killed()
             self.close_all()
 
     def pause(self, seconds: float) -> None:

@@ -55,12 +55,13 @@ class Job:
         self.hooks: list[tuple[str, int, Callable[[int], None]]] = []
         self.killed: dict[int, float] = {}
         self.thawed_up_to = -1
+        self._last_kill_s = 0.0
         self.published_as: dict[tuple[str, str], str] = {}
         self.committed_when_published: list[int] = []
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
-            process.soon(rng.uniform(0.0, 0.1), process._tick)
+            process.soon(rng.uniform(0.0, 0.1), process.tick)
         hosts = sorted(set(training.layout.hosts)) if agents else []
         self._agents = {host: Agent(self, host) for host in hosts}
 
@@ -196,10 +197,15 @@ class Job:
         if seconds is not None:
             self.scheduler.after(seconds, process.resume)
 
+    def controller_killed(self) -> None:
+        self._last_kill_s = self.now
+
     # --- the run ---
 
     def ended(self) -> bool:
         """Nobody runs any more but standbys that nobody came to: the launchers end those."""
+        if all(c.gone for c in self.controllers) and self.now > self._last_kill_s + 3 * self.times.controller_lost_s:
+            return True  # who is left hangs in a collective or a gate, and its launcher ends it
         return all(c.gone or c.idle for c in self.controllers) and all(not p.alive or p.stopped_for_good for p in self.ranks)
 
     def run(self, until_s: float) -> bool:

@@ -100,9 +100,13 @@ class Rank:
         if deadline is None or deadline >= self._tick_at:
             return
         self._tick_at = deadline
-        self.job.scheduler.at(deadline, lambda: self.run(self._tick))
+        self.job.scheduler.at(deadline, lambda: self.run(lambda: self._tick(deadline)))
 
-    def _tick(self) -> None:
+    def _tick(self, asked_for: float) -> None:
+        if asked_for == self._tick_at:  # else the machine has asked for an earlier one since
+            self.tick()
+
+    def tick(self) -> None:
         self._tick_at = float("inf")
         self.step(ev.Tick(self.gate.phase, self.gate.step))
 

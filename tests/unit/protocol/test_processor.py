@@ -148,6 +148,7 @@ def test_a_freeze_is_an_answer_to_a_fault() -> None:
 
 def test_a_fault_while_the_controller_is_long_gone_waits_from_the_fault_on() -> None:
     rank = ProcessorBench()
+    rank.hear(WELCOME)
     rank.take(Disconnected("reset"))
     rank.tick(after=100.0)
     rank.take(ERROR)
