@@ -135,6 +135,8 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
+        if 1 < state.members.suspects == state.members.alive:  # all were silent: the controller itself was cut off
+            members = forgive(members, now, state.settings)
     return replace(state, members=members)
 
 

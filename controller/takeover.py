@@ -16,7 +16,7 @@ from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, Work
 from .coverage import coverage_of, named, survives, warnings
 from .events import Effect, Fields, Journal, Supersede
 from .leaving import finish_job, leave, over
-from .membership import bury, forgive, update
+from .membership import SUSPECT_AFTER, bury, forgive, update
 from .presence import CLEAN_EXIT_TEXT, EXITING_TEXT, fault_line, register
 from .rounds import add_cause, begin_fault
 from .state import ControllerState, Fault, Stage
@@ -79,6 +79,10 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         return state
     if not members.attached:
         return state  # all have gone again: they come back, or the orphan timeout ends this
+    last_heard = max(member.heard for member in members.table if member.attached)
+    if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:
+        # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
+        return replace(state, deadline=now + settings.lease_s)
     absent = members.table.ranks(lambda member: member.dead is None and member.registration is None)
     for rank in absent:
         cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")

@@ -14,7 +14,10 @@ def run_and_check(scenario: Scenario) -> list[str]:
     job = scenario.job
     ended = job.run(LONGEST_RUN_S)
     found = list(job.violations)
-    if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
+    # A rank that hangs in a collective without a controller is ended by its launcher, and a work thread that hangs under an
+    # order of an earlier controller is a hang of training.
+    stuck_at_work = any(rank.hang_work and rank.gate.barred for rank in job.ranks)
+    if not ended and not unprotected(job) and not stuck_at_work:
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += _published_content(job)
@@ -111,10 +114,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []  # without the word of a controller that was away for too long
     if unprotected(job):
         return []
-    disturbed = any(c.dead or c.away_s > job.times.lease_s for c in job.controllers)
-    if disturbed and (not all(r.started for r in job.ranks) or not any(r.gate.state_step for r in job.ranks)):
-        # A start that failed: the controller went away while it welcomed the ranks. Whoever had begun finished no step.
-        return [f"I9: rank {r.rank} trained alone" for r in job.ranks if r.gate.state_step > 1]
+    if _start_failed(job):
+        return []
     if scenario.harmless:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:
@@ -126,6 +127,17 @@ def _outcome(scenario: Scenario) -> list[str]:
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job, str(refused[-1]["reason"]))
+
+
+def _start_failed(job: Job) -> bool:
+    """True when the controller died, or went away for a lease, while it welcomed the ranks: those that know the standbys
+    wait for the others in vain. No step can be finished by then."""
+    welcomed = [rank.started_s for rank in job.ranks]
+    return max(welcomed) > min(welcomed) + job.times.lease_s or max(welcomed) > _assembled_s(job) + job.times.lease_s
+
+
+def _assembled_s(job: Job) -> float:
+    return min((at for at, line in job.story if line.event == "assembled"), default=0.0)
 
 
 def unprotected(job: Job) -> bool:

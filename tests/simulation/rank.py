@@ -61,7 +61,7 @@ class Rank:
         self._current: Stream | None = None
         """The stream that the machine knows of, broken or not."""
         self._files = 0
-        self.started = False
+        self.started, self.started_s = False, float("inf")
         self.acknowledged = -1
         self.soon(LONGEST_START_S, self._start_failed)
 
@@ -185,7 +185,7 @@ class Rank:
             return
         name = type(message).__name__
         if name == "Welcome" and not self.started:
-            self.started = True
+            self.started, self.started_s = True, self.job.now
             self.soon(0.001, self._compute)
         self.step(ev.Received(message))
         self.job.happened(f"got {name}", self.rank)

@@ -27,11 +27,11 @@ class Scenario:
     faults: list[str] = field(default_factory=list)
 
 
-def build(seed: int, layout: Layout | None = None, faults: bool = True) -> Scenario:
-    """Return the scenario of a seed; `layout` overrides the seed's choice. Without `faults`, a test adds its own."""
+def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: int = 0) -> Scenario:
+    """Return the scenario of a seed; `layout` and `steps` override the seed's choice. Without `faults`, a test adds its own."""
     rng = random.Random(seed)
     chosen = rng.choice(LAYOUTS)
-    training = Training(layout or chosen, steps=rng.randint(2, 7), local_copy=rng.random() < 0.2)
+    training = Training(layout or chosen, steps=steps or rng.randint(2, 7), local_copy=rng.random() < 0.2)
     job = Job(rng, training, Times(), agents=rng.random() < 0.8, standbys=rng.choice((0, 1, 1, 2, 2)))
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
