@@ -4,6 +4,9 @@ Prints one line when it is ready: `ttp-controller listening on HOST:PORT pid N`.
 nobody is attached any more, on SIGTERM, or when the launcher asks. Ctrl-C of a terminal does not reach it: it has to see
 its ranks through their dying gasp. Loads no torch.
 
+`--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
+standby that nobody has come to, and so does the end of all its guardians.
+
 Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
 """
 
@@ -16,12 +19,18 @@ import gc
 import os
 import signal
 import sys
+import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ttp.errors import ControllerError
+from ttp.proto.transport import join_address
 
-from .driver import Driver, StopAsked
+from .agent_link import request_shutdown
+from .driver import Driver, LeaveIfIdle, StopAsked
 from .events import ControllerSettings
+from .guardians import Guardians
 from .journal import Journal
 from .server import GRACE_S, ControlService, add_service, make_server
 
@@ -29,6 +38,9 @@ CANNOT_LISTEN, CANNOT_WRITE = 3, 4
 GC_THRESHOLDS = (200_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""
+GUARDIAN_POLL_S = 0.5
+SUPERSEDE_TIMEOUT_S = 30.0
+"""A stopped controller hears of its successor when it goes on, if that is not longer after."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,6 +52,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--term", type=_positive_int, default=defaults.term, help="this controller's number")
     parser.add_argument("--world-size", type=_positive_int, required=True)
+    parser.add_argument(
+        "--standby", type=int, default=0, metavar="I", help="wait as the I-th standby (default: active)"
+    )
+    parser.add_argument("--advertise", default="", help="host that the others reach this one by (default: --bind)")
+    parser.add_argument(
+        "--guardian", type=int, action="append", default=[], metavar="PID", help="see above; repeatable"
+    )
     parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
     for name in _TIMES:
         flag = "--" + name.replace("_", "-")
@@ -72,10 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
         job_id=options.job_id,
         term=options.term,
         world_size=options.world_size,
+        standby=options.standby,
         **{name: getattr(options, name) for name in _TIMES},
     )
     try:
-        asyncio.run(serve(settings, options.bind, options.port, options.journal))
+        guardians = Guardians(tuple(options.guardian))
+        asyncio.run(serve(settings, options.bind, options.port, options.journal, options.advertise, guardians))
     except ControllerError as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN
@@ -89,10 +110,18 @@ class _JournalError(Exception):
     pass
 
 
-async def serve(settings: ControllerSettings, host: str, port: int, journal_path: Path) -> None:
+async def serve(
+    settings: ControllerSettings,
+    host: str,
+    port: int,
+    journal_path: Path,
+    advertise: str = "",
+    guardians: Guardians | None = None,
+) -> None:
     """Listen, and serve until the driver has finished. Raises ControllerError, _JournalError."""
     loop = asyncio.get_running_loop()
     server, bound = make_server(host, port)
+    settings = replace(settings, address=join_address(advertise or host, bound))
     try:
         journal = Journal(journal_path, settings)
     except OSError as error:
@@ -104,17 +133,42 @@ async def serve(settings: ControllerSettings, host: str, port: int, journal_path
         print(f"ttp-controller: ending: {reason}", file=sys.stderr, flush=True)
         loop.call_soon_threadsafe(over.set)
 
-    driver = Driver(settings, journal, on_finish)
+    driver = Driver(settings, journal, on_finish, supersede=partial(supersede, settings))
     service = ControlService(settings, driver)
     add_service(server, service)
     loop.add_signal_handler(signal.SIGTERM, driver.put, StopAsked("SIGTERM"))
+    loop.add_signal_handler(signal.SIGUSR1, driver.put, LeaveIfIdle("asked to end unless it is needed"))
     await server.start()
     driver.start()
+    watch = asyncio.create_task(leave_when_alone(driver, guardians or Guardians(()), settings.orphan_timeout_s))
     _announce(f"ttp-controller listening on {host}:{bound} pid {os.getpid()}")
     await over.wait()
+    watch.cancel()
     service.finish_streams()
     await server.stop(GRACE_S)
     journal.close()
+
+
+async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: float) -> None:
+    """End an idle standby once its guardians are gone; ranks of other nodes get `patience_s` to come to it."""
+    while guardians.alive():
+        await asyncio.sleep(GUARDIAN_POLL_S)
+    while True:
+        await asyncio.sleep(patience_s)
+        driver.put(LeaveIfIdle("the processes that it was started for are gone"))
+
+
+def supersede(settings: ControllerSettings, address: str) -> None:
+    """Tell the controller at `address`, if there is one, to end; on a thread of its own, because it may well be stopped."""
+
+    def ask() -> None:
+        reason = f"the controller of term {settings.term} has taken over"
+        with contextlib.suppress(ControllerError):  # it is gone, as it should be
+            request_shutdown(
+                address, job_id=settings.job_id, reason=reason, term=settings.term, timeout_s=SUPERSEDE_TIMEOUT_S
+            )
+
+    threading.Thread(target=ask, name="ttp-supersede", daemon=True).start()
 
 
 def _announce(line: str) -> None:

@@ -1,7 +1,8 @@
 """A node's launcher on the line to the controller: it says who has died, looks at the job, and ends the controller.
 
-Owns one stream that reconnects. Nothing here raises into the launcher's loop or blocks it, but the two requests
-(`request_status`, `request_shutdown`), which are plain calls.
+Owns one stream that reconnects, and goes on to the next controller when the active one is gone: nobody listens at its
+address any more, or nothing was heard from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
+the two requests (`request_status`, `request_shutdown`), which are plain calls.
 """
 
 from __future__ import annotations
@@ -9,30 +10,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, Exit, Freeze, WorkerExit
+from ttp.proto.messages import AgentHello, Exit, Freeze, Successors, WorkerExit
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
 
 log = logging.getLogger("ttp.launch")
 
-RECONNECT_S = 0.5
+RECONNECT_S = 0.2
+LOOK_S = 0.1
+"""Between two looks whether the controller is still heard."""
+OWN_ABSENCE_S = 1.0
+"""A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
 
 
 class AgentLink:
-    """The launcher's stream. Deaths that were said are said again after a reconnect: they stay true."""
+    """The launcher's stream. Deaths that were said are said again after a reconnect, and to every later controller: they
+    stay true."""
 
     def __init__(self, address: Address, job_id: str, host: str, ranks: tuple[int, ...], pids: tuple[int, ...]) -> None:
         """`pids` in the order of `ranks`: this node's workers. Connects in the background."""
-        self._address = address
+        self._controllers: list[Address] = [address]
+        self._place = 0
+        self._lease_s = float("inf")
+        self._heard = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
-        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing
+        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing, _controllers, _heard
         self._stream: ControlStream | None = None
         self._attached = False
         self._exits: list[WorkerExit] = []
@@ -52,6 +62,11 @@ class AgentLink:
             if self._attached and self._stream is not None:
                 self._say(self._stream, report)
 
+    def add_controllers(self, addresses: Sequence[str]) -> None:
+        """Learn of standbys, in the order in which they take over; those that are known already stay where they are."""
+        with self._lock:
+            self._controllers += [address for address in addresses if address not in self._controllers]
+
     def close(self, drain_s: float = 1.0) -> None:
         """Let what was said go out, and end the stream. Call it once."""
         with self._lock:
@@ -67,17 +82,42 @@ class AgentLink:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        tried_since = time.monotonic()
         while True:
-            stream = ControlStream(self._address, self._job_id, self, fence=self._fence)
             with self._lock:
+                stream = ControlStream(self._controllers[self._place], self._job_id, self, fence=self._fence)
                 if self._closing:
                     return
                 self._stream = stream
                 self._ended.clear()
                 stream.start()
-            self._ended.wait()
-            if self._wake.wait(RECONNECT_S):
+            heard = self._stay(tried_since)
+            stream.close()
+            pause_s = RECONNECT_S
+            if stream.refused or time.monotonic() - max(heard, tried_since) >= self._lease_s:
+                self._place = (self._place + 1) % len(self._controllers)
+                tried_since = time.monotonic()
+                pause_s = 0.0 if self._place else RECONNECT_S
+            elif heard > tried_since:
+                tried_since = time.monotonic()
+            if self._wake.wait(pause_s):
                 return
+
+    def _stay(self, since: float) -> float:
+        """Wait until the stream has ended, or nothing was heard for a lease; return when something was heard last."""
+        looked = time.monotonic()
+        while not self._ended.wait(LOOK_S):
+            now = time.monotonic()
+            with self._lock:
+                if now - looked > OWN_ABSENCE_S:
+                    self._heard = now
+                if now - max(self._heard, since) >= self._lease_s:
+                    self._attached = False
+                    log.debug("nothing was heard from the controller for %g s", self._lease_s)
+                    break
+            looked = now
+        with self._lock:
+            return self._heard
 
     def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit) -> None:
         try:
@@ -90,14 +130,22 @@ class AgentLink:
     def stream_opened(self, stream: ControlStream) -> None:
         with self._lock:
             if stream is self._stream and not self._closing:
-                self._fence = max(self._fence, stream.term)
                 self._attached = True
                 self._last_reason = ""
                 self._say(stream, self._hello, *self._exits)
 
     def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
-        """Say what the controller tells the ranks: why they are frozen, and why they leave."""
+        """Keep to the controller that speaks (a standby that nobody has come to does not), and say what it tells the ranks:
+        why they are frozen, and why they leave."""
+        with self._lock:
+            if stream is not self._stream:
+                return
+            self._heard = time.monotonic()
+            self._fence = max(self._fence, stream.term)
         match parcel.message:
+            case Successors(addresses=addresses, lease_s=lease_s):
+                self._lease_s = lease_s
+                self.add_controllers(addresses)
             case Freeze(cause=cause):
                 log.warning("controller: freeze: %s: %s", cause.kind.value, cause.text)
             case Exit(reason=reason):
@@ -105,6 +153,8 @@ class AgentLink:
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:
         with self._lock:
+            if stream is not self._stream:
+                return
             self._attached = False
             new = reason != self._last_reason and not self._closing
             self._last_reason = reason
@@ -122,11 +172,17 @@ def request_status(address: str, *, job_id: str = "", timeout_s: float = 5.0) ->
             raise _unreachable(address, "status", error) from error
 
 
-def request_shutdown(address: str, *, job_id: str = "", reason: str = "", timeout_s: float = 2.0) -> None:
-    """Ask a controller to end. Raises ControllerError (it cannot be reached: then it has ended, or must be killed)."""
+def request_shutdown(
+    address: str, *, job_id: str = "", reason: str = "", term: int = 0, timeout_s: float = 2.0
+) -> None:
+    """Ask a controller to end; `term`: for a controller that takes over from it (0: the launcher asks).
+
+    Raises ControllerError (it cannot be reached, so that it has ended or must be killed; or its term is not lower).
+    """
     with open_channel(address) as channel:
         try:
-            ControlStub(channel).Shutdown(pb.ShutdownRequest(job_id=job_id, reason=reason), timeout=timeout_s)
+            request = pb.ShutdownRequest(job_id=job_id, reason=reason, term=term)
+            ControlStub(channel).Shutdown(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise _unreachable(address, "shutdown", error) from error
 

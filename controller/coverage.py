@@ -34,8 +34,9 @@ class Coverage:
     hosts: tuple[str, ...]
 
 
-def coverage_of(registrations: Iterable[Registration]) -> Coverage:
-    """Gather the groups of all ranks; called once, with one registration of every rank."""
+def coverage_of(registrations: Iterable[Registration], world_size: int = 0) -> Coverage:
+    """Gather the groups of all ranks; called once, with one registration of every rank (a standby: of those that came;
+    `world_size` then says how many there are, and the others' hosts are empty)."""
     ordered = sorted(registrations, key=lambda registration: registration.rank)
     holders: dict[str, list[int]] = {}
     first: dict[str, tuple[str, int]] = {}
@@ -44,7 +45,8 @@ def coverage_of(registrations: Iterable[Registration]) -> Coverage:
             holders.setdefault(group.group_id, []).append(registration.rank)
             first.setdefault(group.group_id, (group.label, group.nbytes))
     groups = tuple(Group(key, *first[key], tuple(sorted(set(holders[key])))) for key in sorted(holders))
-    return Coverage(groups, tuple(registration.host for registration in ordered))
+    hosts = {registration.rank: registration.host for registration in ordered}
+    return Coverage(groups, tuple(hosts.get(rank, "") for rank in range(max(world_size, len(hosts)))))
 
 
 def fatal_ranks(coverage: Coverage) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.messages import (
     AgentHello,
+    Beat,
     Downward,
     Exit,
     Freeze,
@@ -33,9 +34,10 @@ from ttp.proto.messages import (
 )
 from ttp.proto.status import JobStatus, PublishedCheckpoint
 
-from .events import ControllerSettings, Effect, Event, Finish, Received, Send, StreamClosed, Tick
+from .events import ControllerSettings, Effect, Event, Finish, Received, Send, StreamClosed, Supersede, Tell, Tick
 from .events import Journal as JournalEffect
 from .journal import Journal
+from .state import Stage
 from .status import job_status
 
 TICK_S = 0.25
@@ -80,7 +82,14 @@ class StopAsked:
     reason: str
 
 
-Item = Said | Ended | StatusAsked | StopAsked
+@dataclass(frozen=True, slots=True)
+class LeaveIfIdle:
+    """Nobody will come to this standby any more; one that has taken over stays until its work is done."""
+
+    reason: str
+
+
+Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle
 
 
 class Driver:
@@ -92,12 +101,15 @@ class Driver:
         journal: Journal,
         on_finish: Callable[[str], None],
         *,
+        supersede: Callable[[str], None] = lambda address: None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`supersede(address)`: tell the controller there, if there is one, that this one takes over; must not block."""
         self._settings = settings
         self._journal = journal
         self._on_finish = on_finish
+        self._supersede = supersede
         self._clock = clock
         self._unix_clock = unix_clock
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -124,15 +136,18 @@ class Driver:
         now = self._clock()
         self._state = machine.initial(self._settings, now)
         self._journal.starting_state(self._state)
-        next_tick = now + TICK_S
+        next_tick = next_beat = now + TICK_S
         while not self._finished:
-            due = min(next_tick, self._deadline())
+            due = min(next_tick, next_beat, self._deadline())
             with contextlib.suppress(queue.Empty):
                 self._take(self._queue.get(timeout=max(0.0, due - self._clock())))
             now = self._clock()
             if now >= due:  # also when messages keep coming
                 next_tick = now + TICK_S
                 self._step(Tick(), now)
+            if now >= next_beat:
+                next_beat = now + self._settings.heartbeat_s
+                self._beat()
             self._flush()
             if self._journal.wants_state:
                 self._journal.starting_state(self._state)
@@ -153,8 +168,11 @@ class Driver:
             case StatusAsked(reply):
                 reply(job_status(self._state, self._beats, self._published, os.getpid()))
             case StopAsked(reason):
-                self._tell_story("finished", {"reason": reason})
+                self._tell_story("stopped", {"reason": reason})
                 self._finish(reason)
+            case LeaveIfIdle(reason):
+                if self._state.stage is Stage.STANDBY:
+                    self._finish(reason)
             case _:
                 assert_never(item)
 
@@ -229,6 +247,12 @@ class Driver:
         match effect:
             case Send(ranks, message):
                 self._send(ranks, message)
+            case Tell(hosts, message):
+                for link in [self._agents[host] for host in hosts if host in self._agents]:
+                    self._outgoing.setdefault(link, []).append(((), message))
+            case Supersede(addresses):
+                for address in addresses:
+                    self._supersede(address)
             case JournalEffect(name, fields):
                 self._tell_story(name, dict(fields))
                 match event:
@@ -265,6 +289,13 @@ class Driver:
             link.send((one,))
         except CodecError as error:
             self._tell_story("not_sent", {"ranks": one[0], "text": str(error)})
+
+    def _beat(self) -> None:
+        """Show every stream that the controller lives. A standby that nobody has come to says nothing: an agent that lost
+        its way must not take it for the active controller."""
+        if self._state.stage is not Stage.STANDBY:
+            for link in {*self._routes.values(), *self._agents.values()}:
+                self._outgoing.setdefault(link, []).append(((), Beat()))
 
     def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.story(self._unix_clock(), self._clock(), event, fields)

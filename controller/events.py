@@ -36,6 +36,10 @@ class ControllerSettings:
     """A job in which nobody gets on is not called hung before this."""
     hang_factor: float = 10.0
     """Nor before this many times a slow step of its own."""
+    standby: int = 0
+    """0: the controller that the job starts with; i: the i-th standby, which waits until ranks come to it."""
+    address: str = ""
+    """How the others reach this controller, as it stands in their list of controllers."""
 
 
 # --- in ---
@@ -73,10 +77,25 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Deliver to the agents of these hosts; one that is not attached is skipped."""
+
+    hosts: tuple[str, ...]
+    message: Downward
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """Tell the controllers at these addresses, whose terms are lower, to end: this one takes over. They may be long gone."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Journal:
-    """One line of the job's story. Event names: registered, assembled, suspect, cleared, stalled, moving_again, hung,
-    not_hung, death_seen, freeze_sent, frozen, decided, rolled_forward, write_sent, written, publish_sent, published,
-    refused, thawed, exit_sent, finished."""
+    """One line of the job's story. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
+    moving_again, hung, not_hung, death_seen, freeze_sent, frozen, decided, rolled_forward, write_sent, written,
+    publish_sent, published, refused, thawed, exit_sent, finished."""
 
     event: str
     fields: Mapping[str, JSONValue]
@@ -89,4 +108,4 @@ class Finish:
     reason: str
 
 
-Effect = Send | Journal | Finish
+Effect = Send | Tell | Supersede | Journal | Finish

@@ -26,12 +26,21 @@ from .state import ControllerState, Fault, Stage
 from .transitions import TRANSITIONS
 from .writing import silent_while_writing
 
+FREEZES_OF_A_TERM = 1 << 20
+"""More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
+
+LATE_HEARTBEATS = 0.5
+"""While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
+
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller that nobody has registered with."""
     members, pace = empty(settings.world_size), unknown(settings.world_size)
+    if settings.standby:
+        freeze_id = settings.standby * FREEZES_OF_A_TERM
+        return ControllerState(settings, Stage.STANDBY, members, pace, inf, freeze_id=freeze_id)
     return ControllerState(settings, Stage.ASSEMBLING, members, pace, now + settings.register_timeout_s)
 
 
@@ -45,7 +54,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             f"{subject!r}; does its sender run another version?"
         )
     out: list[Effect] = []
-    state = _excuse_own_absence(state, now)
+    state = replace(_excuse_own_absence(state, now), seen=now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
         state = _hear(state, event.message, now, out)
@@ -62,7 +71,13 @@ def next_deadline(state: ControllerState) -> float | None:
         return None
     if state.stage is Stage.EXITING:
         return state.deadline
+    if state.stage in (Stage.STANDBY, Stage.GATHERING):  # leases begin with the takeover
+        deadline = state.deadline if state.members.attached else inf
+        moment = min(deadline, state.members.empty_since + state.settings.orphan_timeout_s)
+        return None if moment == inf else moment
     moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
+    if state.members.attached and state.stage is not Stage.ASSEMBLING:
+        moment = min(moment, state.seen + state.settings.heartbeat_s)
     if state.stage is Stage.ASSEMBLING:
         moment = min(moment, state.deadline)
     if state.stage is Stage.RUNNING:
@@ -79,7 +94,8 @@ def next_deadline(state: ControllerState) -> float | None:
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
     if not fault.causes:
-        return fault.round_deadline if fault.unproven is not None and not state.members.suspects else inf
+        waits = (fault.unproven is not None and not state.members.suspects) or (fault.takeover and fault.awaiting)
+        return fault.round_deadline if waits else inf
     waiting = fault.awaiting or state.members.suspects
     earliest = -inf if has_culprit(fault.causes) else fault.hint_until
     return max(earliest, fault.round_deadline) if waiting else earliest
@@ -88,10 +104,19 @@ def _round_end(state: ControllerState, fault: Fault) -> float:
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
     deadline = next_deadline(state)
-    if deadline is None or now - deadline <= state.settings.heartbeat_s or state.stage is Stage.EXITING:
+    if deadline is None or now - deadline <= LATE_HEARTBEATS * state.settings.heartbeat_s:
         return state
+    if state.stage is Stage.EXITING:
+        return state
+    return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
+
+
+def _grant_time(state: ControllerState, now: float) -> ControllerState:
+    """Nobody could be heard for a while: what ranks owe an answer to, they have as much time for as if it were asked now."""
     settings = state.settings
     state = rest(replace(state, members=forgive(state.members, now, settings)), now)
+    if state.stage is Stage.GATHERING:
+        state = replace(state, deadline=now + settings.lease_s)
     if state.members.attached == 0 and state.members.empty_since < inf:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
@@ -117,6 +142,8 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
+        if 1 < state.members.suspects == state.members.alive:  # all were silent: the controller itself was cut off
+            members = forgive(members, now, state.settings)
     return replace(state, members=members)
 
 
@@ -127,6 +154,8 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return over(state, state.reason, out) if now >= state.deadline else state
     if now >= state.members.empty_since + settings.orphan_timeout_s:
         return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
+    if state.stage in (Stage.STANDBY, Stage.GATHERING):
+        return state  # `settle` looks at the deadline
     if state.stage is Stage.ASSEMBLING and now >= state.deadline:
         return abandon_start(state, now, out)
     if state.fault is not None and now >= state.fault.began + settings.total_timeout_s:
@@ -149,6 +178,8 @@ _SILENT = {
 def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     swept = sweep(state.members, now, state.settings, welcomed=state.stage is not Stage.ASSEMBLING)
     state = replace(state, members=swept.members)
+    if swept.cut_off:
+        state = _grant_time(state, now)
     for rank in swept.newly_suspect:
         state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
     for rank in swept.run_out:

@@ -62,6 +62,8 @@ class Swept:
     newly_suspect: tuple[int, ...]
     run_out: tuple[int, ...]
     """Ranks whose lease has passed: to be declared dead."""
+    cut_off: bool = False
+    """Nobody at all is heard: the controller itself is cut off, and leases begin anew."""
 
 
 def empty(world_size: int) -> Membership:
@@ -141,12 +143,13 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     """
     if members.attached == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at = [], [], inf
+    newly_suspect, run_out, next_at, silent, cut_off = [], [], inf, 0, False
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
         since = max(member.heard, members.amnesty)
         suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
+        silent += member.suspect or now >= suspect_at
         if now >= dead_at:
             run_out.append(rank)
         elif member.suspect or now >= suspect_at:
@@ -155,8 +158,16 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
                 newly_suspect.append(rank)
         else:
             next_at = min(next_at, suspect_at)
+    if run_out and 1 < silent == members.alive:
+        # All of them: most likely it is the controller that is cut off. Whom it could order about is silent anyway, so it
+        # gives them new leases, until it must be true.
+        last_heard = max(members.table[rank].heard for rank in run_out)
+        if now < last_heard + settings.orphan_timeout_s:
+            cut_off, run_out = True, []
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
+    if cut_off:
+        return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 
 

@@ -6,6 +6,7 @@ a running job begins a fault.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ttp.errors import ProtocolError
@@ -20,12 +21,13 @@ from ttp.proto.messages import (
     Freeze,
     Registration,
     RollForward,
+    Successors,
     Thaw,
     Welcome,
     WorkerExit,
 )
 
-from .events import Effect, Fields, Journal, Send, StreamClosed
+from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
 from .publishing import next_publisher
@@ -54,7 +56,20 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     if member.suspect and member.dead is None:
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
     state = replace(state, members=attach(state.members, message, now, state.settings))
+    if state.stage is not Stage.ASSEMBLING:
+        state = learn_successors(state, message.controllers[1:], out)
     return _catch_up(state, rank, out)
+
+
+def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
+    """Add standbys to the list; every rank's list began with the same ones, so the order is the same everywhere."""
+    new = tuple(address for address in addresses if address not in state.successors)
+    if not new:
+        return state
+    state = replace(state, successors=(*state.successors, *new))
+    if state.agents:
+        out.append(Tell(tuple(sorted(state.agents)), Successors(state.successors, state.settings.lease_s)))
+    return state
 
 
 def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> ControllerState:
@@ -65,6 +80,8 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
     if state.stage is Stage.ASSEMBLING:
         return state
     out.append(Send((rank,), welcome(state, rank)))
+    if state.stage is Stage.GATHERING:
+        return state
     if state.stage is Stage.RUNNING:
         if state.freeze_id:  # a Thaw may have been lost with the old stream
             out.append(Send((rank,), Thaw(state.freeze_id)))
@@ -85,7 +102,15 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
 
 def welcome(state: ControllerState, rank: int) -> Welcome:
     settings = state.settings
-    return Welcome(rank, settings.term, settings.heartbeat_s, settings.lease_s, state.survives)
+    return Welcome(
+        rank=rank,
+        term=settings.term,
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+        survives=state.survives,
+        successors=state.successors,
+        job_groups=state.job_groups,
+    )
 
 
 def _check_registration(state: ControllerState, message: Registration) -> None:
@@ -123,6 +148,8 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
+    if state.successors:
+        out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
     return replace(state, agents=state.agents | {message.host})
 
 
@@ -202,7 +229,7 @@ def _left_in_peace(state: ControllerState, rank: int, member: Member, now: float
 
 def early_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
     """A rank failed before the job had assembled: nothing is committed, all start again."""
-    out.append(_fault_line(message))
+    out.append(fault_line(message))
     return leave(state, f"rank {message.rank} failed before the job had assembled: {message.cause.text}", now, out)
 
 
@@ -210,13 +237,13 @@ def fault_report(state: ControllerState, message: FaultReport, now: float, out: 
     """A rank tells its own fault. It lives and stays a holder, but the job must save and restart."""
     if state.fault is not None and message.cause in state.fault.causes:
         return state  # said again after a reconnect
-    out.append(_fault_line(message))
+    out.append(fault_line(message))
     if state.stage is Stage.RUNNING:
         return begin_fault(state, (message.cause,), message.cause, now, out)
     return add_cause(state, message.cause, now)
 
 
-def _fault_line(message: FaultReport) -> Journal:
+def fault_line(message: FaultReport) -> Journal:
     fields: Fields = {"rank": message.rank, "kind": message.cause.kind.value, "text": message.cause.text}
     return Journal("fault_reported", {**fields, "detail": message.detail})
 

@@ -1,4 +1,4 @@
-"""Starts a controller as a process of its own (rank 0 calls; standbys later).
+"""Starts a controller as a process of its own (rank 0 calls, and the ranks that start standbys).
 
 The process leads its own session, so that neither the terminal's Ctrl-C nor the death of the rank that started it reaches
 it. Owns the start only; the controller ends by itself.
@@ -55,14 +55,17 @@ def start_controller(
     heartbeat_s: float = 1.0,
     lease_s: float = 3.0,
     total_timeout_s: float = 120.0,
+    standby: int = 0,
+    guardians: tuple[int, ...] = (),
     options: tuple[str, ...] = (),
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> ControllerProcess:
     """Start a controller and return once it listens.
 
     bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
-    (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. options: more
-    arguments of `python -m ttp.controller`.
+    (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. standby: i makes it
+    the i-th standby; guardians: when these processes are gone, an idle standby ends. options: more arguments of
+    `python -m ttp.controller`.
     Raises ControllerError: the port is taken, the folder cannot be written, it did not start in time.
     """
     command = [
@@ -70,6 +73,9 @@ def start_controller(
         *("--bind", bind, "--port", str(port), "--job-id", job_id, "--term", str(term)),
         *("--world-size", str(world_size), "--journal", str(journal)),
         *("--heartbeat-s", str(heartbeat_s), "--lease-s", str(lease_s), "--total-timeout-s", str(total_timeout_s)),
+        *(("--standby", str(standby)) if standby else ()),
+        *(("--advertise", advertise) if advertise else ()),
+        *(word for pid in guardians for word in ("--guardian", str(pid))),
         *options,
     ]
     log_path = journal.with_suffix(".log")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ttp.proto.messages import RollForward
 
-from .coverage import Group
+from .coverage import Group, named
 from .decision import Decision, Refusal, decide
 from .events import Effect, Fields, Journal, Send
 from .leaving import refuse
@@ -26,6 +26,13 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     out.append(Journal("frozen", frozen_fields(state)))
     if not state.coverage.groups:
         return refuse(state, Refusal("no rank registered any shards"), now, out)
+    unknown = state.job_groups - len(state.coverage.groups)
+    if unknown > 0:  # a standby never hears of shards whose holders had all gone before it took over
+        gone = named("rank", state.members.table.ranks(lambda member: member.registration is None))
+        held = (
+            f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
+        )
+        return refuse(state, Refusal(f"no live rank can write: {held} ({gone})"), now, out)
     reports = {
         report.rank: report
         for report in fault.reports

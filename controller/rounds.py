@@ -26,7 +26,12 @@ journaled. What they tell is told by the first."""
 
 
 def begin_fault(
-    state: ControllerState, causes: tuple[Cause, ...], suspicion: Cause, now: float, out: list[Effect]
+    state: ControllerState,
+    causes: tuple[Cause, ...],
+    suspicion: Cause,
+    now: float,
+    out: list[Effect],
+    takeover: bool = False,
 ) -> ControllerState:
     """Close all gates. `causes` empty: only `suspicion` so far, which may turn out a false alarm."""
     fault = Fault(
@@ -36,6 +41,7 @@ def begin_fault(
         round_deadline=now,
         awaiting=0,
         reports=RankTable.filled(state.settings.world_size, None),
+        takeover=takeover,
     )
     return _ask(replace(state, fault=fault), root_cause(causes) or suspicion, now, out)
 

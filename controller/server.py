@@ -167,6 +167,10 @@ class ControlService(ControlServicer):
         self, request: pb.ShutdownRequest, context: grpc.aio.ServicerContext[pb.ShutdownRequest, pb.ShutdownReply]
     ) -> pb.ShutdownReply:
         await self._check_job(request.job_id, context)
+        term = self._settings.term
+        if request.term and request.term <= term:
+            text = f"this controller has term {term}: one of term {request.term} cannot take over from it"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}"))
         return pb.ShutdownReply()
 

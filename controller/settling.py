@@ -14,18 +14,19 @@ from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
 from .leaving import finish_job, leave, over, refuse
 from .membership import forgive
-from .presence import welcome
+from .presence import learn_successors, welcome
 from .publishing import start_publishing
 from .rolling import all_rolled, start_dump
 from .rounds import add_cause, has_culprit, thaw
 from .state import ControllerState, Stage
+from .takeover import gather, judge, stand_by
 from .writing import start_writing
 
 
 def settle(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Change stages as far as the facts allow."""
     while True:
-        if state.members.alive == 0 and state.stage not in (Stage.EXITING, Stage.OVER):
+        if state.members.alive == 0 and state.stage not in _WITHOUT_RANKS:
             state = _nobody_left(state, now, out)
         advance = _ADVANCE.get(state.stage)
         if advance is None:
@@ -34,6 +35,10 @@ def settle(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         state = advance(state, now, out)
         if state.stage is stage:
             return state
+
+
+_WITHOUT_RANKS = (Stage.STANDBY, Stage.GATHERING, Stage.EXITING, Stage.OVER)
+"""Stages that see for themselves to there being no rank any more."""
 
 
 def _nobody_left(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -53,13 +58,21 @@ def _assemble(state: ControllerState, now: float, out: list[Effect]) -> Controll
         deadline=inf,
         coverage=coverage,
         survives=survives(coverage),
+        job_groups=len(coverage.groups),
         members=forgive(members, now, state.settings),  # heartbeats begin now
     )
+    state = learn_successors(state, _standbys(state), out)
     for rank in range(world_size):
         out.append(Send((rank,), welcome(state, rank)))
     fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": state.survives}
-    out.append(Journal("assembled", {**fields, "warnings": warnings(coverage)}))
+    out.append(Journal("assembled", {**fields, "standbys": state.successors, "warnings": warnings(coverage)}))
     return state
+
+
+def _standbys(state: ControllerState) -> list[str]:
+    """Return the standbys that ranks have started. Their terms rise with the ranks that started them."""
+    registrations = [member.registration for member in state.members.table]
+    return [registration.standby for registration in registrations if registration is not None and registration.standby]
 
 
 def _run(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -75,12 +88,17 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
             return finish_job(state, out)
         if members.suspects:
             return state
-        if fault.unproven is None:
-            return thaw(state, now, out)
-        if fault.awaiting and now < fault.round_deadline:
+        if (fault.takeover or fault.unproven is not None) and fault.awaiting and now < fault.round_deadline:
             return state
-        state = add_cause(state, fault.unproven, now)
-        return start_dump(state, now, out)
+        if fault.takeover:
+            state = judge(state, fault, now, out)
+            fault = state.fault
+            assert fault is not None
+        if fault.unproven is not None:
+            state = add_cause(state, fault.unproven, now)
+            return start_dump(state, now, out)
+        if not fault.causes:
+            return thaw(state, now, out)
     if not has_culprit(fault.causes) and now < fault.hint_until:
         return state
     if (fault.awaiting or members.suspects) and now < fault.round_deadline:
@@ -105,6 +123,8 @@ def _exit(state: ControllerState, now: float, out: list[Effect]) -> ControllerSt
 
 
 _ADVANCE: dict[Stage, Callable[[ControllerState, float, list[Effect]], ControllerState]] = {
+    Stage.STANDBY: stand_by,
+    Stage.GATHERING: gather,
     Stage.ASSEMBLING: _assemble,
     Stage.RUNNING: _run,
     Stage.FREEZING: _freeze,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from math import inf
 
 from ttp.proto.messages import Cause, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
 
@@ -22,8 +23,10 @@ EXIT_WAIT_S = 5.0
 
 
 class Stage(enum.Enum):
-    """Where the job is. The order is the order of a fault's life."""
+    """Where the job is. The order is the order of a fault's life; a standby begins with the first two."""
 
+    STANDBY = "standby"
+    GATHERING = "gathering"
     ASSEMBLING = "assembling"
     RUNNING = "running"
     FREEZING = "freezing"
@@ -57,6 +60,8 @@ class Fault:
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
     unproven: Cause | None = None
     """A hang: a cause once every report is in and nobody is seen to have got on."""
+    takeover: bool = False
+    """The freeze with which a standby takes over: no false alarm before every rank has reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +108,25 @@ class ControllerState:
     members: Membership
     pace: Pace
     deadline: float
-    """ASSEMBLING: when registering must be over. EXITING: when the controller leaves. Else unused."""
+    """ASSEMBLING, GATHERING: when registering must be over. EXITING: when the controller leaves. Else unused."""
     coverage: Coverage | None = None
     survives: str = ""
     agents: frozenset[str] = frozenset()
     """Hosts whose launcher is attached."""
     freeze_id: int = 0
-    """The last freeze round's number; grows through the controller's life."""
+    """The last freeze round's number; grows through the controller's life, and a standby's begin above those of all before
+    it, so that an order of an earlier controller is never taken for one of this."""
     fault: Fault | None = None
     dump: Dump | None = None
     reason: str = ""
     """Why the ranks leave, once EXITING."""
     untold: frozenset[int] = frozenset()
     """Live ranks that were without a stream when Exit was sent."""
+    early: tuple[Cause, ...] = ()
+    """GATHERING: faults that ranks told before the takeover."""
+    successors: tuple[str, ...] = ()
+    """Addresses of all standbys, in the order of their terms."""
+    seen: float = -inf
+    """When this machine last took an event: its process may have been stopped."""
+    job_groups: int = 0
+    """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""

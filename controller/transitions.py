@@ -31,10 +31,12 @@ from .publishing import publish_failed, published
 from .rolling import roll_failed, rolled
 from .rounds import take_report
 from .state import ControllerState, Stage
+from .takeover import first_rank_came, note_exit, note_fault
 from .writing import write_failed, written
 
 Handler = Callable[[ControllerState, Any, float, list[Effect]], ControllerState]
 
+_BEFORE = (Stage.STANDBY, Stage.GATHERING)
 _START = (Stage.ASSEMBLING,)
 _CALM = (Stage.RUNNING,)
 _FREEZE = (Stage.FREEZING,)
@@ -89,6 +91,17 @@ def late(state: ControllerState, event: object, now: float, out: list[Effect]) -
 
 
 _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
+    ((Stage.STANDBY,), Registration, first_rank_came),
+    ((Stage.GATHERING,), Registration, register),
+    (_BEFORE, StreamClosed, stream_closed),
+    (_BEFORE, AgentHello, agent_attached),
+    (_BEFORE, WorkerExit, note_exit),
+    (_BEFORE, Tick, noted),
+    ((Stage.GATHERING,), Heartbeat, noted),
+    ((Stage.GATHERING,), FaultReport, note_fault),
+    ((Stage.GATHERING,), Finished, finished),
+    # Answers to what an earlier controller had ordered.
+    *(((Stage.GATHERING,), kind, late) for kind in (StateReport, RolledForward, Written, Published, StepFailed)),
     ((*_START, *_CALM, *_FAULT, *_END), Registration, register),
     ((*_START, *_CALM, *_FAULT, *_END), StreamClosed, stream_closed),
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),

@@ -264,13 +264,14 @@ class Processor:
                     self._highest_term = max(self._highest_term, stream.term)
                     self._step(Connected(self._holder.registration()), now)
             case _Incoming(stream, parcel):
-                if stream is self._stream and parcel.message is not None and self._settings.rank in parcel.ranks:
+                mine = self._settings.rank in parcel.ranks or not parcel.ranks  # none: the stream itself is meant
+                if stream is self._stream and parcel.message is not None and mine:
                     self._receive(parcel.message, now)
             case _Closed(stream, reason):
                 if stream is self._stream:
                     self._stream = None
                     self._stream_open = False
-                    self._step(Disconnected(reason), now)
+                    self._step(Disconnected(reason, stream.refused), now)
             case _:
                 self._step(item, now)
 
@@ -297,8 +298,8 @@ class Processor:
         match effect:
             case Send(message):
                 self._send(message)
-            case Connect():
-                self._connect()
+            case Connect(address):
+                self._connect(self._address if address == self._settings.address else address)
             case CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case OpenGate():
@@ -311,6 +312,7 @@ class Processor:
                 self._leave(code, reason)
             case Release():
                 self._released.set()
+                self._welcomed.set()
             case Log(text):
                 self._voice.say(logging.INFO, text)
             case _:
@@ -325,11 +327,11 @@ class Processor:
         except CodecError as error:
             self._voice.say(logging.ERROR, str(error))
 
-    def _connect(self) -> None:
+    def _connect(self, address: Address) -> None:
         if self._stream is not None:
             self._stream.close()
         self._stream_open = False
-        self._stream = ControlStream(self._address, self._job_id, self, fence=self._highest_term)
+        self._stream = ControlStream(address, self._job_id, self, fence=self._highest_term)
         self._stream.start()
 
     def _close_gate(self, freeze_id: int) -> None:

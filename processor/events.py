@@ -28,6 +28,8 @@ class ProcessorSettings:
     """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
     boundary_s: float = 5.0
     """A rank that was told to leave waits so long for the end of the step in flight before it asks for the dump."""
+    address: str = ""
+    """The controller that the job starts with; empty: the driver knows it."""
 
 
 # --- in ---
@@ -43,6 +45,8 @@ class Connected:
 @dataclass(frozen=True, slots=True)
 class Disconnected:
     reason: str
+    refused: bool = False
+    """Nobody listens there any more, or one that an active controller has fenced: another try is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a stream to the controller (the driver answers Connected or Disconnected)."""
+    """Open a stream to the controller at `address`, and close the one before (the driver answers Connected or
+    Disconnected)."""
+
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +201,7 @@ class SaveStacks:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The training thread, waiting at the end of `train`, may leave (dismissed)."""
+    """The training thread, waiting at the end of `train`, may leave (dismissed), or at the start (there is no controller)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,6 +325,11 @@ class Gate:
             self._release()
 
     @property
+    def freeze_id(self) -> int:
+        """The latest freeze's number; -1 before the first."""
+        return self._freeze_id
+
+    @property
     def has_drain(self) -> bool:
         """Closing may have to wait for a device."""
         return self._drain is not None
@@ -390,4 +395,5 @@ class Gate:
             torn=self._torn,
             backup_step=self._backup_step,
             records=self.records,
+            final=self._final,
         )

@@ -6,13 +6,18 @@ Owns the entry points. Never touches the gate, the stream or the optimizer: the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from ttp.errors import ProtocolError
 
 from .events import Effect, Event, ProcessorSettings, Received
 from .state import Link, ProcessorState, Standing
+from .succession import go_on_at
 from .transitions import TRANSITIONS, give_up_at
+
+OWN_ABSENCE_HEARTBEATS = 1.5
+"""The machine asks to be called once a heartbeat; a driver that comes later than this was stopped."""
 
 
 def initial(settings: ProcessorSettings, now: float) -> ProcessorState:
@@ -30,7 +35,16 @@ def transition(state: ProcessorState, event: Event, now: float) -> tuple[Process
             f"{subject!r}"
         )
     out: list[Effect] = []
+    state = _listen(state, event, now)
     return handler(state, subject, now, out), tuple(out)
+
+
+def _listen(state: ProcessorState, event: Event, now: float) -> ProcessorState:
+    """Note that the controller was heard. Nothing can have been heard while this process was stopped itself: a driver that
+    comes much later than it promised gives the controller a new lease."""
+    was_away = now - state.seen > OWN_ABSENCE_HEARTBEATS * state.heartbeat_s
+    heard = now if was_away or isinstance(event, Received) else state.heard
+    return replace(state, seen=now, heard=heard)
 
 
 def next_deadline(state: ProcessorState) -> float | None:
@@ -38,5 +52,6 @@ def next_deadline(state: ProcessorState) -> float | None:
     if state.standing is Standing.LEAVING:
         return None
     reconnect_at = state.reconnect_at if state.link is Link.DOWN else inf
-    moment = min(reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state))
+    look_at = state.seen + state.heartbeat_s if state.link is not Link.DOWN else inf
+    moment = min(reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state), go_on_at(state), look_at)
     return None if moment == inf else moment

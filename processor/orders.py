@@ -108,6 +108,18 @@ def _answer(
     return replace(state, orders=orders)
 
 
+def outlived(
+    state: ProcessorState, event: WriteDone | PublishDone | WorkFailed, now: float, out: list[Effect]
+) -> ProcessorState:
+    """The gate is open: only an order of an earlier controller can still have been under way when a later one opened it."""
+    freeze_id = event.freeze_id if isinstance(event, WorkFailed) else event.order.freeze_id
+    if freeze_id >= state.freeze_id:
+        raise ProtocolError(
+            f"rank {state.settings.rank}: {type(event).__name__} of freeze {freeze_id} with an open gate"
+        )
+    return state
+
+
 def work_failed(state: ProcessorState, event: WorkFailed, now: float, out: list[Effect]) -> ProcessorState:
     """An order raised. Whether a failed roll-forward tore the state, the next report says."""
     out.append(Log(f"{event.stage} failed: {event.error}"))

@@ -83,4 +83,18 @@ class ProcessorState:
     """The controller is told of the notice then, if the end of the step is not reached before; inf: it has been told."""
     finished: bool = False
     """`train` has returned."""
+    successors: tuple[str, ...] = ()
+    """Addresses of the job's standby controllers, in the order in which they take over."""
+    place: int = 0
+    """Which controller this rank is with or looks for: 0 the first one, i the i-th successor."""
+    place_since: float = -inf
+    """Not UP: since when that controller is tried."""
+    heard: float = -inf
+    """When the controller last said anything."""
+    lease_s: float = inf
+    """A controller that is silent for this long is given up; inf until welcomed."""
+    job_groups: int = 0
+    """How many shard groups the job has, to be told to the next controller."""
+    seen: float = -inf
+    """When this machine last took an event: it may have been stopped itself."""
     loss_logged: bool = False

@@ -15,6 +15,7 @@ from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
     EXIT_CODE_PREEMPTED,
+    Beat,
     Cause,
     CauseKind,
     Dismiss,
@@ -25,6 +26,7 @@ from ttp.proto.messages import (
     Heartbeat,
     PublishOrder,
     RollForward,
+    Successors,
     Thaw,
     Welcome,
     WriteOrder,
@@ -53,8 +55,9 @@ from .events import (
     WorkFailed,
     WriteDone,
 )
-from .orders import publish, publish_done, roll_forward, roll_forward_done, work_failed, write, write_done
+from .orders import outlived, publish, publish_done, roll_forward, roll_forward_done, work_failed, write, write_done
 from .state import Link, ProcessorState, Standing
+from .succession import controllers, go_on, go_on_at, lost, silent
 
 Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
 
@@ -71,37 +74,64 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     """Register, and say again what an earlier stream may have lost."""
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
-    out.append(Send(event.registration))
+    if state.successors:
+        registration = replace(event.registration, controllers=controllers(state), job_groups=state.job_groups)
+        out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
+    else:
+        registration = replace(event.registration, job_groups=state.job_groups)
+    out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
     if state.finished:
         out.append(Send(Finished(state.settings.rank)))
-    return replace(state, link=Link.UP, lost_since=inf, loss_logged=False)
+    return replace(state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now)
 
 
 def disconnected(state: ProcessorState, event: Disconnected, now: float, out: list[Effect]) -> ProcessorState:
-    """Try again after a pause. Training goes on, and the gate stays as it is."""
+    """Try again after a pause, or elsewhere. Training goes on, and the gate stays as it is."""
     if state.link is Link.UP:
         out.append(Log(f"lost the controller: {event.reason}"))
-        state = replace(state, lost_since=now)
-    return replace(state, link=Link.DOWN, reconnect_at=now + state.settings.reconnect_s, heartbeat_at=inf)
+    return lost(state, now, event.refused)
 
 
 def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effect]) -> ProcessorState:
-    """The job has assembled, or this controller knows this rank already: heartbeats begin.
-
-    A new term's freezes are counted from 1 again: what an older controller froze, any thaw of this one may open.
-    """
+    """The job has assembled, or a controller knows this rank: heartbeats begin."""
+    new = tuple(address for address in message.successors if address not in state.successors)
+    state = replace(
+        state,
+        heartbeat_at=now,
+        heartbeat_s=message.heartbeat_s,
+        lease_s=message.lease_s,
+        successors=(*state.successors, *new),
+        job_groups=message.job_groups or state.job_groups,
+    )
     if state.term != message.term:
-        out.append(Log(f"controller of term {message.term}; the job survives {message.survives}"))
-        state = replace(state, term=message.term, freeze_id=0, orders=())
-    return replace(state, heartbeat_at=now, heartbeat_s=message.heartbeat_s)
+        out.append(Log(_introduction(state, message)))
+    return replace(state, term=message.term)
+
+
+def _introduction(state: ProcessorState, message: Welcome) -> str:
+    survives = f"; the job survives {message.survives}" if message.survives else ""
+    left = len(state.successors) - state.place
+    behind = f"{left} standby controllers" if left != 1 else "1 standby controller"
+    if not left:
+        behind = "no standby controller: should this one fail too, training goes on without protection"
+    return f"controller of term {message.term}{survives}; behind it {behind}"
+
+
+def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) -> ProcessorState:
+    """Nothing but a sign of life: every message is one."""
+    return state
 
 
 def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> ProcessorState:
     """Do what is due: reconnect, beat, or give up."""
     rank = state.settings.rank
+    if state.link is not Link.DOWN and now >= go_on_at(state):
+        if state.link is Link.UP:
+            out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
+        state = silent(state, now) if state.link is Link.UP else go_on(state, now)
     if state.link is Link.DOWN and now >= state.reconnect_at:
-        out.append(Connect())
+        out.append(Connect(controllers(state)[state.place]))
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:
         out.append(Send(Heartbeat(rank, event.phase, event.step, event.waiting, event.paused)))
@@ -129,6 +159,9 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
         return _exit(state, 1, f"{waited} after: {state.faults[0].cause.text}", out)
     if state.standing is not Standing.TRAINING:
         return _exit(state, 75, f"{waited} while this rank was frozen", out)
+    if state.term < 0:
+        out += [Log(f"{waited} before the job had assembled"), Release()]
+        return replace(state, standing=Standing.LEAVING)
     if state.finished:
         out += [Log(f"{waited}; training has finished, leaving without its word"), Release()]
         return replace(state, standing=Standing.LEAVING)
@@ -189,7 +222,12 @@ def train_returned(state: ProcessorState, event: TrainReturned, now: float, out:
 
 
 def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]) -> ProcessorState:
-    """Close the gate, or ask again what stands behind the closed gate: the answer is always fresh."""
+    """Close the gate, or ask again what stands behind the closed gate: the answer is always fresh.
+
+    Freezes are numbered upwards from one controller to the next, so what an earlier one had ordered is over now.
+    """
+    if message.freeze_id < state.freeze_id:
+        return state
     if state.standing is Standing.TRAINING:
         out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
         if message.cause.kind is CauseKind.HUNG:
@@ -272,6 +310,8 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     (_SHUT, PublishOrder, publish),
     (_SHUT, PublishDone, publish_done),
     (_SHUT, WorkFailed, work_failed),
+    (_LIVE, Beat, beat),
+    (_LIVE, Successors, late),
     (_LIVE, Exit, leave),
     (_LIVE, Dismiss, dismissed),
     # Crossed a thaw.
@@ -280,11 +320,16 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     (_OPEN, RollForward, late),
     (_OPEN, WriteOrder, late),
     (_OPEN, PublishOrder, late),
+    # What a lost controller had ordered is done, and the new one has opened the gate meanwhile.
+    (_OPEN, WriteDone, outlived),
+    (_OPEN, PublishDone, outlived),
+    (_OPEN, WorkFailed, outlived),
     *(
         (_GONE, kind, late)
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
             Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
+            Beat, Successors,
         )
     ),
 )  # fmt: skip

@@ -93,12 +93,21 @@ class Worker:
                 return None
             case ApplyUpdate(freeze_id, record):
                 return self._guarded(freeze_id, "roll_forward", "", lambda: self._roll_forward(freeze_id, record))
+            case WriteShare(order) | PublishCheckpoint(order) if order.freeze_id < self._gate.freeze_id:
+                return self._taken_back(order)
             case WriteShare(share):
                 return self._guarded(share.freeze_id, "write", share.tmp_name, lambda: self._write(share))
             case PublishCheckpoint(order):
                 return self._guarded(order.freeze_id, "publish", order.tmp_name, lambda: self._publish(order))
             case _:
                 assert_never(task)
+
+    def _taken_back(self, order: WriteOrder | PublishOrder) -> Event:
+        """The ranks were frozen anew while this order waited, perhaps by another controller: nobody counts on it any more."""
+        error = f"freeze {self._gate.freeze_id} is in force, the order belongs to freeze {order.freeze_id}"
+        stage = "write" if isinstance(order, WriteOrder) else "publish"
+        self._voice.say(logging.INFO, f"{stage} of {order.tmp_name} left undone: {error}")
+        return WorkFailed(order.freeze_id, stage, order.tmp_name, error)
 
     def _guarded(self, freeze_id: int, stage: str, tmp_name: str, work: Callable[[], Event]) -> Event:
         """Whatever goes wrong in the work is this rank's answer: the controller finds another way."""

@@ -185,11 +185,8 @@ def _encode_down(message: m.Downward | None) -> pb.DownwardEnvelope:
     match message:
         case None:
             return pb.DownwardEnvelope(stream_opened=pb.StreamOpened())
-        case m.Welcome(rank, term, heartbeat_s, lease_s, survives):
-            welcome = pb.Welcome(
-                rank=rank, term=term, heartbeat_s=heartbeat_s, lease_s=lease_s, survives=clean(survives)
-            )
-            return pb.DownwardEnvelope(welcome=welcome)
+        case m.Welcome():
+            return pb.DownwardEnvelope(welcome=_encode_welcome(message))
         case m.Freeze(freeze_id, cause):
             return pb.DownwardEnvelope(freeze=pb.Freeze(freeze_id=freeze_id, cause=encode_cause(cause)))
         case m.Thaw(freeze_id):
@@ -207,6 +204,10 @@ def _encode_down(message: m.Downward | None) -> pb.DownwardEnvelope:
             return pb.DownwardEnvelope(exit=pb.Exit(code=code, reason=clean(reason)))
         case m.Dismiss():
             return pb.DownwardEnvelope(dismiss=pb.Dismiss())
+        case m.Beat():
+            return pb.DownwardEnvelope(beat=pb.Beat())
+        case m.Successors(addresses, lease_s):
+            return pb.DownwardEnvelope(successors=pb.Successors(addresses=addresses, lease_s=lease_s))
         case _:
             assert_never(message)
 
@@ -217,7 +218,8 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
             return None
         case "welcome":
             w = wire.welcome
-            return m.Welcome(w.rank, w.term, w.heartbeat_s, w.lease_s, w.survives)
+            successors = tuple(w.successors)
+            return m.Welcome(w.rank, w.term, w.heartbeat_s, w.lease_s, w.survives, successors, w.job_groups)
         case "freeze":
             return m.Freeze(wire.freeze.freeze_id, decode_cause(wire.freeze.cause))
         case "thaw":
@@ -233,6 +235,10 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
             return m.Exit(wire.exit.code, wire.exit.reason)
         case "dismiss":
             return m.Dismiss()
+        case "beat":
+            return m.Beat()
+        case "successors":
+            return m.Successors(tuple(wire.successors.addresses), wire.successors.lease_s)
         case _:
             raise CodecError("a downward message of a kind that is unknown here came in; is the controller newer?")
 
@@ -247,6 +253,9 @@ def _encode_registration(message: m.Registration) -> pb.Registration:
         state_step=message.state_step,
         save_dirs=message.save_dirs,
         layout=message.layout,
+        standby=message.standby,
+        controllers=message.controllers,
+        job_groups=message.job_groups,
     )
 
 
@@ -260,6 +269,21 @@ def _decode_registration(wire: pb.Registration) -> m.Registration:
         state_step=wire.state_step,
         save_dirs=tuple(wire.save_dirs),
         layout=wire.layout,
+        standby=wire.standby,
+        controllers=tuple(wire.controllers),
+        job_groups=wire.job_groups,
+    )
+
+
+def _encode_welcome(message: m.Welcome) -> pb.Welcome:
+    return pb.Welcome(
+        rank=message.rank,
+        term=message.term,
+        heartbeat_s=message.heartbeat_s,
+        lease_s=message.lease_s,
+        survives=clean(message.survives),
+        successors=message.successors,
+        job_groups=message.job_groups,
     )
 
 
@@ -274,6 +298,7 @@ def _encode_report(message: m.StateReport) -> pb.StateReport:
         torn=message.torn,
         backup_step=message.backup_step,
         records=[encode_record(record) for record in message.records],
+        final=message.final,
     )
 
 
@@ -288,6 +313,7 @@ def _decode_report(wire: pb.StateReport) -> m.StateReport:
         torn=wire.torn,
         backup_step=wire.backup_step,
         records=tuple(decode_record(record) for record in wire.records),
+        final=wire.final,
     )
 
 
@@ -326,6 +352,7 @@ def encode_status(status: s.JobStatus) -> pb.JobStatus:
         ranks=[_encode_rank_status(rank) for rank in status.ranks],
         published=None if published is None else pb.PublishedCheckpoint(step=published.step, path=published.path),
         pid=status.pid,
+        role=status.role,
     )
 
 
@@ -340,6 +367,7 @@ def decode_status(wire: pb.JobStatus) -> s.JobStatus:
         ranks=tuple(_decode_rank_status(rank) for rank in wire.ranks),
         published=published,
         pid=wire.pid,
+        role=wire.role,
     )
 
 

@@ -24,6 +24,7 @@ class CauseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAUSE_KIND_PREEMPTED: _ClassVar[CauseKind]
     CAUSE_KIND_AGENT_LOST: _ClassVar[CauseKind]
     CAUSE_KIND_HUNG: _ClassVar[CauseKind]
+    CAUSE_KIND_CONTROLLER_LOST: _ClassVar[CauseKind]
 PHASE_COMPUTE: Phase
 PHASE_READY: Phase
 PHASE_UPDATING: Phase
@@ -37,6 +38,7 @@ CAUSE_KIND_PEER_ERROR: CauseKind
 CAUSE_KIND_PREEMPTED: CauseKind
 CAUSE_KIND_AGENT_LOST: CauseKind
 CAUSE_KIND_HUNG: CauseKind
+CAUSE_KIND_CONTROLLER_LOST: CauseKind
 
 class UpwardEnvelope(_message.Message):
     __slots__ = ("job_id", "term", "messages")
@@ -75,7 +77,7 @@ class Upward(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch")
+    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,8 @@ class DownwardEnvelope(_message.Message):
     EXIT_FIELD_NUMBER: _ClassVar[int]
     DISMISS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -102,7 +106,9 @@ class DownwardEnvelope(_message.Message):
     exit: Exit
     dismiss: Dismiss
     batch: DownwardBatch
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    successors: Successors
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -181,7 +187,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +196,9 @@ class Registration(_message.Message):
     STATE_STEP_FIELD_NUMBER: _ClassVar[int]
     SAVE_DIRS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLERS_FIELD_NUMBER: _ClassVar[int]
+    JOB_GROUPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -198,7 +207,10 @@ class Registration(_message.Message):
     state_step: int
     save_dirs: _containers.RepeatedScalarFieldContainer[str]
     layout: str
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ...) -> None: ...
+    standby: str
+    controllers: _containers.RepeatedScalarFieldContainer[str]
+    job_groups: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("rank", "phase", "step", "waiting", "paused")
@@ -215,7 +227,7 @@ class Heartbeat(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
-    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records")
+    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final")
     RANK_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +237,7 @@ class StateReport(_message.Message):
     TORN_FIELD_NUMBER: _ClassVar[int]
     BACKUP_STEP_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     rank: int
     freeze_id: int
     closed: bool
@@ -234,7 +247,8 @@ class StateReport(_message.Message):
     torn: bool
     backup_step: int
     records: _containers.RepeatedCompositeFieldContainer[CommitRecord]
-    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ...) -> None: ...
+    final: bool
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ...) -> None: ...
 
 class FaultReport(_message.Message):
     __slots__ = ("rank", "cause", "detail")
@@ -325,18 +339,22 @@ class StepFailed(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., stage: _Optional[str] = ..., tmp_name: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives")
+    __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives", "successors", "job_groups")
     RANK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SURVIVES_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
+    JOB_GROUPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     term: int
     heartbeat_s: float
     lease_s: float
     survives: str
-    def __init__(self, rank: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., survives: _Optional[str] = ...) -> None: ...
+    successors: _containers.RepeatedScalarFieldContainer[str]
+    job_groups: int
+    def __init__(self, rank: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., survives: _Optional[str] = ..., successors: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ...) -> None: ...
 
 class Freeze(_message.Message):
     __slots__ = ("freeze_id", "cause")
@@ -404,6 +422,18 @@ class Dismiss(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Successors(_message.Message):
+    __slots__ = ("addresses", "lease_s")
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -439,7 +469,7 @@ class PublishedCheckpoint(_message.Message):
     def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid")
+    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid", "role")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -448,6 +478,7 @@ class JobStatus(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     world_size: int
@@ -456,15 +487,18 @@ class JobStatus(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
     published: PublishedCheckpoint
     pid: int
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
-    __slots__ = ("job_id", "reason")
+    __slots__ = ("job_id", "reason", "term")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    term: int
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class ShutdownReply(_message.Message):
     __slots__ = ()

@@ -6,6 +6,7 @@ into bytes and back. Messages name their rank, so one stream may carry several r
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
 Published, StepFailed, Finished, AgentHello, WorkerExit.
 Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
+Downward, to a stream rather than to a rank: Beat (every stream), Successors (agents).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class CauseKind(enum.Enum):
     PREEMPTED = "preempted"  # SIGTERM
     AGENT_LOST = "agent_lost"  # the launcher of the rank is gone
     HUNG = "hung"  # nobody gets on, while heartbeats go on
+    CONTROLLER_LOST = "controller_lost"  # a standby took over
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,12 @@ class Registration:
     """Checkpoint directories in order of preference, absolute."""
     layout: str
     """JSON for the manifest: axes' sizes, replicas, bucket layout hash."""
+    standby: str = ""
+    """Address of the standby controller that this rank started; empty: none."""
+    controllers: tuple[str, ...] = ()
+    """Addresses of all controllers that this rank knows, in order of their terms; empty: only the one it speaks to."""
+    job_groups: int = 0
+    """How many shard groups the whole job has, as a controller said; 0: never heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,8 @@ class StateReport:
     """Step of the local copy, -1: none."""
     records: tuple[CommitRecord, ...]
     """Commit records that this rank still has, newest last (at least the newest)."""
+    final: bool = False
+    """True when the state was rolled forward: the gate can never open again, so a dump has to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +215,10 @@ class Welcome:
     heartbeat_s: float
     lease_s: float
     survives: str
+    successors: tuple[str, ...] = ()
+    """Addresses of the job's standby controllers, in the order in which they take over; the same for every rank."""
+    job_groups: int = 0
+    """How many shard groups the whole job has; 0: this controller does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +319,19 @@ class Dismiss:
     """All ranks have finished: leave in peace."""
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The controller lives. Said once a heartbeat on every stream, whatever number of ranks it carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Successors:
+    """Tells an agent where to go when this controller falls silent for `lease_s`."""
+
+    addresses: tuple[str, ...]
+    lease_s: float
+
+
 Upward = (
     Registration
     | Heartbeat
@@ -318,4 +345,4 @@ Upward = (
     | Published
     | StepFailed
 )
-Downward = Welcome | Freeze | Thaw | RollForward | WriteOrder | PublishOrder | Exit | Dismiss
+Downward = Welcome | Freeze | Thaw | RollForward | WriteOrder | PublishOrder | Exit | Dismiss | Beat | Successors

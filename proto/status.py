@@ -45,3 +45,5 @@ class JobStatus:
     """The last checkpoint that this controller had published."""
     pid: int
     """The controller's own process."""
+    role: str = "active"
+    """`active`, or `standby` while no rank has come to it."""

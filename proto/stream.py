@@ -21,6 +21,10 @@ from ttp.proto.transport import grpc, open_channel
 Address = str | Callable[[], str | None]
 """`host:port`, or how to find out (None: not known yet). May block for a moment: asked on the stream's own thread."""
 
+_NOBODY_LISTENS = "connection refused"
+"""What the system says of a port that no process has, in gRPC's text for the failed connection. Where it is worded otherwise,
+a dead controller is given up for one that is silent: later, but all the same."""
+
 GREETING_TIMEOUT_S = 5.0
 """A controller that takes the connection but says nothing for this long counts as not reached (stopped, overloaded)."""
 
@@ -52,6 +56,9 @@ class ControlStream:
         self._thread = threading.Thread(target=self._run, name="ttp-stream", daemon=True)
         self.term = 0
         """The controller's term, once the stream is open."""
+        self.refused = False
+        """Whoever is at the address will not be this job's controller: nobody listens there, or one of a lower term does.
+        To be read when the stream has closed."""
 
     def start(self) -> None:
         self._thread.start()
@@ -80,6 +87,7 @@ class ControlStream:
             reason = unknown if address is None else self._talk(address) or reason
         except grpc.RpcError as error:
             reason = _describe(error)
+            self.refused = _NOBODY_LISTENS in reason.lower()
         except CodecError as error:
             reason = str(error)
         except Exception as error:  # the caller's address function; a stream must always say that it has ended
@@ -116,6 +124,7 @@ class ControlStream:
             return f"{address} is the controller of job {parcel.job_id!r}, wanted {self._job_id!r}; check its address"
         if self.term == 0:
             if parcel.term < self._fence:
+                self.refused = True
                 return (
                     f"the controller at {address} has term {parcel.term}, but term {self._fence} was seen: it is fenced"
                 )

@@ -4,10 +4,11 @@
 | --- | --- | --- |
 | ENABLE_TTP | True | False: no controller, no processors, no holding; saving and resuming still work |
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
-| TTP_CONTROLLER_PORT | 0 | port of the controller (0: any free one) |
+| TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
 | TTP_HANG_FLOOR_S, TTP_HANG_FACTOR | 60, 10 | nobody getting on for so many seconds, and so many slow steps, is a hang |
 | TTP_BOUNDARY_S | 5 | a rank told to leave (SIGTERM) waits so long for the end of the step in flight |
+| TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
 | TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
@@ -44,6 +45,9 @@ class Settings:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     one_node: bool = True
+    node_rank: int = -1
+    local_rank: int = -1
+    standbys: int = 2
 
     def __post_init__(self) -> None:
         if self.total_timeout_s <= 0:
@@ -61,6 +65,8 @@ class Settings:
             raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0")
         if not 0 <= self.controller_port < 65536:
             raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
+        if not 0 <= self.standbys < 10:
+            raise ConfigError(f"TTP_STANDBYS is {self.standbys}: wanted 0 to 9")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -82,6 +88,9 @@ class Settings:
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(environ, "MASTER_PORT", 0),
             one_node=environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"),
+            node_rank=_integer(environ, "GROUP_RANK", -1),
+            local_rank=_integer(environ, "LOCAL_RANK", -1),
+            standbys=_integer(environ, "TTP_STANDBYS", 2),
         )
 
 

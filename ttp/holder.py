@@ -10,11 +10,13 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ttp.checkpoint import shards, writer
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import param_group_blobs
+from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
 from ttp.errors import CheckpointError, ConfigError
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
@@ -92,21 +94,27 @@ class OptimizerHolder:
             save_dirs=tuple(save_dirs),
             layout=json.dumps(layout, sort_keys=True),
         )
+        self.standby = ""
+        """Address of the standby controller that this rank has started, if any."""
+        self._written = WrittenShares()
         self._rank = rank
         self._term = term
         self._layout = dict(layout)
 
     def registration(self) -> Registration:
-        r = self._registration
-        return Registration(
-            r.rank, r.world_size, r.host, r.pid, r.groups, self.optimizer.current_step, r.save_dirs, r.layout
-        )
+        return replace(self._registration, state_step=self.optimizer.current_step, standby=self.standby)
 
     def roll_forward(self, record: CommitRecord) -> int:
         return self.optimizer.roll_forward(record)
 
     def write(self, order: WriteOrder) -> ShareResult:
-        return self.write_parts(order.directory, order.tmp_name, order.step, order.parts)
+        """Write the ordered parts, or use again what an earlier attempt at the same step has of them."""
+        directory, name, step = order.directory, order.tmp_name, order.step
+        reused, left = self._written.take(step, directory, name, order.parts)
+        parts = [part for part in order.parts if part in left]
+        result = joined(reused, self.write_parts(directory, name, step, parts)) if parts else reused
+        self._written.add(step, WrittenShare(directory, name, frozenset(order.parts), result))
+        return result
 
     def write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
         """Write these parts of `step` into directory/tmp_name. Raises CheckpointError if this rank does not hold them."""

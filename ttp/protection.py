@@ -1,4 +1,4 @@
-"""What protects one rank while it trains: the gate, the processor, and, on rank 0, the controller's process.
+"""What protects one rank while it trains: the gate, the processor, and, on some ranks, a controller's process.
 
 Owns their start and end, and what becomes of an exception out of `train`. Decides nothing about a fault.
 """
@@ -23,6 +23,7 @@ from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord
+from ttp.standby import standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -33,7 +34,7 @@ CONTROLLER_END_S = 10.0
 
 
 class Protection:
-    """One rank's gate, processor and (rank 0) controller. Made by every rank, ended by `close` or by the process's end."""
+    """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
 
     def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
         """Start everything and wait until all ranks are registered. Raises ControllerError."""
@@ -41,13 +42,21 @@ class Protection:
         self._rank = rank
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
+        self._standby: ControllerProcess | None = None
         self.gate = Gate(
             rank, state_step=0, drain=holder.optimizer.drain_within if holder.optimizer.needs_drain else None
         )
         holder.optimizer.attach(self.gate)
+        if place := standby_place(settings, rank, world_size):
+            self._standby = start_standby(settings, place, world_size, log_dir)
+        if self._standby is not None:
+            holder.standby = self._standby.address
+            self._store().set(standby_key(settings.round_number, place), holder.standby)
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         self.processor = Processor(
-            ProcessorSettings(rank=rank, heartbeat_s=settings.heartbeat_s, boundary_s=settings.boundary_s),
+            ProcessorSettings(
+                rank=rank, heartbeat_s=settings.heartbeat_s, boundary_s=settings.boundary_s, address=address
+            ),
             address,
             settings.job_id,
             holder,
@@ -61,8 +70,8 @@ class Protection:
         if survives is None:
             self.close()
             raise ControllerError(
-                f"rank {rank}: the controller at {address} did not report all {world_size} ranks registered within"
-                f" {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
+                f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
+                f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
         self._notice.listen()
         if rank == 0:
@@ -92,9 +101,15 @@ class Protection:
         self.processor.finished()
 
     def close(self) -> None:
-        """End this process's threads; the controller ends by itself when all ranks have gone."""
+        """End this process's threads; the controller ends by itself when all ranks have gone.
+
+        A standby is told to: whenever a rank may leave, it is settled what becomes of the job.
+        """
         self._notice.close()
         self.processor.stop()
+        if self._standby is not None:
+            self._standby.terminate()
+            self._standby.wait(CONTROLLER_END_S)
         controller = self._controller
         if controller is not None and controller.wait(CONTROLLER_END_S) is None:
             log.warning("the controller (pid %d) has not ended yet; it ends by itself", controller.pid)
@@ -109,7 +124,7 @@ class Protection:
             advertise="127.0.0.1" if settings.one_node else settings.host,
             port=settings.controller_port,
             job_id=settings.job_id,
-            term=settings.round_number + 1,
+            term=term_of(settings.round_number),
             world_size=self._world_size,
             journal=log_dir / f"journal_{settings.round_number}.jsonl",
             heartbeat_s=settings.heartbeat_s,

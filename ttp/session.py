@@ -53,6 +53,7 @@ from ttp.proto.messages import (
     PublishOrder,
     ShareResult,
 )
+from ttp.standby import term_of
 
 log = logging.getLogger("ttp")
 
@@ -139,7 +140,7 @@ class Session:
             pid=os.getpid(),
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
-            term=settings.round_number + 1,
+            term=term_of(settings.round_number),
         )
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
         self._writers = {

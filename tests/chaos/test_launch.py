@@ -309,6 +309,8 @@ class Link:
         note(f"link-{address}", f"{job_id} {sorted(pids)}")
     def worker_exit(self, rank, pid, text):
         note(f"told-{self.address}-{rank}-{text.replace(' ', '_')}", str(pid))
+    def add_controllers(self, addresses):
+        pass
     def close(self):
         note(f"closed-{self.address}")
 

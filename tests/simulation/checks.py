@@ -14,26 +14,30 @@ def run_and_check(scenario: Scenario) -> list[str]:
     job = scenario.job
     ended = job.run(LONGEST_RUN_S)
     found = list(job.violations)
-    if not ended:
+    # A rank that hangs in a collective without a controller is ended by its launcher, and a work thread that hangs under an
+    # order of an earlier controller is a hang of training.
+    stuck_at_work = any(rank.hang_work and rank.gate.barred for rank in job.ranks)
+    if not ended and not unprotected(job) and not stuck_at_work:
         running = [rank.rank for rank in job.ranks if rank.alive]
-        found.append(
-            f"I11: not over after {job.now:.1f} s; controller {job.controller.state.stage.value}, alive {running}"
-        )
+        found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += _published_content(job)
     found += _outcome(scenario)
     return found
 
 
 def events(job: Job, name: str) -> list[dict[str, object]]:
-    """Return the fields of all journal lines of one kind."""
-    return [dict(line.fields) for _, line in job.controller.story if line.event == name]
+    """Return the fields of all journal lines of one kind, whichever controller wrote them."""
+    return [dict(line.fields) for _, line in job.story if line.event == name]
+
+
+def _stages(job: Job) -> list[str]:
+    return [("dead" if c.dead else "over" if c.over else c.state.stage.value) for c in job.controllers]
 
 
 def _published_content(job: Job) -> list[str]:
     """I1, I2, I3, I4, I5, I6, I8: what can be seen on disk."""
     found = []
-    steps = [step for _, step in job.disk.published]
-    for root, step in job.disk.published:
+    for (root, step), committed in zip(job.disk.published, job.committed_when_published, strict=True):
         name = f"iter_{step:07d}"
         directory = job.disk.directories[root, name]
         manifest = directory.manifest
@@ -45,17 +49,20 @@ def _published_content(job: Job) -> list[str]:
             found.append(f"I1: {root}/{name} lists a file that is missing or not durable")
         pieces = sorted(piece for file in files if file is not None for piece in file.pieces)
         found += _pieces(job, step, pieces)
-        found += _step(job, step)
+        found += _step(job, root, step, committed)
         durable = {file for file, content in directory.files.items() if content.durable}
         if not durable >= set(manifest.files) or job.published_as[root, name] != _now_content(directory):
             found.append(f"I8: {root}/{name} changed after it was published")
     if len(set(job.disk.published)) != len(job.disk.published):
         found.append(f"I4: a step was published twice: {job.disk.published}")
-    if len(set(steps)) > 1:
-        found.append(f"I2: one fault published several steps: {steps}")
+    for controller in job.controllers:
+        steps = [line.fields["step"] for _, line in controller.story if line.event == "published"]
+        if len(steps) > 1:
+            found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
     for fields in events(job, "published"):
         root = str(fields["path"]).rsplit("/", 1)[0]
-        if (root, fields["step"]) not in job.disk.published or job.disk.tracker.get(root) != fields["step"]:
+        step = int(str(fields["step"]))
+        if (root, step) not in job.disk.published or job.disk.tracker.get(root, 0) < step:
             found.append(
                 f"I4: {fields['path']} was said to be published; disk {job.disk.published}, {job.disk.tracker}"
             )
@@ -81,17 +88,18 @@ def _pieces(job: Job, step: int, pieces: list[tuple[str, int, int, int]]) -> lis
     return found
 
 
-def _step(job: Job, step: int) -> list[str]:
+def _step(job: Job, root: str, step: int, committed: int) -> list[str]:
     """I6: the last committed step, or the one in flight; the former when a sound survivor proves it."""
-    committed = max((record.step for record in job.known_records()), default=0)
     if step not in (committed - 1, committed):
         return [f"I6: step {step} was published, step {committed} was the last that was committed"]
     if step == committed or job.training.local_copy:
         return []
-    frozen = job.controller.story and events(job, "frozen")
-    told = {s for fields in frozen or () for s in fields["records"]}  # type: ignore[attr-defined]
-    if committed in told:
-        return [f"I6: step {step} was published although a rank told record {committed}"]
+    for controller in job.controllers:
+        mine = [dict(line.fields) for _, line in controller.story]
+        if any(fields.get("path") == f"{root}/iter_{step:07d}" for fields in mine) and any(
+            committed in fields.get("records", ()) for fields in mine
+        ):
+            return [f"I6: step {step} was published although a rank told record {committed}"]
     return []
 
 
@@ -102,15 +110,43 @@ def _outcome(scenario: Scenario) -> list[str]:
     finished, exits = events(job, "finished"), events(job, "exit_sent")
     if finished:
         return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.gate.state_step != job.training.steps]
+    if all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks):
+        return []  # without the word of a controller that was away for too long
+    if unprotected(job):
+        return []
+    if _start_failed(job):
+        return []
     if scenario.harmless:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:
         return []
     if not events(job, "assembled"):
         return [] if exits or not _sound(job) else ["I11: the start failed without a word"]
+    if job.controller.dead and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
+        return []  # nobody is left who could look for another controller
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job, str(refused[-1]["reason"]))
+
+
+def _start_failed(job: Job) -> bool:
+    """True when the controller died, or went away for a lease, while it welcomed the ranks: those that know the standbys
+    wait for the others in vain. No step can be finished by then."""
+    welcomed = [rank.started_s for rank in job.ranks]
+    return max(welcomed) > min(welcomed) + job.times.lease_s or max(welcomed) > _assembled_s(job) + job.times.lease_s
+
+
+def _assembled_s(job: Job) -> float:
+    return min((at for at, line in job.story if line.event == "assembled"), default=0.0)
+
+
+def unprotected(job: Job) -> bool:
+    """True when the last controller that ranks could come to was killed, or away for about as long as they wait for one:
+    what they cannot do alone, they give up."""
+    known = job.controllers[: job.training.layout.world_size]
+    behind = [c for c in known if c.place > job.controller.place]
+    absent = job.controller.dead or job.controller.away_s > job.times.controller_lost_s / 2
+    return absent and all(c.dead for c in behind)
 
 
 def _sound(job: Job) -> list[Rank]:

@@ -82,8 +82,9 @@ class Gate:
     def report(self, freeze_id: int) -> StateReport:
         backup = -1 if self.backup is None else self.backup[0]
         return StateReport(
-            self.rank, freeze_id, not self.busy, self.phase, self.step, self.state_step, self.torn, backup, self.records
-        )
+            self.rank, freeze_id, not self.busy, self.phase, self.step, self.state_step, self.torn, backup, self.records,
+            self.final,
+        )  # fmt: skip
 
     def thaw(self, freeze_id: int) -> None:
         if self.final or freeze_id != self.freeze_id:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
+from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
 from tests.simulation.network import Stream
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.training import Training
 from ttp.controller import events as ev
-from ttp.controller import machine
 from ttp.proto.messages import CommitRecord, Upward, WorkerExit
 
 
@@ -39,81 +40,12 @@ class Times:
     boundary_s: float = 0.3
 
 
-class Controller:
-    """Driver of the controller's machine: one event at a time, a Tick at its deadline; it may be paused."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        times = job.times
-        settings = ev.ControllerSettings(
-            "sim", 1, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
-            times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
-            times.hang_floor_s, times.hang_factor,
-        )  # fmt: skip
-        self.state = machine.initial(settings, job.now)
-        self.streams: dict[int, Stream] = {}
-        self.story: list[tuple[float, ev.Journal]] = []
-        self.over = ""
-        self.paused_until = 0.0
-        self._queue: list[ev.Event] = []
-        self._tick_at = float("inf")
-        self._schedule_tick()
-
-    def take(self, event: ev.Event) -> None:
-        if self.over:
-            return
-        if self.job.now < self.paused_until:
-            if not self._queue:
-                self.job.scheduler.at(self.paused_until, self._resume)
-            self._queue.append(event)
-            return
-        self.state, effects = machine.transition(self.state, event, self.job.now)
-        for effect in effects:
-            self._carry_out(effect)
-        self._schedule_tick()
-
-    def _resume(self) -> None:
-        events, self._queue = self._queue, []
-        for event in events:
-            self.take(event)
-
-    def _schedule_tick(self) -> None:
-        deadline = machine.next_deadline(self.state)
-        if deadline is not None and deadline < self._tick_at:
-            self._tick_at = deadline
-            self.job.scheduler.at(deadline, self._tick)
-
-    def _tick(self) -> None:
-        self._tick_at = float("inf")
-        self.take(ev.Tick())
-        if not self.over and self.job.now >= self.paused_until:
-            self._schedule_tick()
-
-    def _carry_out(self, effect: ev.Effect) -> None:
-        match effect:
-            case ev.Send(ranks, message):
-                self.job.sent_down(message)
-                for rank in ranks:
-                    if rank in self.streams:
-                        process = self.job.ranks[rank]
-                        deliver = lambda m, p=process: p.run(lambda: p.receive(m))  # noqa: E731
-                        self.streams[rank].carry("down", deliver, message)
-            case ev.Journal(event, _):
-                self.story.append((self.job.now, effect))
-                self.job.happened(event, -1)
-            case ev.Finish(reason):
-                self.over = reason
-                self.job.scheduler.after(0.05, self._close_all)
-
-    def _close_all(self) -> None:
-        for rank in sorted(self.streams):
-            self.job.drop_stream(rank)
-
-
 class Job:
     """A whole job under one seed. `happened` is where faults hook in; `broken` notes violated invariants."""
 
-    def __init__(self, rng: random.Random, training: Training, times: Times, *, agents: bool) -> None:
+    def __init__(
+        self, rng: random.Random, training: Training, times: Times, *, agents: bool, standbys: int = 0
+    ) -> None:
         self.rng, self.training, self.times = rng, training, times
         self.agents = agents
         self.scheduler = Scheduler()
@@ -128,11 +60,28 @@ class Job:
         self.thawed_up_to = -1
         self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
         """(members, step) of the collectives in which somebody said that it was told to leave."""
+        self._last_kill_s = 0.0
         self.published_as: dict[tuple[str, str], str] = {}
-        self.controller = Controller(self)
+        self.committed_when_published: list[int] = []
+        self.controllers = [Controller(self, place) for place in range(1 + standbys)]
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
-            process.soon(rng.uniform(0.0, 0.1), process._tick)
+            process.soon(rng.uniform(0.0, 0.1), process.tick)
+        hosts = sorted(set(training.layout.hosts)) if agents else []
+        self._agents = {host: Agent(self, host) for host in hosts}
+
+    @property
+    def controller(self) -> Controller:
+        """The newest controller that ranks have come to."""
+        return max((c for c in self.controllers if c.place == 0 or not c.idle), key=lambda c: c.place)
+
+    @property
+    def story(self) -> list[tuple[float, ev.Journal]]:
+        """What all controllers told, in order."""
+        return sorted((line for c in self.controllers for line in c.story), key=lambda line: line[0])
+
+    def controller_at(self, address: str) -> Controller:
+        return self.controllers[int(address.removeprefix("c"))]
 
     @property
     def now(self) -> float:
@@ -172,6 +121,7 @@ class Job:
 
     def renamed(self, root: str, step: int) -> None:
         self.disk.published.append((root, step))
+        self.committed_when_published.append(max((record.step for record in self.known_records()), default=0))
         directory = self.disk.directories[root, f"iter_{step:07d}"]
         self.published_as[root, f"iter_{step:07d}"] = _content(directory)
 
@@ -182,8 +132,9 @@ class Job:
     # --- streams ---
 
     def send_up(self, process: Rank, message: Upward) -> None:
-        if process.stream is not None:
-            process.stream.carry("up", lambda m: self.controller.take(ev.Received(m)), message)
+        stream = process.stream
+        if stream is not None:
+            stream.carry("up", lambda m: stream.controller.hear(process.rank, stream, m), message)
 
     def drop_stream(self, rank: int) -> None:
         """Break a rank's stream; each side notices by itself."""
@@ -192,13 +143,19 @@ class Job:
             return
         stream.broken = True
         process.stream = None
-        process.soon(self.rng.uniform(0.001, 0.05), lambda: process.step(_disconnected()))
-        self.scheduler.after(self.rng.uniform(0.001, 0.1), lambda: self._close_seen(rank, stream))
+        process.soon(self.rng.uniform(0.001, 0.05), lambda: process.disconnected(stream))
+        self._close_seen_later(rank, stream)
 
-    def _close_seen(self, rank: int, stream: Stream) -> None:
-        if self.controller.streams.get(rank) is stream:  # a newer stream has not taken its place
-            del self.controller.streams[rank]
-            self.controller.take(ev.StreamClosed((rank,)))
+    def abandon_stream(self, process: Rank) -> None:
+        """A rank gives up its stream; the controller notices when it can."""
+        stream, process.stream = process.stream, None
+        if stream is not None and not stream.broken:
+            stream.broken = True
+            self._close_seen_later(process.rank, stream)
+
+    def _close_seen_later(self, rank: int, stream: Stream) -> None:
+        moment = max(self.now, stream.controller.cut_until) + self.rng.uniform(0.001, 0.1)
+        self.scheduler.at(moment, lambda: stream.controller.close_seen(rank, stream))
 
     # --- faults ---
 
@@ -219,18 +176,19 @@ class Job:
             # What a dead process had sent still arrives, as far as its kernel had it: then the close.
             def close() -> None:
                 stream.broken = True
-                self._close_seen(process.rank, stream)
+                self._close_seen_later(process.rank, stream)
 
-            self.scheduler.after(self.rng.uniform(0.005, 0.1), close)
+            self.scheduler.after(self.rng.uniform(0.004, 0.05), close)
         if self.agents and not quiet:
+            agent = self._agents[self.training.layout.hosts[process.rank]]
             rank, pid = process.rank, 100 + process.rank
             delay = self.rng.uniform(0.001, 0.02)
             if self.rng.random() < 0.5:
                 early = WorkerExit(rank, pid, "exiting", self.now)
-                self.scheduler.after(delay, lambda: self.controller.take(ev.Received(early)))
+                self.scheduler.after(delay, lambda: agent.tell(early))
                 delay += self.rng.uniform(0.01, 0.3)
             exited = WorkerExit(rank, pid, text, self.now)
-            self.scheduler.after(delay, lambda: self.controller.take(ev.Received(exited)))
+            self.scheduler.after(delay, lambda: agent.tell(exited))
 
     def stop(self, rank: int, seconds: float | None) -> None:
         """SIGSTOP; SIGCONT after `seconds` (None: never)."""
@@ -240,27 +198,23 @@ class Job:
         self.note(f"rank {rank} is stopped for {seconds} s")
         process.stopped = True
         process.was_stopped = True
+        process.stopped_for_good = seconds is None
         if seconds is not None:
             self.scheduler.after(seconds, process.resume)
 
-    def pause_controller(self, seconds: float) -> None:
-        self.note(f"the controller is stopped for {seconds} s")
-        self.controller.paused_until = max(self.controller.paused_until, self.now + seconds)
-        self.scheduler.at(self.controller.paused_until, lambda: self.controller.take(ev.Tick()))
+    def controller_killed(self) -> None:
+        self._last_kill_s = self.now
 
     # --- the run ---
 
     def ended(self) -> bool:
-        return bool(self.controller.over) and all(not p.alive or (p.stopped) for p in self.ranks)
+        """Nobody runs any more but standbys that nobody came to: the launchers end those."""
+        if all(c.gone for c in self.controllers) and self.now > self._last_kill_s + 3 * self.times.controller_lost_s:
+            return True  # who is left hangs in a collective or a gate, and its launcher ends it
+        return all(c.gone or c.idle for c in self.controllers) and all(not p.alive or p.stopped_for_good for p in self.ranks)
 
     def run(self, until_s: float) -> bool:
         return self.scheduler.run(until_s, self.ended)
-
-
-def _disconnected() -> Any:
-    from ttp.processor.events import Disconnected
-
-    return Disconnected("stream broke")
 
 
 def _content(directory: Any) -> str:

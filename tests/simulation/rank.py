@@ -16,6 +16,7 @@ from ttp.proto.messages import (
     CommitRecord,
     Downward,
     FileEntry,
+    Part,
     Phase,
     PublishOrder,
     Registration,
@@ -43,6 +44,7 @@ class Rank:
         self.alive, self.stopped, self.ended = True, False, ""
         self.released = False
         self.was_stopped = False
+        self.stopped_for_good = False
         self.main_raised = False
         self.hang_update_at = 0
         self.slow_compute: dict[int, float] = {}
@@ -51,15 +53,21 @@ class Rank:
         self.waiting = False
         self.break_roll = False
         self.hang_work = False
+        self.fence = 0
+        """The highest term of a controller that was reached."""
         self.state = machine.initial(
-            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s), job.now
+            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
+        self._written: dict[tuple[str, int, tuple[Part, ...]], bool] = {}
         self._held: list[Callable[[], None]] = []
         self._tasks: list[ev.Effect] = []
         self._working = False
         self._tick_at = float("inf")
+        self._attempts = 0
+        self._current: Stream | None = None
+        """The stream that the machine knows of, broken or not."""
         self._files = 0
-        self._started = False
+        self.started, self.started_s = False, float("inf")
         self.acknowledged = -1
         self.soon(LONGEST_START_S, self._start_failed)
 
@@ -98,9 +106,13 @@ class Rank:
         if deadline is None or deadline >= self._tick_at:
             return
         self._tick_at = deadline
-        self.job.scheduler.at(deadline, lambda: self.run(self._tick))
+        self.job.scheduler.at(deadline, lambda: self.run(lambda: self._tick(deadline)))
 
-    def _tick(self) -> None:
+    def _tick(self, asked_for: float) -> None:
+        if asked_for == self._tick_at:  # else the machine has asked for an earlier one since
+            self.tick()
+
+    def tick(self) -> None:
         self._tick_at = float("inf")
         self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting))
 
@@ -108,8 +120,12 @@ class Rank:
         match effect:
             case ev.Send(message):
                 self.job.send_up(self, message)
-            case ev.Connect():
-                self.soon(self.job.rng.uniform(0.001, 0.01), self._connect)
+            case ev.Connect(address):
+                self.job.abandon_stream(self)
+                self._current = None
+                self._attempts += 1
+                attempt = self._attempts
+                self.soon(self.job.rng.uniform(0.001, 0.01), lambda: self._connect(address, attempt))
             case ev.CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case ev.OpenGate() | ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint():
@@ -120,34 +136,62 @@ class Rank:
                 self.job.process_gone(self, f"exit code {code}")
             case ev.Release():
                 self.released = True
-                self.job.process_gone(self, "exit code 0")
+                self.job.process_gone(self, "exit code 0" if self.started else "exit code 1")
             case ev.Log() | ev.SaveStacks():
                 pass
 
-    def _connect(self) -> None:
-        if self.job.controller.over:
-            self.step(ev.Disconnected("connection refused"))
+    def _connect(self, address: str, attempt: int) -> None:
+        if attempt != self._attempts:
+            return  # it has gone on meanwhile
+        controller = self.job.controller_at(address)
+        if controller.gone:
+            self.step(ev.Disconnected("connection refused", refused=True))
             return
-        self.stream = Stream(self.job.scheduler, self.job.rng, self.job.slowest_s)
-        self.job.controller.streams[self.rank] = self.stream
+        self.stream = self._current = stream = Stream(self.job.scheduler, self.job.rng, self.job.slowest_s, controller)
+        greet = lambda _: controller.when_running(answer)  # noqa: E731
+        answer = lambda: stream.carry("down", lambda _: self.run(lambda: self._greeted(stream)), None)  # noqa: E731
+        stream.carry("up", greet, None)
+
+    def _greeted(self, stream: Stream) -> None:
+        if self.stream is not stream:
+            return
+        if stream.controller.term < self.fence:
+            self.job.abandon_stream(self)
+            self.step(ev.Disconnected("it is fenced", refused=True))
+            return
+        self.fence = stream.controller.term
         self.step(ev.Connected(self._registration()))
+
+    def disconnected(self, stream: Stream) -> None:
+        """A stream broke; unless this rank has turned to another since."""
+        if self._current is stream:
+            self._current = None
+            self.step(ev.Disconnected("stream broke"))
 
     def _registration(self) -> Registration:
         groups = tuple(ShardGroup(g, f"shard {g}", GROUP_BYTES) for g in self.job.training.groups_of(self.rank))
         layout = self.job.training.layout
         host = f"host{layout.hosts[self.rank]}"
         return Registration(
-            self.rank, layout.world_size, host, 100 + self.rank, groups, self.gate.state_step, self.job.roots, "{}"
-        )
+            self.rank, layout.world_size, host, 100 + self.rank, groups, self.gate.state_step, self.job.roots, "{}",
+            self._standby(),
+        )  # fmt: skip
+
+    def _standby(self) -> str:
+        """Ranks from 1 on have started the standbys, in order; the last rank has all that are left."""
+        place = self.rank if self.rank < len(self.job.controllers) else 0
+        return f"c{place}" if place else ""
 
     def _start_failed(self) -> None:
-        if not self._started:
+        if not self.started:
             self.job.process_gone(self, "exit code 1")
 
-    def receive(self, message: Downward) -> None:
+    def receive(self, stream: Stream, message: Downward) -> None:
+        if stream is not self.stream:
+            return
         name = type(message).__name__
-        if name == "Welcome" and not self._started:
-            self._started = True
+        if name == "Welcome" and not self.started:
+            self.started, self.started_s = True, self.job.now
             self.soon(0.001, self._compute)
         self.step(ev.Received(message))
         self.job.happened(f"got {name}", self.rank)
@@ -177,6 +221,9 @@ class Rank:
         if self.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
             return  # for ever
         match task:
+            case ev.WriteShare(order) | ev.PublishCheckpoint(order) if order.freeze_id < self.gate.freeze_id:
+                stage = "write" if isinstance(order, WriteOrder) else "publish"
+                self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, "taken back"))
             case ev.CloseGate(freeze_id):
                 self._wait_for_update(freeze_id)
             case ev.OpenGate(freeze_id):
@@ -232,6 +279,11 @@ class Rank:
         before = dict(self.gate.held(order.step))
         disk.write(order.directory, order.tmp_name, name, File((), False))
 
+        key = (order.directory, order.step, order.parts)
+        again = (
+            key in self._written and self.gate.held(order.step) == before
+        )  # a link to the file of an earlier attempt
+
         def finish() -> None:
             after = self.gate.held(order.step)
             if any(before[part.group_id] != after[part.group_id] for part in order.parts):
@@ -243,10 +295,11 @@ class Rank:
             except DiskError as error:
                 self._next(ev.WorkFailed(order.freeze_id, "write", order.tmp_name, str(error)))
                 return
+            self._written[key] = True
             entry = FileEntry(name, 10 * len(pieces), "0", self.rank)
             self._next(ev.WriteDone(order, ShareResult((entry,))))
 
-        self.soon(self.job.rng.uniform(0.001, 0.05) * len(order.parts), finish)
+        self.soon(0.0005 if again else self.job.rng.uniform(0.001, 0.05) * len(order.parts), finish)
 
     def _begin_publish(self, order: PublishOrder) -> None:
         """Manifest, rename, tracker: each a moment of its own, so that death may come between."""

@@ -7,17 +7,19 @@ import collections
 import sys
 import time
 
-from tests.simulation.checks import run_and_check
+from tests.simulation.checks import run_and_check, unprotected
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import LAYOUTS
 
 
 def outcome_of(scenario: Scenario) -> str:
     """Return how the job ended, in a word or two."""
-    names = [line.event for _, line in scenario.job.controller.story]
+    names = [line.event for _, line in scenario.job.story]
     for event in ("finished", "published", "refused"):
         if event in names:
             return event
+    if unprotected(scenario.job):
+        return "unprotected"
     return "not assembled" if "assembled" not in names else "other"
 
 
@@ -28,13 +30,13 @@ def tell(scenario: Scenario) -> None:
     print(f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}")
     for fault in scenario.faults:
         print(f"  fault: {fault}")
-    lines = [(at, f"{line.event}: {dict(line.fields)}") for at, line in job.controller.story]
+    lines = [(at, f"c{c.place} {line.event}: {dict(line.fields)}") for c in job.controllers for at, line in c.story]
     lines += [(float(note.split()[0]), "    " + note.split(maxsplit=1)[1]) for note in job.notes]
     for at, text in sorted(lines, key=lambda pair: pair[0]):
         print(f"{at:9.4f}  {text}")
-    print(
-        f"controller over: {job.controller.over or 'no'} ({job.controller.state.stage.value}); disk {job.disk.published}"
-    )
+    for c in job.controllers:
+        print(f"controller c{c.place}: {'killed' if c.dead else c.over or 'not over'} ({c.state.stage.value})")
+    print(f"disk {job.disk.published}")
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from ttp.proto.messages import CauseKind
 _DUMP_MOMENTS = (
     "suspect", "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "rolling", "got RollForward", "rolled_forward",
     "write_sent", "got WriteOrder", "writing", "written", "publish_sent", "publishing", "manifest written", "renamed",
-    "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned",
+    "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned", "takeover_began", "got Welcome", "took_over",
 )  # fmt: skip
 
 
@@ -27,12 +27,12 @@ class Scenario:
     faults: list[str] = field(default_factory=list)
 
 
-def build(seed: int, layout: Layout | None = None, faults: bool = True) -> Scenario:
-    """Return the scenario of a seed; `layout` overrides the seed's choice. Without `faults`, a test adds its own."""
+def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: int = 0) -> Scenario:
+    """Return the scenario of a seed; `layout` and `steps` override the seed's choice. Without `faults`, a test adds its own."""
     rng = random.Random(seed)
     chosen = rng.choice(LAYOUTS)
-    training = Training(layout or chosen, steps=rng.randint(2, 7), local_copy=rng.random() < 0.2)
-    job = Job(rng, training, Times(), agents=rng.random() < 0.8)
+    training = Training(layout or chosen, steps=steps or rng.randint(2, 7), local_copy=rng.random() < 0.2)
+    job = Job(rng, training, Times(), agents=rng.random() < 0.8, standbys=rng.choice((0, 1, 1, 2, 2)))
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if not faults:
@@ -62,6 +62,8 @@ def _add_chain(scenario: Scenario, rng: random.Random) -> None:
     _hook(scenario, rng, rng.choice(("kill", "kill", "kill", "exception", "host loss", "stop")), moment)
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         _hook(scenario, rng, rng.choice(_ALL), rng.choice(_DUMP_MOMENTS))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        _hook(scenario, rng, rng.choice(_OF_CONTROLLERS), rng.choice(_DUMP_MOMENTS))
 
 
 def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:
@@ -153,7 +155,21 @@ def _stop_briefly(job: Job, rng: random.Random, rank: int) -> None:
 
 
 def _pause_controller(job: Job, rng: random.Random, rank: int) -> None:
-    job.pause_controller(rng.uniform(0.05, 1.5))
+    job.controller.pause(rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.5, 1.5), rng.uniform(1.0, 6.0))))
+
+
+def _kill_controller(job: Job, rng: random.Random, rank: int) -> None:
+    """The active one mostly, or any."""
+    (job.controller if rng.random() < 0.75 else rng.choice(job.controllers)).kill()
+
+
+def _cut_controller(job: Job, rng: random.Random, rank: int) -> None:
+    job.controller.cut(rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.5, 1.5), rng.uniform(1.0, 6.0))))
+
+
+def _kill_rank_and_controller(job: Job, rng: random.Random, rank: int) -> None:
+    job.controller.kill()
+    job.kill(rank)
 
 
 def _hang_update(job: Job, rng: random.Random, rank: int) -> None:
@@ -203,9 +219,21 @@ _ACTIONS: dict[str, Callable[[Job, random.Random, int], None]] = {
     "full disk": _fill_disk,
     "rank's disk": _break_disk_of_rank,
     "controller pause": _pause_controller,
+    "controller kill": _kill_controller,
+    "controller cut": _cut_controller,
+    "rank and controller kill": _kill_rank_and_controller,
     "brief stop": _stop_briefly,
     "brief stream pause": _hold_stream((0.01, 0.2)),
 }
-_HARMLESS = ("stream break", "break of all streams", "controller pause", "brief stop", "brief stream pause")
+_OF_CONTROLLERS = ("controller kill", "controller kill", "controller pause", "controller cut")
+_HARMLESS = (
+    "controller kill",
+    "controller cut",
+    "stream break",
+    "break of all streams",
+    "controller pause",
+    "brief stop",
+    "brief stream pause",
+)
 _ALL = (*("kill",) * 8, *("exception", "host loss", "stop", "hang in update") * 2, *_ACTIONS)
 _HIDDEN = ("failing roll-forward", "hanging work", "full disk", "rank's disk", "rank's disk")

@@ -34,7 +34,7 @@ def test_the_seeds_reach_every_turn_of_the_story() -> None:
     for seed in range(250):
         scenario = build(seed)
         run_and_check(scenario)
-        reached |= {line.event for _, line in scenario.job.controller.story}
+        reached |= {line.event for _, line in scenario.job.story}
     assert reached >= {
         "suspect", "cleared", "thawed", "death_seen", "death_named", "fault_reported", "freeze_sent", "frozen", "decided",
         "rolled_forward", "write_sent", "written", "write_failed", "write_moved", "stuck", "replanned", "publish_sent",
@@ -63,6 +63,6 @@ def test_a_seed_replays_exactly() -> None:
     for seed in (3, 17, 42):
         first, second = build(seed), build(seed)
         assert run_and_check(first) == run_and_check(second)
-        told = [[(at, repr(line)) for at, line in scenario.job.controller.story] for scenario in (first, second)]
+        told = [[(at, repr(line)) for at, line in scenario.job.story] for scenario in (first, second)]
         assert told[0] == told[1]
         assert len(told[0]) > 3

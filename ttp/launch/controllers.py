@@ -56,7 +56,10 @@ def end_controllers(
     `patience_s`: how long they may first finish by themselves; other nodes' ranks may still be writing.
     Returns the processes that had to be killed. Does nothing without `/proc`: a controller leaves by itself in the end.
     """
-    found = _remaining(controllers_of(start_id), patience_s)
+    running = controllers_of(start_id)
+    if patience_s > 0:
+        _dismiss_idle_standbys(running)
+    found = _remaining(running, patience_s)
     for pid in found:
         _ask(pid, published, request_shutdown)
     stayed = _remaining(found, leave_s)
@@ -66,6 +69,14 @@ def end_controllers(
             os.kill(pid, signal.SIGKILL)
     _remaining(stayed, leave_s)
     return stayed
+
+
+def _dismiss_idle_standbys(pids: list[int]) -> None:
+    """Let those go that no rank has come to; one that has taken over ignores this, and is waited for like any other."""
+    for pid in pids:
+        if "--standby" in command_line(pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGUSR1)
 
 
 def _remaining(pids: list[int], timeout_s: float) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
+from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
 
@@ -44,6 +45,9 @@ class Link(Protocol):
     """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call blocks."""
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
+
+    def add_controllers(self, addresses: Sequence[str]) -> None:
+        """Learn of standbys: where to go when the controller is gone."""
 
     def close(self) -> None: ...
 
@@ -126,6 +130,7 @@ class Courier:
             while True:
                 last = self._stopping.is_set()
                 self._look(store, open_link=not last)
+                self._look_for_standbys(store)
                 if last:
                     return
                 self._stopping.wait(self._search_s if self.entry is None else self._recheck_s)
@@ -156,6 +161,14 @@ class Courier:
                     self._tell(link, death)
         if old is not None:
             old.close()
+
+    def _look_for_standbys(self, store: Store) -> None:
+        round_number = self._job_store.round_number
+        keys = [standby_key(round_number, place) for place in range(1, MOST_STANDBYS + 1)]
+        standbys = [store.get(key).decode() for key in keys if store.check([key])]
+        with self._lock:
+            if self._link is not None and standbys:
+                self._link.add_controllers(standbys)
 
     def _connect(self, entry: ControllerEntry) -> Link | None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,10 +21,14 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int, str]] = []
+        self.standbys: list[str] = []
         self.closed = False
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         self.told.append((rank, pid, text))
+
+    def add_controllers(self, addresses: Sequence[str]) -> None:
+        self.standbys = [*self.standbys, *(address for address in addresses if address not in self.standbys)]
 
     def close(self) -> None:
         self.closed = True

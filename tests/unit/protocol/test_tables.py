@@ -23,20 +23,21 @@ def processor_kinds() -> set[type]:
 
 
 def test_what_the_controllers_table_leaves_out() -> None:
-    """Before the first freeze nobody can answer one, and before the welcome nobody beats."""
+    """Before the first freeze nobody can answer one, before the welcome nobody beats, and to a standby nobody speaks
+    before he has registered."""
     absent = {(s.value, k.__name__) for s in Stage for k in controller_kinds() if (s, k) not in controller.TRANSITIONS}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
     assert absent == {
         *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, m.Heartbeat)),
         *(("running", kind.__name__) for kind in answers),
+        *(("standby", kind.__name__) for kind in (*answers, m.StateReport, m.Heartbeat, m.FaultReport, m.Finished)),
     }
 
 
 def test_what_the_processors_table_leaves_out() -> None:
-    """With an open gate no work can have been done."""
+    """A rank that was rolled forward never trains again."""
     absent = {(s.value, k.__name__) for s in Standing for k in processor_kinds() if (s, k) not in processor.TRANSITIONS}
-    done = ("RollForwardDone", "WriteDone", "PublishDone", "WorkFailed")
-    assert absent == {("training", kind) for kind in done}
+    assert absent == {("training", "RollForwardDone")}
 
 
 def test_no_pair_is_named_twice() -> None:

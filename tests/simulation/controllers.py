@@ -1,0 +1,199 @@
+"""The controllers of a simulated job: the real machine, its driver, and what may befall their processes and their network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.simulation.network import Stream
+from ttp.controller import events as ev
+from ttp.controller import machine
+from ttp.controller.state import Stage
+from ttp.proto.messages import Beat, Registration, Upward
+
+if TYPE_CHECKING:
+    from tests.simulation.job import Job
+
+
+class Controller:
+    """Driver of one controller's machine: one event at a time, a Tick at its deadline. `place` 0 begins as the active one,
+    i is the i-th standby. It may be killed, stopped for a while, or cut off from everybody for a while."""
+
+    def __init__(self, job: Job, place: int) -> None:
+        self.job, self.place, self.term = job, place, 1 + place
+        times = job.times
+        settings = ev.ControllerSettings(
+            "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
+            times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
+            times.hang_floor_s, times.hang_factor, place, f"c{place}",
+        )  # fmt: skip
+        self.state = machine.initial(settings, job.now)
+        self.streams: dict[int, Stream] = {}
+        self.story: list[tuple[float, ev.Journal]] = []
+        self.over = ""
+        self.dead = False
+        self.paused_until = 0.0
+        self.cut_until = 0.0
+        self.away_s = 0.0
+        """Longest time for which it was stopped or cut off."""
+        self._queue: list[Callable[[], None]] = []
+        self._tick_at = float("inf")
+        self._beating = False
+        self._schedule_tick()
+
+    @property
+    def gone(self) -> bool:
+        """Nobody listens at its address."""
+        return self.dead or bool(self.over)
+
+    @property
+    def idle(self) -> bool:
+        """A standby that nobody has come to."""
+        return self.state.stage is Stage.STANDBY
+
+    @property
+    def heard(self) -> bool:
+        """It says something to those that are attached."""
+        return not (self.gone or self.idle or self.job.now < max(self.paused_until, self.cut_until))
+
+    # --- what comes in ---
+
+    def when_running(self, call: Callable[[], None]) -> None:
+        """Do it now, or in turn when the process goes on."""
+        if self.gone:
+            return
+        if self.job.now < self.paused_until:
+            if not self._queue:
+                self.job.scheduler.at(self.paused_until, self._resume)
+            self._queue.append(call)
+        else:
+            call()
+
+    def hear(self, rank: int, stream: Stream, message: Upward) -> None:
+        """A rank speaks on the stream on which it registered last, and on no other."""
+        self.when_running(lambda: self._hear(rank, stream, message))
+
+    def _hear(self, rank: int, stream: Stream, message: Upward) -> None:
+        if isinstance(message, Registration):
+            self.streams[rank] = stream
+        if self.streams.get(rank) is stream:
+            self.take(ev.Received(message))
+
+    def close_seen(self, rank: int, stream: Stream) -> None:
+        """A stream has ended; a newer one may have taken its place."""
+
+        def close() -> None:
+            if self.streams.get(rank) is stream:
+                del self.streams[rank]
+                self.take(ev.StreamClosed((rank,)))
+
+        self.when_running(close)
+
+    def take(self, event: ev.Event) -> None:
+        self.when_running(lambda: self._take(event))
+
+    def _take(self, event: ev.Event) -> None:
+        self.state, effects = machine.transition(self.state, event, self.job.now)
+        for effect in effects:
+            self._carry_out(effect)
+        self._schedule_tick()
+        if not self._beating and not self.idle and not self.gone:
+            self._beating = True
+            self._beat()
+
+    def _resume(self) -> None:
+        calls, self._queue = self._queue, []
+        for call in calls:
+            self.when_running(call)
+
+    def _schedule_tick(self) -> None:
+        deadline = machine.next_deadline(self.state)
+        if deadline is not None and deadline < self._tick_at:
+            self._tick_at = deadline
+            self.job.scheduler.at(deadline, lambda: self._tick(deadline))
+
+    def _tick(self, asked_for: float) -> None:
+        if asked_for != self._tick_at:
+            return  # the machine has asked for an earlier one since
+        self._tick_at = float("inf")
+        self.take(ev.Tick())
+        if not self.gone and self.job.now >= self.paused_until:
+            self._schedule_tick()
+
+    # --- what goes out ---
+
+    def _beat(self) -> None:
+        if self.gone:
+            return
+        if self.job.now >= self.paused_until:
+            for rank in sorted(self.streams):
+                self._send(rank, Beat())
+        self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
+
+    def _send(self, rank: int, message: object) -> None:
+        process, stream = self.job.ranks[rank], self.streams[rank]
+
+        def deliver(told: object) -> None:
+            process.run(lambda: process.receive(stream, told))
+
+        stream.carry("down", deliver, message)
+
+    def _carry_out(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(ranks, message):
+                self.job.sent_down(message)
+                for rank in ranks:
+                    if rank in self.streams:
+                        self._send(rank, message)
+            case ev.Journal(event, _):
+                self.story.append((self.job.now, effect))
+                self.job.happened(event, -1)
+            case ev.Supersede(addresses):
+                for address in addresses:
+                    self._supersede(self.job.controller_at(address))
+            case ev.Finish(reason):
+                self.over = reason
+                self.job.scheduler.after(0.05, self.close_all)
+
+    def _supersede(self, older: Controller) -> None:
+        """The request reaches it once it runs and the network carries it."""
+
+        def end() -> None:
+            older.over = f"superseded by c{self.place}"
+            older.close_all()
+
+        moment = max(self.job.now, older.cut_until, self.cut_until) + self.job.rng.uniform(0.001, self.job.slowest_s)
+        self.job.scheduler.at(moment, lambda: older.when_running(end))
+
+    def close_all(self) -> None:
+        """All its streams end, those that nobody registered on yet included."""
+        self.streams.clear()
+        for process in self.job.ranks:
+            if process.stream is not None and process.stream.controller is self:
+                self.job.drop_stream(process.rank)
+
+    # --- what befalls it ---
+
+    def kill(self) -> None:
+        if not self.gone:
+            self.job.note(f"controller c{self.place} is killed in {self.state.stage.value}")
+            self.dead = True
+            self.job.controller_killed()
+            self.close_all()
+
+    def pause(self, seconds: float) -> None:
+        self.job.note(f"controller c{self.place} is stopped for {seconds:.3f} s")
+        self._away(seconds)
+        self.paused_until = max(self.paused_until, self.job.now + seconds)
+        self.job.scheduler.at(self.paused_until, lambda: self.take(ev.Tick()))
+
+    def cut(self, seconds: float) -> None:
+        """Nothing reaches it or comes from it for a while, and then all of it."""
+        self.job.note(f"controller c{self.place} is cut off for {seconds:.3f} s")
+        self._away(seconds)
+        self.cut_until = max(self.cut_until, self.job.now + seconds)
+
+    def _away(self, seconds: float) -> None:
+        """Times of absence that touch each other count as one."""
+        already = max(self.paused_until, self.cut_until) - self.job.now
+        self.away_s = max(self.away_s, seconds, self.away_s + seconds if already > 0 else 0.0)

@@ -1,0 +1,105 @@
+"""Controllers that die, stop or are cut off at every moment of a job: a standby takes over, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation.checks import events, run_and_check
+from tests.simulation.job import Job
+from tests.simulation.scenario import Scenario, build
+from tests.simulation.training import even, ring
+from ttp.controller.state import Stage
+
+MOMENTS = (
+    "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "got RollForward", "rolling", "write_sent", "writing",
+    "written", "publish_sent", "publishing", "manifest written", "renamed", "published", "got Exit",
+)  # fmt: skip
+TROUBLES: dict[str, Callable[[Job], None]] = {
+    "killed": lambda job: job.controllers[0].kill(),
+    "stopped for good": lambda job: job.controllers[0].pause(30.0),
+    "stopped for a while": lambda job: job.controllers[0].pause(1.5),
+    "cut off": lambda job: job.controllers[0].cut(2.0),
+}
+
+
+def two_standbys(seed: int, steps: int = 0) -> Scenario:
+    """Return a job without faults that has two standbys and agents, and four ranks."""
+    while True:
+        scenario = build(seed, even(4) if seed % 2 else ring(5), faults=False, steps=steps)
+        if len(scenario.job.controllers) == 3 and scenario.job.agents and scenario.job.training.steps >= 3:
+            return scenario
+        seed += 1000
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_dump_is_completed_whatever_becomes_of_its_controller(trouble: str, moment: str) -> None:
+    """At every moment of a dump, its first or its third occurrence: the step is published, and only complete and right."""
+    reached = 0
+    for seed, count in ((1, 1), (2, 3), (3, 2)):
+        scenario = two_standbys(seed)
+        scenario.harmless = False
+        job = scenario.job
+        job.hook("UPDATING 3", 2, lambda rank, job=job: job.kill(3))  # type: ignore[misc]
+        struck: list[float] = []
+
+        def strike(rank: int, job: Job = job, struck: list[float] = struck) -> None:
+            struck.append(job.now)
+            TROUBLES[trouble](job)
+
+        job.hook(moment, count, strike)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert job.disk.published, f"seed {seed}: nothing was published"
+        reached += len(struck)
+    assert reached, f"no run came to {moment}"
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("moment", ["READY 2", "UPDATING 2", "DONE 2"])
+def test_training_goes_on_unharmed_under_a_standby(trouble: str, moment: str) -> None:
+    """Without any other fault the takeover costs a short freeze, and all ranks train to the end."""
+    for seed in range(8):
+        scenario = two_standbys(seed)
+        job = scenario.job
+        job.hook(moment, 2, lambda rank, job=job: TROUBLES[trouble](job))  # type: ignore[misc]
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert [rank.gate.state_step for rank in job.ranks] == [job.training.steps] * len(job.ranks)
+        assert events(job, "finished") and not events(job, "published")
+
+
+def test_the_second_standby_follows_the_first() -> None:
+    """Two controllers die one after the other, the second in the middle of its takeover, and a rank with it."""
+    for seed in range(12):
+        scenario = two_standbys(seed)
+        scenario.harmless = False
+        job = scenario.job
+        job.hook("READY 3", 2, lambda rank, job=job: job.controllers[0].kill())  # type: ignore[misc]
+        job.hook("took_over", 1, lambda rank, job=job: (job.controllers[1].kill(), job.kill(0)))  # type: ignore[misc]
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert job.controllers[2].state.stage is Stage.OVER
+        assert job.disk.published
+
+
+def test_a_controller_that_comes_back_is_told_to_end() -> None:
+    """It was stopped, a standby has taken over, and training has gone on: nobody listens to it any more, and it leaves."""
+    scenario = two_standbys(4, steps=60)
+    job = scenario.job
+    job.hook("DONE 1", 4, lambda rank: job.controllers[0].pause(1.4))
+    assert not run_and_check(scenario)
+    assert job.controllers[0].over == "superseded by c1"
+    assert [line.fields["term"] for _, line in job.story if line.event == "took_over"] == [2]
+
+
+def test_without_a_standby_training_goes_on_alone() -> None:
+    """The only controller is killed: no rank is stopped by that, and all are released at their end."""
+    for seed in range(50):
+        scenario = build(seed, even(4), faults=False)
+        job = scenario.job
+        if len(job.controllers) > 1:
+            continue
+        job.hook("DONE 1", 1, lambda rank, job=job: job.controllers[0].kill())  # type: ignore[misc]
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks), f"seed {seed}"
