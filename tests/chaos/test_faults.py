@@ -61,8 +61,10 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
     assert job.leftovers() == []
     assert len(job.journals()) == 5, job.console_tail(80)
     told = [line["event"] for line in job.journals()[0]]
-    assert told.index("suspect") < told.index("thawed") < told.index("stalled") < told.index("moving_again")
-    assert told.index("moving_again") < told.index("hung") and story(job, 0, "hung")[0]["ranks"] == [1]
+    assert "suspect" in told[: told.index("thawed")]
+    told = told[told.index("thawed") :]
+    assert told.index("stalled") < told.index("moving_again") < told.index("hung")
+    assert story(job, 0, "hung")[0]["ranks"] == [1]
     assert story(job, 0, "decided")[0]["able"] == [0, 1]
     assert story(job, 1, "hung")[0]["ranks"] == [0]
     assert story(job, 1, "frozen")[0]["not_closed"] == [0] and story(job, 1, "decided")[0]["able"] == [1]
