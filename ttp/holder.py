@@ -95,6 +95,7 @@ class OptimizerHolder:
         self._rank = rank
         self._term = term
         self._layout = dict(layout)
+        self._trusted: frozenset[str] = frozenset()
 
     def registration(self) -> Registration:
         r = self._registration
@@ -140,7 +141,12 @@ class OptimizerHolder:
             blobs=param_group_blobs(self._param_groups(order.step)),
             rank=self._rank,
             term=self._term,
+            trusted=self._trusted,
         )
+
+    def trust(self, path: str) -> None:
+        """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
+        self._trusted |= {path}
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""
