@@ -27,6 +27,7 @@ from ttp.proto.messages import (
     RollForward,
     Thaw,
     Welcome,
+    Working,
     WriteOrder,
 )
 
@@ -53,7 +54,7 @@ from .events import (
     WorkFailed,
     WriteDone,
 )
-from .orders import publish, publish_done, roll_forward, roll_forward_done, work_failed, write, write_done
+from .orders import owes_answer, publish, publish_done, roll_forward, roll_forward_done, work_failed, write, write_done
 from .state import Link, ProcessorState, Standing
 
 Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
@@ -105,7 +106,9 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:
         out.append(Send(Heartbeat(rank, event.phase, event.step, event.waiting, event.paused)))
-        state = replace(state, heartbeat_at=now + state.heartbeat_s)
+        if event.work_done > state.work_done and owes_answer(state):
+            out.append(Send(Working(rank, state.freeze_id)))
+        state = replace(state, heartbeat_at=now + state.heartbeat_s, work_done=event.work_done)
     if now >= state.notice_by:
         waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
         state = _tell_notice(state, waited, now, out)

@@ -337,7 +337,7 @@ def _write(node: Node, order: WriteOrder, disk: Disk, fails: bool) -> Moved:
         failed = _done(node, ev.WorkFailed(order.freeze_id, "write", order.tmp_name, str(error)))
         return Moved(failed, broken=broken)
     entry = FileEntry(name, 10 * len(pieces), "0", node.rank)
-    return Moved(_done(node, ev.WriteDone(order, ShareResult((entry,), (), ()))), disk=disk, broken=broken)
+    return Moved(_done(node, ev.WriteDone(order, ShareResult((entry,)))), disk=disk, broken=broken)
 
 
 def _publish(node: Node, order: PublishOrder, disk: Disk, fails: bool) -> Moved:
