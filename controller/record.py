@@ -80,8 +80,11 @@ def plain_json(value: object) -> Any:
 
 @cache
 def _field_names(cls: type) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields, None for another type. Cached: this runs ten thousand times a second."""
-    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+    """Return the names of a dataclass's or named tuple's fields, None for another type. Cached: this runs ten thousand times
+    a second."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
 
 
 @cache
@@ -95,6 +98,6 @@ def _find(name: str) -> type[Any]:
     if not module.startswith("ttp.") or "." in qualname:
         raise ValueError(f"{name!r} in a journal is not a type of ttp; is the file altered?")
     cls = getattr(importlib.import_module(module), qualname, None)
-    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)):
+    if not isinstance(cls, type) or (_field_names(cls) is None and not issubclass(cls, enum.Enum)):
         raise ValueError(f"{name!r} in a journal is not known here; was it written by another version?")
     return cls

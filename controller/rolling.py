@@ -75,6 +75,17 @@ def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: 
     return _answered(state, rank, now, keep=True)
 
 
+def got_on(state: ControllerState, rank: int, now: float) -> ControllerState:
+    """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
+    dump = state.dump
+    assert dump is not None
+    owes = dump.rolling[rank] or dump.work[rank].orders or (state.stage is Stage.PUBLISHING and dump.publisher == rank)
+    if not owes or not is_holder(state, rank):
+        return state
+    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)
+    return replace(state, dump=replace(dump, progress_by=progress_by))
+
+
 def roll_failed(state: ControllerState, rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
     """A rank cannot reach the decided step. Whether its own older state is whole, its next report says."""
     dump, fault = state.dump, state.fault

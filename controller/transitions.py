@@ -21,6 +21,7 @@ from ttp.proto.messages import (
     StateReport,
     StepFailed,
     WorkerExit,
+    Working,
     Written,
 )
 
@@ -28,7 +29,7 @@ from .events import Effect, StreamClosed, Tick
 from .hangs import beat, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
-from .rolling import roll_failed, rolled
+from .rolling import got_on, roll_failed, rolled
 from .rounds import take_report
 from .state import ControllerState, Stage
 from .takeover import first_rank_came, note_exit, note_fault
@@ -80,6 +81,10 @@ def step_failed(state: ControllerState, message: StepFailed, now: float, out: li
     return state
 
 
+def working(state: ControllerState, message: Working, now: float, out: list[Effect]) -> ControllerState:
+    return got_on(state, message.rank, now) if message.freeze_id == state.freeze_id else state
+
+
 def noted(state: ControllerState, event: object, now: float, out: list[Effect]) -> ControllerState:
     """Nothing to do but what every event does: its rank was heard, and deadlines are looked at."""
     return state
@@ -101,7 +106,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((Stage.GATHERING,), FaultReport, note_fault),
     ((Stage.GATHERING,), Finished, finished),
     # Answers to what an earlier controller had ordered.
-    *(((Stage.GATHERING,), kind, late) for kind in (StateReport, RolledForward, Written, Published, StepFailed)),
+    *(((Stage.GATHERING,), kind, late) for kind in (StateReport, RolledForward, Written, Published, StepFailed, Working)),
     ((*_START, *_CALM, *_FAULT, *_END), Registration, register),
     ((*_START, *_CALM, *_FAULT, *_END), StreamClosed, stream_closed),
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),
@@ -117,18 +122,20 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((Stage.WRITING,), Written, share_written),
     ((Stage.WRITING, Stage.PUBLISHING), Published, checkpoint_published),
     (_ORDERED, StepFailed, step_failed),
+    (_ORDERED, Working, working),
     # Answers to an order, or to a freeze, that is over.
     ((*_CALM, *_END), StateReport, late),
     ((*_FREEZE, *_END), RolledForward, late),
     ((*_FREEZE, Stage.ROLLING, Stage.PUBLISHING, *_END), Written, late),
     ((*_FREEZE, Stage.ROLLING, *_END), Published, late),
     ((*_FREEZE, *_END), StepFailed, late),
+    ((*_START, *_CALM, *_FREEZE, *_END), Working, late),
     (_END, FaultReport, late),
     *(
         (_OVER, kind, late)
         for kind in (
             Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, FaultReport, Finished, StateReport,
-            RolledForward, Written, Published, StepFailed,
+            RolledForward, Written, Published, StepFailed, Working,
         )
     ),
 )  # fmt: skip

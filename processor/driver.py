@@ -115,6 +115,7 @@ class Processor:
         watch_parent: bool = False,
         on_exit: Callable[[str], None] | None = None,
         stacks_path: Path | None = None,
+        work_done: Callable[[], int] | None = None,
         exit_process: Callable[[int], None] = os._exit,
         machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,6 +125,7 @@ class Processor:
         watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
         on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
+        work_done(): a number that grows while the holder carries out an order; called on the processor's thread.
         """
         self._settings = settings
         self._address = address
@@ -131,6 +133,7 @@ class Processor:
         self._holder = holder
         self._gate = gate
         self._on_exit = on_exit
+        self._work_done = work_done if work_done is not None else lambda: 0
         self._exit_process = exit_process
         self._machine = machine if machine is not None else _default_machine()
         self._clock = clock
@@ -251,7 +254,8 @@ class Processor:
 
     def _tick(self) -> Tick:
         gate = self._gate
-        return Tick(gate.phase, gate.step, gate.waiting, self._clock() < self._paused_until)
+        paused = self._clock() < self._paused_until
+        return Tick(gate.phase, gate.step, gate.waiting, paused, self._work_done())
 
     def _take(self, item: Event | _Opened | _Incoming | _Closed | _Stop) -> None:
         now = self._clock()

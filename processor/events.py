@@ -124,6 +124,8 @@ class Tick:
     step: int
     waiting: bool = False
     paused: bool = False
+    work_done: int = 0
+    """Grows while an order is carried out; in what units does not matter."""
 
 
 Event = (

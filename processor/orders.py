@@ -93,6 +93,11 @@ def publish_done(state: ProcessorState, event: PublishDone, now: float, out: lis
     return _answer(state, order, answer, out)
 
 
+def owes_answer(state: ProcessorState) -> bool:
+    """True while an order is being carried out, or waits for its turn."""
+    return state.applying is not None or any(known.answer is None for known in state.orders)
+
+
 def _answer(
     state: ProcessorState, order: WriteOrder | PublishOrder, answer: Written | Published, out: list[Effect]
 ) -> ProcessorState:

@@ -75,6 +75,8 @@ class ProcessorState:
     rolled: bool = False
     """A roll-forward was begun behind this closed gate: it can never open again."""
     orders: tuple[Order, ...] = ()
+    work_done: int = 0
+    """As the last heartbeat's tick had it."""
     faults: tuple[FaultReport, ...] = ()
     """All told, in order; said again on every new stream, because nothing acknowledges them."""
     notice: str = ""

@@ -29,6 +29,7 @@ from ttp.proto.messages import (
     Successors,
     Thaw,
     Welcome,
+    Working,
     WriteOrder,
 )
 
@@ -55,7 +56,17 @@ from .events import (
     WorkFailed,
     WriteDone,
 )
-from .orders import outlived, publish, publish_done, roll_forward, roll_forward_done, work_failed, write, write_done
+from .orders import (
+    outlived,
+    owes_answer,
+    publish,
+    publish_done,
+    roll_forward,
+    roll_forward_done,
+    work_failed,
+    write,
+    write_done,
+)
 from .state import Link, ProcessorState, Standing
 from .succession import controllers, go_on, go_on_at, lost, silent
 
@@ -135,7 +146,9 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:
         out.append(Send(Heartbeat(rank, event.phase, event.step, event.waiting, event.paused)))
-        state = replace(state, heartbeat_at=now + state.heartbeat_s)
+        if event.work_done > state.work_done and owes_answer(state):
+            out.append(Send(Working(rank, state.freeze_id)))
+        state = replace(state, heartbeat_at=now + state.heartbeat_s, work_done=event.work_done)
     if now >= state.notice_by:
         waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
         state = _tell_notice(state, waited, now, out)

@@ -140,6 +140,8 @@ def _encode_up(message: m.Upward) -> pb.Upward:
         case m.StepFailed(rank, freeze_id, stage, tmp_name, error):
             failed = pb.StepFailed(rank=rank, freeze_id=freeze_id, stage=stage, tmp_name=tmp_name, error=clean(error))
             return pb.Upward(step_failed=failed)
+        case m.Working(rank, freeze_id):
+            return pb.Upward(working=pb.Working(rank=rank, freeze_id=freeze_id))
         case _:
             assert_never(message)
 
@@ -177,6 +179,8 @@ def _decode_up(wire: pb.Upward) -> m.Upward:
         case "step_failed":
             failed = wire.step_failed
             return m.StepFailed(failed.rank, failed.freeze_id, failed.stage, failed.tmp_name, failed.error)
+        case "working":
+            return m.Working(wire.working.rank, wire.working.freeze_id)
         case _:
             raise CodecError("an upward message of a kind that is unknown here came in; is the peer newer?")
 

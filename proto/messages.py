@@ -4,7 +4,7 @@ Owns the vocabulary that controller and processors share. Never imports protobuf
 into bytes and back. Messages name their rank, so one stream may carry several ranks.
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
-Published, StepFailed, Finished, AgentHello, WorkerExit.
+Published, StepFailed, Working, Finished, AgentHello, WorkerExit.
 Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
 Downward, to a stream rather than to a rank: Beat (every stream), Successors (agents).
 """
@@ -295,6 +295,15 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """An order of this freeze is being carried out and has got on since this was said last: gigabytes take longer than a
+    rank may be silent. Not said by a rank whose disk hangs, which goes on to send heartbeats."""
+
+    rank: int
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepFailed:
     """A RollForward, WriteOrder or PublishOrder could not be carried out by this rank."""
 
@@ -344,5 +353,6 @@ Upward = (
     | Written
     | Published
     | StepFailed
+    | Working
 )
 Downward = Welcome | Freeze | Thaw | RollForward | WriteOrder | PublishOrder | Exit | Dismiss | Beat | Successors

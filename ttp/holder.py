@@ -100,6 +100,10 @@ class OptimizerHolder:
         self._rank = rank
         self._term = term
         self._layout = dict(layout)
+        self._trusted: frozenset[str] = frozenset()
+        self.work_done = 0
+        """Bytes, files and entries that orders have got through so far: it grows while a write or publish gets on. Written by
+        the thread that carries out the order, read by any."""
 
     def registration(self) -> Registration:
         return replace(self._registration, state_step=self.optimizer.current_step, standby=self.standby)
@@ -128,7 +132,9 @@ class OptimizerHolder:
             tensors += shards.split_parts(holdings[part.group_id], part.count)[part.index]
         suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
         with self.around("write", step, f"{directory}/{tmp_name}"):
-            return writer.write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix)
+            return writer.write_share(
+                directory, tmp_name, self._rank, tensors, {}, suffix=suffix, advance=self._advance
+            )
 
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
@@ -148,7 +154,16 @@ class OptimizerHolder:
             blobs=param_group_blobs(self._param_groups(order.step)),
             rank=self._rank,
             term=self._term,
+            trusted=self._trusted,
+            advance=self._advance,
         )
+
+    def _advance(self, count: int) -> None:
+        self.work_done += count
+
+    def trust(self, path: str) -> None:
+        """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
+        self._trusted |= {path}
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""

@@ -63,6 +63,7 @@ class Protection:
             self.gate,
             watch_parent=settings.launched,
             stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
+            work_done=lambda: holder.work_done,
         )
         self._notice = Notice(self.processor.preempted)
         self.processor.start()

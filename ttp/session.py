@@ -251,6 +251,7 @@ class Session:
         load.read_into(path, self.optimizer.load_begin())
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
+        self.holder.trust(path)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
         if self.rank == 0:
@@ -293,6 +294,7 @@ class Session:
         for directory in self.save_dirs:
             path, error = self._save_in(directory, step)
             if path:
+                self.holder.trust(path)
                 return path
             errors.append(f"{directory}: {error}")
             if self.rank == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
@@ -97,7 +99,7 @@ def _step(job: Job, root: str, step: int, committed: int) -> list[str]:
     for controller in job.controllers:
         mine = [dict(line.fields) for _, line in controller.story]
         if any(fields.get("path") == f"{root}/iter_{step:07d}" for fields in mine) and any(
-            committed in fields.get("records", ()) for fields in mine
+            committed in cast(tuple[int, ...], fields.get("records", ())) for fields in mine
         ):
             return [f"I6: step {step} was published although a rank told record {committed}"]
     return []

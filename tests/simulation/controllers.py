@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.network import Stream
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import Stage
-from ttp.proto.messages import Beat, Registration, Upward
+from ttp.proto.messages import Beat, Downward, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
@@ -130,10 +130,10 @@ class Controller:
                 self._send(rank, Beat())
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
-    def _send(self, rank: int, message: object) -> None:
+    def _send(self, rank: int, message: Downward) -> None:
         process, stream = self.job.ranks[rank], self.streams[rank]
 
-        def deliver(told: object) -> None:
+        def deliver(told: Any) -> None:
             process.run(lambda: process.receive(stream, told))
 
         stream.carry("down", deliver, message)

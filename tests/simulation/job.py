@@ -211,7 +211,9 @@ class Job:
         """Nobody runs any more but standbys that nobody came to: the launchers end those."""
         if all(c.gone for c in self.controllers) and self.now > self._last_kill_s + 3 * self.times.controller_lost_s:
             return True  # who is left hangs in a collective or a gate, and its launcher ends it
-        return all(c.gone or c.idle for c in self.controllers) and all(not p.alive or p.stopped_for_good for p in self.ranks)
+        return all(c.gone or c.idle for c in self.controllers) and all(
+            not p.alive or p.stopped_for_good for p in self.ranks
+        )
 
     def run(self, until_s: float) -> bool:
         return self.scheduler.run(until_s, self.ended)

@@ -148,9 +148,11 @@ class Rank:
             self.step(ev.Disconnected("connection refused", refused=True))
             return
         self.stream = self._current = stream = Stream(self.job.scheduler, self.job.rng, self.job.slowest_s, controller)
-        greet = lambda _: controller.when_running(answer)  # noqa: E731
-        answer = lambda: stream.carry("down", lambda _: self.run(lambda: self._greeted(stream)), None)  # noqa: E731
-        stream.carry("up", greet, None)
+
+        def answer() -> None:
+            stream.carry("down", lambda _: self.run(lambda: self._greeted(stream)), None)
+
+        stream.carry("up", lambda _: controller.when_running(answer), None)
 
     def _greeted(self, stream: Stream) -> None:
         if self.stream is not stream:

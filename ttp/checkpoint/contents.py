@@ -101,8 +101,8 @@ def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]
     """Yield the tables in the files' order, a few files ahead of the one that is asked for."""
     for begin in range(0, len(files), _READ_AHEAD):
         some = files[begin : begin + _READ_AHEAD]
-        if len(some) == 1:
-            yield _read_table(directory / some[0].name, some[0])
+        if len(some) < _READERS:  # threads would cost more than they save
+            yield from (_read_table(directory / file.name, file) for file in some)
             continue
         with ThreadPoolExecutor(min(_READERS, len(some)), thread_name_prefix="ttp-tables") as readers:
             yield from readers.map(lambda file: _read_table(directory / file.name, file), some)

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -105,11 +105,21 @@ class _YieldingPickler(pickle.Pickler):
     """Lets other threads run: torch's own `pickle.dump` of a million boxes holds the interpreter for seconds on end, and a
     publisher that sends no heartbeat meanwhile counts as dead. The bytes are the same."""
 
+    def __init__(self, stream: IO[bytes], advance: Callable[[int], None]) -> None:
+        super().__init__(stream)
+        self._advance = advance
+
     def persistent_id(self, value: object) -> None:
-        return None
+        self._advance(1)
 
 
-def write_metadata(directory: Path, contents: Contents, final_path: str, save_id: str) -> None:
+def write_metadata(
+    directory: Path,
+    contents: Contents,
+    final_path: str,
+    save_id: str,
+    advance: Callable[[int], None] = lambda count: None,
+) -> None:
     """Write `.metadata` (fsync) from what all writers wrote, so that stock `dcp.load` reads `directory`.
 
     The checkpoint's place is recorded as plain text: torch's writer pickles a `Path`, which another version of Python may
@@ -138,7 +148,7 @@ def write_metadata(directory: Path, contents: Contents, final_path: str, save_id
     if (version := getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)) is not None:  # not in older torch
         metadata.version = version
     stream = io.BytesIO()
-    _YieldingPickler(stream).dump(metadata)
+    _YieldingPickler(stream, advance).dump(metadata)
     write_durably(directory / METADATA_NAME, stream.getvalue())
 
 

@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,13 @@ def publish(
     rank: int = 0,
     term: int = 0,
     trusted: Collection[str] = (),
+    advance: Callable[[int], None] = lambda count: None,
     created_unix_s: float | None = None,
 ) -> str:
     """Make `directory/tmp_name`, which holds exactly `results`, the checkpoint of `step`; return its path.
 
     expected: shape of every tensor that must be there; blobs: plain values that this publisher adds (param groups);
-    trusted: published checkpoints that this run has written or verified itself.
+    trusted: published checkpoints that this run has written or verified itself; advance: told that the work gets on.
     Called by one rank, without a collective; after a failure it may be called again by any rank. A valid checkpoint of
     the same step and tensors that is there already is kept and its path returned; a broken one is moved aside.
     Raises CorruptCheckpoint (the shares do not make a whole), CheckpointMismatch (the step is taken by another model's
@@ -91,12 +92,13 @@ def publish(
         versions={"torch": str(torch.__version__), "ttp": ttp.__version__},
     )
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
+    attempt = _Attempt(root, tmp_name, results, expected, trusted, advance)
     try:
         for _ in range(_PUBLISH_TRIES):
-            if os.path.lexists(final) and _is_kept(final, _Attempt(root, tmp_name, results, expected, trusted)):
+            if os.path.lexists(final) and _is_kept(final, attempt):
                 discard_attempt(root, tmp_name)
                 break
-            if _publish_once(root, tmp_name, final, fields, results, expected, blobs or {}, rank):
+            if _publish_once(attempt, final, fields, blobs or {}, rank):
                 break
         else:
             raise CheckpointError(
@@ -116,25 +118,16 @@ def publish(
     return str(final)
 
 
-def _publish_once(
-    root: Path,
-    tmp_name: str,
-    final: Path,
-    fields: Manifest,
-    results: Sequence[ShareResult],
-    expected: Mapping[str, Sequence[int]] | None,
-    blobs: Mapping[str, object],
-    rank: int,
-) -> bool:
+def _publish_once(attempt: _Attempt, final: Path, fields: Manifest, blobs: Mapping[str, object], rank: int) -> bool:
     """Claim the attempt, complete it, rename it. False when another publisher came first: look again."""
-    files = [file for result in results for file in result.files]
-    claim = _claim(root, tmp_name, files, final)
+    files = [file for result in attempt.results for file in result.files]
+    claim = _claim(attempt.root, attempt.tmp_name, files, final)
     if claim is None:
         return False
     try:
-        contents = read_contents(claim, results)
-        fields = replace(fields, tensors=check_complete(contents, expected))
-        _complete(claim, fields, contents, blobs, final, rank)
+        contents = read_contents(claim, attempt.results, attempt.advance)
+        fields = replace(fields, tensors=check_complete(contents, attempt.expected))
+        _complete(claim, fields, contents, blobs, final, rank, attempt.advance)
     except (FileNotFoundError, CheckpointError):
         if claim.exists():
             raise
@@ -186,6 +179,7 @@ def _complete(
     blobs: Mapping[str, object],
     final: Path,
     rank: int,
+    advance: Callable[[int], None],
 ) -> None:
     """Remove what no writer reported; add blobs, torch's metadata and the manifest, all durable."""
     reported = {file.name for file in contents.files}
@@ -195,7 +189,7 @@ def _complete(
         share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False)
         added = read_contents(claim, [share])
         contents = Contents(contents.files + added.files, contents.tensors, contents.blobs + added.blobs)
-    dcp.write_metadata(claim, contents, str(final), fields.attempt)
+    dcp.write_metadata(claim, contents, str(final), fields.attempt, advance)
     metadata = claim / dcp.METADATA_NAME
     entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
     files = sorted((*contents.files, entry), key=lambda file: file.name)
@@ -214,12 +208,13 @@ class _Attempt:
     results: Sequence[ShareResult]
     expected: Mapping[str, Sequence[int]] | None
     trusted: Collection[str]
+    advance: Callable[[int], None]
 
     def contents(self) -> Contents | None:
         """Return what the attempt holds; None when it is gone."""
         for name in _names_of_attempt(self.root, self.tmp_name):
             try:
-                return read_contents(self.root / name, self.results)
+                return read_contents(self.root / name, self.results, self.advance)
             except (OSError, CorruptCheckpoint):
                 continue
         return None
@@ -236,7 +231,8 @@ def _is_kept(final: Path, attempt: _Attempt) -> bool:
     contents = attempt.contents()
     try:
         judged = os.lstat(final)
-        manifest = verify(final, deep=contents is not None and str(final) not in attempt.trusted)
+        doubtful = contents is not None and str(final) not in attempt.trusted
+        manifest = verify(final, deep=doubtful, progress=lambda done, total: attempt.advance(1))
     except FileNotFoundError:
         return False
     except CorruptCheckpoint as error:

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -46,11 +46,13 @@ def write_share(
     *,
     suffix: str = "0",
     make: bool = True,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> ShareResult:
     """Write tensors and blobs into `directory/tmp_name/__<rank>_<suffix>_<n>.distcp`; durable on return.
 
     tmp_name: the attempt's own directory (`iter_0000042_tmp_<attempt>`), made if it is not there; other ranks write into
     it at the same time. An existing file is never touched: `n` is the first free number.
+    advance: told of bytes written, on the calling thread.
     make: False for a publisher, which must find the directory that it claimed or fail.
     blobs: plain values (numbers, strings, booleans, None, and lists, tuples and dictionaries of them) by key.
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
@@ -73,7 +75,7 @@ def write_share(
         copier = _DeviceCopier()
         for number, batch in enumerate(_batches(boxes) or [[]]):
             if batch or (packed and number == 0):
-                target = _Target(path, f"__{rank}_{suffix}")
+                target = _Target(path, f"__{rank}_{suffix}", advance)
                 written.append(target)
                 files.append(_write_file(target, rank, batch, packed if number == 0 else {}, aliases, copier))
         fsync_directory(path)
@@ -221,8 +223,9 @@ class _Target(FileSystem):
     keeps the error, drops what follows, and `raise_error` raises it.
     """
 
-    def __init__(self, path: Path, stem: str) -> None:
+    def __init__(self, path: Path, stem: str, advance: Callable[[int], None]) -> None:
         self.path = path
+        self._advance = advance
         self.name = ""
         self.nbytes = 0
         self.sha256 = ""
@@ -232,7 +235,7 @@ class _Target(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with ThreadPoolExecutor(1, thread_name_prefix="ttp-hash") as aside:
-            self._stream = _HashedStream(self._open_new(), aside)
+            self._stream = _HashedStream(self._open_new(), aside, self._advance)
             yield self._stream
 
     def seal(self, table: bytes) -> None:
@@ -273,8 +276,9 @@ class _Target(FileSystem):
 class _HashedStream(io.RawIOBase):
     """Writes to a file and hashes what was meant to be in it. Never raises: see `_Target`."""
 
-    def __init__(self, file: IO[bytes], aside: ThreadPoolExecutor) -> None:
+    def __init__(self, file: IO[bytes], aside: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
         super().__init__()
+        self._advance = advance
         self.digest = hashlib.sha256()
         self.position = 0
         self.error: OSError | None = None
@@ -296,6 +300,8 @@ class _HashedStream(io.RawIOBase):
                 # The view is torch's memory, valid only during this call.
                 hashing.result() if hashing is not None else self.digest.update(view)
         self.position += len(view)
+        if self.error is None:
+            self._advance(len(view))
         return len(view)
 
     def flush(self) -> None:

@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     RollForward,
     StepFailed,
     Thaw,
+    Working,
     WriteOrder,
 )
 
@@ -356,3 +357,27 @@ def test_differing_records_of_one_step_are_told() -> None:
     job.say(report(0, 1, DONE, 7, records=[7]))
     job.say(odd.__class__(1, 1, True, DONE, 7, 7, False, -1, (other,)))
     assert job.told("records_differ")[0]["step"] == 7
+
+
+def test_a_writer_whose_work_gets_on_is_waited_for_beyond_the_progress_timeout() -> None:
+    """Gigabytes on a slow disk take longer than that; one that falls silent is given up all the same."""
+    job = dying()
+    orders = job.orders()
+    for _ in range(4):
+        job.wait(20.0)
+        job.say(*(Working(rank, job.state.freeze_id) for rank in orders))
+    assert job.at(Stage.WRITING) and not job.told("stuck")
+    job.say(*(Working(rank, job.state.freeze_id - 1) for rank in orders))  # of an earlier round: proves nothing
+    job.wait(30.5)
+    assert job.told("stuck")
+
+
+def test_a_rank_that_owes_nothing_cannot_prolong_the_wait() -> None:
+    job = dying()
+    orders = job.orders()
+    first = min(orders)
+    job.say(job.written(first, orders[first]))
+    for _ in range(2):
+        job.wait(16.0)
+        job.say(Working(first, job.state.freeze_id))
+    assert job.told("stuck")

@@ -33,7 +33,7 @@ def stepping(durations: list[float], settings: ControllerSettings = SETTINGS) ->
 
 def trained(step_s: float = 0.5, steps: int = 12, **settings: float) -> ControllerBench:
     """A job whose four ranks told of their steps as they began them, all at once; the last of them is `steps`."""
-    times: dict[str, Any] = {"hang_floor_s": 1.0, "hang_factor": 10.0, "lease_s": 1000.0}
+    times: dict[str, Any] = {"hang_floor_s": 1.0, "hang_factor": 10.0, "lease_s": 1000.0, "heartbeat_s": 500.0}
     job = ControllerBench(**times | settings)
     for step in range(1, steps + 1):
         job.now += step_s
@@ -239,7 +239,7 @@ def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
 
 
 def test_a_suspect_rank_is_waited_for_before_a_hang_is_judged() -> None:
-    job = trained(lease_s=1000.0)
+    job = trained(lease_s=1000.0, heartbeat_s=500.0)
     stand(job, *((READY, 12, True),) * 4)
     hang(job)
     job.close(1)
@@ -278,7 +278,7 @@ def test_finished_ranks_are_no_suspects() -> None:
 
 
 def test_a_frozen_job_is_not_called_hung() -> None:
-    job = trained(lease_s=1000.0)
+    job = trained(lease_s=1000.0, heartbeat_s=500.0)
     job.close(1)
     assert job.at(Stage.FREEZING)
     job.take(Tick(), after=100.0)
@@ -288,19 +288,19 @@ def test_a_frozen_job_is_not_called_hung() -> None:
 
 
 def test_a_controller_that_was_stopped_itself_calls_nobody_hung() -> None:
-    job = trained()
+    job = trained(heartbeat_s=1.0)
     job.take(Tick(), after=100.0)
     assert job.at(Stage.RUNNING) and not job.told("hung")
 
 
 def test_a_peers_error_during_a_hangs_freeze_still_waits_for_its_culprit() -> None:
-    job = trained(lease_s=3.0)
+    job = trained(lease_s=30.0, heartbeat_s=20.0)
     stand(job, *((READY, 12, True),) * 4)
     hang(job)
     job.say(fault(1, CauseKind.PEER_ERROR))
     job.all_report(12, phase=READY)
     assert job.at(Stage.FREEZING)
-    job.wait(3.1)
+    job.wait(30.1)
     assert job.at(Stage.WRITING)
 
 

@@ -20,6 +20,7 @@ from ttp.processor.events import (
     PublishDone,
     Release,
     RollForwardDone,
+    Tick,
     TrainReturned,
     WorkFailed,
     WriteDone,
@@ -27,6 +28,7 @@ from ttp.processor.events import (
 )
 from ttp.processor.state import Standing
 from ttp.proto.messages import (
+    Beat,
     Cause,
     CauseKind,
     Dismiss,
@@ -46,6 +48,7 @@ from ttp.proto.messages import (
     StepFailed,
     Thaw,
     Welcome,
+    Working,
     WriteOrder,
     Written,
 )
@@ -86,6 +89,26 @@ def test_heartbeats_begin_with_the_welcome() -> None:
     assert not rank.said(Heartbeat)
     rank.tick(after=0.5)
     assert rank.said(Heartbeat)
+
+
+def test_a_rank_says_that_its_work_gets_on_only_while_it_does_and_an_order_is_open() -> None:
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    order = write_order()
+
+    def said_at(work_done: int) -> list[Working]:
+        rank.hear(Beat())
+        rank.take(Tick(Phase.COMPUTE, 1, work_done=work_done), after=1.0)
+        return rank.said(Working)
+
+    assert said_at(10) == [], "nothing was ordered: a periodic save"
+    rank.freeze(phase=Phase.DONE)
+    rank.hear(order)
+    assert said_at(20) == [Working(1, 1)]
+    assert said_at(20) == [], "the disk hangs"
+    assert said_at(30) == [Working(1, 1)]
+    rank.take(WriteDone(order, share(1)))
+    assert said_at(40) == [], "it was answered"
 
 
 def test_a_lost_stream_is_tried_again_after_a_pause() -> None:

@@ -20,8 +20,10 @@ from ttp.proto import status as s
 from ttp.proto.codec import (
     CodecError,
     decode_downward,
+    decode_parcels,
     decode_status,
     decode_upward,
+    encode_batch,
     encode_downward,
     encode_status,
     encode_upward,
@@ -89,6 +91,18 @@ def test_every_downward_message_survives_the_wire(
     parcel = decode_downward(pb.DownwardEnvelope.FromString(wire))
     assert (parcel.job_id, parcel.term, parcel.ranks) == (job_id, term, tuple(ranks))
     assert bits(parcel.message) == bits(message)
+
+
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(job_id=TEXT, term=INT64, said=st.lists(st.tuples(st.lists(INT32, max_size=3), DOWNWARD), min_size=1, max_size=4))
+def test_a_batch_says_what_its_messages_say_in_order(
+    job_id: str, term: int, said: list[tuple[list[int], m.Downward]]
+) -> None:
+    """One message goes as itself; each of several keeps its ranks, under the envelope's job and term."""
+    wire = encode_batch(job_id, term, said).SerializeToString()
+    parcels = decode_parcels(pb.DownwardEnvelope.FromString(wire))
+    assert [(p.job_id, p.term, p.ranks) for p in parcels] == [(job_id, term, tuple(ranks)) for ranks, _ in said]
+    assert [bits(p.message) for p in parcels] == [bits(message) for _, message in said]
 
 
 @settings(max_examples=50, deadline=None, print_blob=True)

@@ -11,7 +11,27 @@ from ttp.controller.agent_link import request_status
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import DownwardParcel, decode_downward, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import Downward, Finished, Heartbeat, Phase, Registration, ShardGroup, Upward, Welcome
+from ttp.proto.messages import (
+    Downward,
+    Exit,
+    FileEntry,
+    Finished,
+    Freeze,
+    Heartbeat,
+    Phase,
+    Published,
+    PublishOrder,
+    Registration,
+    ShardGroup,
+    ShareResult,
+    StateReport,
+    Upward,
+    Welcome,
+    WorkerExit,
+    Working,
+    WriteOrder,
+    Written,
+)
 from ttp.proto.transport import grpc, open_channel
 
 from .conftest import LONG_S, StartController
@@ -24,7 +44,7 @@ class RawStream:
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._call = ControlStub(channel).Attach(iter(self._outbox.get, None), timeout=LONG_S)
         self._answers = iter(self._call)
-        self._heard: list[DownwardParcel] = []
+        self.heard: list[DownwardParcel] = []
         greeting = decode_downward(next(self._answers))
         assert greeting.message is None
         self.job_id, self.term = greeting.job_id, greeting.term
@@ -36,9 +56,9 @@ class RawStream:
         self._outbox.put(envelope)
 
     def next(self) -> tuple[tuple[int, ...], Downward | None]:
-        if not self._heard:
-            self._heard += decode_parcels(next(self._answers))
-        parcel = self._heard.pop(0)
+        if not self.heard:
+            self.heard += decode_parcels(next(self._answers))
+        parcel = self.heard.pop(0)
         return parcel.ranks, parcel.message
 
     def end(self) -> None:
@@ -58,7 +78,9 @@ class RawStream:
 
 
 def registration(rank: int, world_size: int = 3) -> Registration:
-    return Registration(rank, world_size, "host", 100 + rank, (ShardGroup("g", "all", 8),), 0, ("/nowhere",), "{}")
+    return Registration(
+        rank, world_size, "host", 100 + rank, (ShardGroup("g", "all", 1 << 20),), 0, ("/nowhere",), "{}"
+    )
 
 
 @pytest.fixture
@@ -129,6 +151,28 @@ def test_one_stream_carries_several_ranks_and_one_envelope_addresses_them(channe
     stream.say(*(Finished(rank) for rank in range(3)))
     ranks, message = stream.next()
     assert ranks == (0, 1, 2), "the dismissal is one envelope for all three"
+
+
+def test_a_whole_fault_over_one_stream_that_carries_all_ranks(channel: grpc.Channel) -> None:
+    """What a node's agent sees that relays its ranks: one envelope for what one input causes, each message to its ranks."""
+    stream = RawStream(channel)
+    stream.say(*(registration(rank) for rank in range(3)))
+    assert [stream.next()[0] for _ in range(3)] == [(0,), (1,), (2,)], "welcomes"
+    stream.say(WorkerExit(1, 101, "signal SIGKILL", 0.0))
+    ranks, freeze = stream.next()
+    assert isinstance(freeze, Freeze) and ranks == (0, 2)
+    stream.say(*(StateReport(rank, freeze.freeze_id, True, Phase.DONE, 5, 5, False, -1, ()) for rank in ranks))
+    orders = {rank: order for (rank,), order in (stream.next(), stream.next())}
+    assert sorted(orders) == [0, 2] and not stream.heard, "both orders came in one envelope"
+    for rank, order in orders.items():
+        assert isinstance(order, WriteOrder)
+        result = ShareResult((FileEntry(f"r{rank}", 4, "00", rank),))
+        stream.say(Working(rank, order.freeze_id), Written(rank, order.freeze_id, order.tmp_name, order.parts, result))
+    (publisher,), order = stream.next()
+    assert isinstance(order, PublishOrder) and [f.name for r in order.results for f in r.files] == ["r0", "r2"]
+    stream.say(Published(publisher, order.freeze_id, order.step, "/nowhere/iter_0000005"))
+    ranks, message = stream.next()
+    assert isinstance(message, Exit) and ranks == (0, 2)
 
 
 def test_a_rank_that_came_back_on_a_new_stream_is_not_lost_with_the_old_one(channel: grpc.Channel) -> None:
