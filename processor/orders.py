@@ -78,7 +78,7 @@ def _take_order(
                 out.append(Send(known.answer))
             return state
     out.append(effect)
-    return replace(state, orders=(*state.orders, Order(message)))
+    return replace(state, orders=(*state.orders, Order(message)), ordered=True)
 
 
 def write_done(state: ProcessorState, event: WriteDone, now: float, out: list[Effect]) -> ProcessorState:

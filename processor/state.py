@@ -74,6 +74,8 @@ class ProcessorState:
     """A roll-forward that is being done."""
     rolled: bool = False
     """A roll-forward was begun behind this closed gate: it can never open again."""
+    ordered: bool = False
+    """Since the gate closed a write or publish order was taken: a dump has been decided, by whatever controller."""
     orders: tuple[Order, ...] = ()
     work_done: int = 0
     """As the last heartbeat's tick had it."""

@@ -262,7 +262,7 @@ def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[
     if report.closed:
         state = replace(state, closed=True, torn=report.torn, state_step=report.state_step)
     if state.link is Link.UP:
-        out.append(Send(report))
+        out.append(Send(replace(report, final=report.final or state.ordered)))
     return replace(state, standing=Standing.FROZEN)
 
 
@@ -274,7 +274,7 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
         out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
         return state
     out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
-    return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=())
+    return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)
 
 
 # --- the end ---

@@ -141,7 +141,8 @@ class StateReport:
     records: tuple[CommitRecord, ...]
     """Commit records that this rank still has, newest last (at least the newest)."""
     final: bool = False
-    """True when the state was rolled forward: the gate can never open again, so a dump has to follow."""
+    """True when a dump has to follow: the state was rolled forward, so that the gate can never open again, or orders of a dump
+    were taken, which may still be under way."""
 
 
 @dataclass(frozen=True, slots=True)

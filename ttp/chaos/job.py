@@ -103,9 +103,18 @@ class Job:
         return max((int(line["step"]) for line in self.metrics() if "loss" in line), default=0)
 
     def journals(self) -> list[list[dict[str, Any]]]:
-        """Return each start's controller journal, oldest first; an event's fields stand beside its name and time."""
-        paths = sorted((self.output_dir / "log").glob("journal_*.jsonl"), key=lambda p: int(p.stem.split("_")[1]))
-        return [[{**line.get("fields", {}), **line} for line in read_jsonl(path)] for path in paths]
+        """Return each start's journal, oldest first: what all its controllers told, in order of time. An event's fields
+        stand beside its name and time; `controller` is 0 for the one that the start began with, i for the i-th standby."""
+        log_dir = self.output_dir / "log"
+        starts = sorted(int(path.stem.split("_")[1]) for path in log_dir.glob("journal_*.jsonl"))
+        return [sorted(self._lines_of(start), key=lambda line: line["unix_s"]) for start in starts]
+
+    def _lines_of(self, start: int) -> Iterator[dict[str, Any]]:
+        log_dir = self.output_dir / "log"
+        for path in (log_dir / f"journal_{start}.jsonl", *sorted(log_dir.glob(f"standby_{start}_*.jsonl"))):
+            place = int(path.stem.split("_")[2]) if path.stem.startswith("standby") else 0
+            for line in read_jsonl(path):
+                yield {**line.get("fields", {}), **line, "controller": place}
 
     def final(self) -> dict[str, Any]:
         """Return final.json (the last step and a hash of the final weights)."""
@@ -144,6 +153,15 @@ class Job:
         journals = self.journals()
         lines = journals[-1] if journals else []
         return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") == "registered"}
+
+    def controller_pids(self) -> dict[int, int]:
+        """Return the pid of every controller that runs: 0 for the one that its start began with, i for the i-th standby."""
+        found = {}
+        for pid, command in _marked(self.mark):
+            words = command.split()
+            if "ttp.controller" in words:
+                found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
+        return found
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> Kill:
         """Send a signal to a rank of the newest start and say when."""
