@@ -20,6 +20,10 @@ SUSPECT_AFTER = 2 / 3
 dead, and a rank that was only slow costs a short pause."""
 
 
+CUT_OFF_HEARTBEATS = 1.5
+"""Of several ranks one is always heard within a heartbeat."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent says no."""
@@ -143,13 +147,13 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     """
     if members.attached == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at, silent, cut_off = [], [], inf, 0, False
+    newly_suspect, run_out, next_at, last_heard = [], [], inf, -inf
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
         since = max(member.heard, members.amnesty)
         suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
-        silent += member.suspect or now >= suspect_at
+        last_heard = max(last_heard, member.heard)
         if now >= dead_at:
             run_out.append(rank)
         elif member.suspect or now >= suspect_at:
@@ -158,15 +162,17 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
                 newly_suspect.append(rank)
         else:
             next_at = min(next_at, suspect_at)
-    if run_out and 1 < silent == members.alive:
-        # All of them: most likely it is the controller that is cut off. Whom it could order about is silent anyway, so it
-        # gives them new leases, until it must be true.
-        last_heard = max(members.table[rank].heard for rank in run_out)
-        if now < last_heard + settings.orphan_timeout_s:
-            cut_off, run_out = True, []
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
-    if cut_off:
+    quiet_s = now - last_heard
+    if (
+        run_out
+        and welcomed
+        and members.alive > 1
+        and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s
+    ):
+        # Nobody else is heard either: most likely it is the controller that is cut off. Whom it could order about is silent
+        # anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 

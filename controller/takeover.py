@@ -2,8 +2,8 @@
 
 Owns the two stages before everything else: STANDBY, in which nobody has come yet, and GATHERING, in which the ranks that
 lost their controller come one after the other. What they say when they register is all there is to know; afterwards every
-gate is closed once, so that what an earlier controller had begun and nobody finished is found: a rank that it froze is
-thawed, a rank that it rolled forward makes a dump necessary. Never decides about the dump itself.
+gate is closed once, so that what an earlier controller had begun and nobody finished is found: ranks that it only froze are
+thawed, one that it rolled forward or gave an order makes a dump necessary. Never decides about the dump itself.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def judge(state: ControllerState, fault: Fault, now: float, out: list[Effect]) -
     if mute:
         cause = Cause(CauseKind.SILENT, mute, f"{named('rank', mute)} did not answer the new controller's freeze")
     elif final:
-        text = f"{named('rank', final)} had been rolled forward for the controller that was lost"
+        text = f"{named('rank', final)} had begun a dump for the controller that was lost"
         cause = Cause(CauseKind.CONTROLLER_LOST, final, text)
     else:
         return state

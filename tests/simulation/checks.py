@@ -16,10 +16,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     job = scenario.job
     ended = job.run(LONGEST_RUN_S)
     found = list(job.violations)
-    # A rank that hangs in a collective without a controller is ended by its launcher, and a work thread that hangs under an
-    # order of an earlier controller is a hang of training.
-    stuck_at_work = any(rank.hang_work and rank.gate.barred for rank in job.ranks)
-    if not ended and not unprotected(job) and not stuck_at_work:
+    if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += _published_content(job)

@@ -85,7 +85,7 @@ def test_thawing_ranks_that_were_rolled_forward_is_caught(monkeypatch: pytest.Mo
 
     def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
         changed = judge(state, fault, now, out)
-        finals = changed.fault.causes and "rolled forward" in changed.fault.causes[0].text  # type: ignore[union-attr]
+        finals = changed.fault.causes and "had begun a dump" in changed.fault.causes[0].text  # type: ignore[union-attr]
         return state if finals else changed
 
     monkeypatch.setattr(settling, "judge", wrong)
