@@ -13,6 +13,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test"
 	@echo "make chaos                        many real kills at random moments"
+	@echo "make soak [SEED=0]                a hundred thousand simulated jobs, by seed"
 	@echo "make bench                        benchmarks"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -42,7 +43,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks
 
 soak: $(STAMP)
-	@$(PY) -m tests.simulation.soak
+	@$(PY) -m tests.simulation.replay $(if $(SEED),$(SEED),0) --count 100000 --keep-going
 
 proto: $(STAMP)
 	proto/generate.sh
