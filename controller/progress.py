@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ttp.proto.messages import Heartbeat, Phase
 
@@ -31,7 +31,8 @@ PAUSE_FACTOR = 2.0
 _NAMED = 8
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """Where a rank said it is."""
 
     step: int

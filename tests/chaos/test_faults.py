@@ -124,8 +124,8 @@ def test_a_dump_outlives_its_writers_and_publishers(tmp_path: Path, whole_job: R
         "kill:rank=0,step=5,point=write,call=1",
         "kill:rank=2,step=5,point=publish,call=unlink.0",
         "kill:rank=3,step=12,point=backward,round=1",
-        "kill:rank=0,step=11,point=publish,call=rename.1,round=1",
-        "kill:rank=1,step=11,point=publish,call=replace.1,round=1",
+        "kill:rank=0,step=11,point=publish,call=iter_0000011.0,round=1",
+        "kill:rank=1,step=11,point=publish,call=latest_checkpointed_iteration.txt.0,round=1",
     )
     job = run_to_end(tmp_path / "hurt", 4, faults=";".join(faults))
     assert published_steps(job) == [5, 11]

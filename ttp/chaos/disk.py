@@ -47,11 +47,12 @@ def _tap(fault: Fault, path: Path) -> Iterator[None]:
     me, calls = threading.get_ident(), 0
 
     def tapped(name: str) -> Callable[..., Any]:
-        real, counts = getattr(os, name), fault.call_name in ("", name)
+        real = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             if threading.get_ident() == me:
+                counts = fault.call_name in ("", name, _target(args))
                 if calls == fault.call and counts and fault.action not in DISK_ACTIONS:
                     commit(fault)
                 if fault.action in _ERRNO and calls >= fault.call and name != "unlink":
@@ -68,6 +69,11 @@ def _tap(fault: Fault, path: Path) -> Iterator[None]:
         yield
     if fault.action == "torn":
         _tear(path)
+
+
+def _target(args: tuple[Any, ...]) -> str:
+    """Return the name of the file or directory that a system call makes, moves to or removes; empty for a descriptor."""
+    return Path(args[-1]).name if args and isinstance(args[-1], str | os.PathLike) else ""
 
 
 def _tear(path: Path) -> None:

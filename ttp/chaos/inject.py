@@ -14,6 +14,7 @@
     kill:rank=1,step=9,point=ready,round=1     in the job's second start (default: round=0)
     kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
     kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
+    kill:rank=1,step=4,point=publish,call=iter_0000004.0    ..., at the first system call to that name
     enospc:..., eio:...                        the system call fails so (points write and publish only)
     torn:...                                   the write is said to be done, but half of the last file is missing
     enospc:...,times=1                         the first write (or publish) of that step only, so one directory (default: all)
@@ -60,7 +61,7 @@ class Fault:
     call: int = 0
     """In a dump: how many system calls that matter go well before."""
     call_name: str = ""
-    """Only calls of this name count; empty: all."""
+    """Only calls of this name, or to a file of this name, count; empty: all."""
     times: int = 1_000_000
     """In a dump: how many writes or publishes of the step it hits."""
     for_s: float = 0.0

@@ -16,6 +16,12 @@ from ttp.errors import CheckpointError, NotWritable
 
 __all__ = ["job"]
 TMP = "iter_0000042_tmp_a"
+CALLS = [
+    ("rename.0", False),
+    ("manifest.json.0", False),
+    ("iter_0000042.0", False),
+    ("latest_checkpointed_iteration.txt.0", True),
+]
 
 
 def write(job: Job, directory: Path, faults: str) -> None:
@@ -61,9 +67,9 @@ def test_other_steps_points_and_threads_are_spared(job: Job, tmp_path: Path) -> 
     job.save(tmp_path / "c", 42)
 
 
-@pytest.mark.parametrize(("call", "visible"), [("rename.0", False), ("rename.1", False), ("replace.1", True)])
+@pytest.mark.parametrize(("call", "visible"), CALLS)
 def test_a_kill_comes_between_the_acts_that_it_names(tmp_path: Path, call: str, visible: bool) -> None:
-    """Before the claim, before the rename that makes it visible, and after it, before the tracker."""
+    """Before the claim, the manifest, the rename that makes it visible, and the tracker."""
     code = f"""
 from pathlib import Path
 import torch
