@@ -152,19 +152,23 @@ def test_a_full_disk_falls_through_to_the_next_directory_and_then_refuses(
     tmp_path: Path, whole_job: RunJob, small_disk: Path | None
 ) -> None:
     """The first directory has no room (for real where a mount is allowed, else the system call fails so). When the second
-    one fails as well, the dump is refused with both reasons, and the older checkpoint is untouched and used."""
+    one fails as well, the dump is refused with both reasons, and the older checkpoint is untouched and used.
+
+    With two ranks nothing is gathered, so the one that is killed may be the only one that had the newest record.
+    """
     places = (small_disk or tmp_path / "first", tmp_path / "second")
     faults = ["kill:rank=1,step=6,point=backward", "kill:rank=1,step=12,point=backward,round=1"]
-    faults.append("eio:rank=0,step=11,point=write,call=2,round=1")
+    faults += [f"eio:rank=0,step={step},point=write,call=2,round=1" for step in (10, 11)]
     if small_disk is None:
-        faults.append("enospc:rank=0,step=5,point=write,times=1")
+        faults += [f"enospc:rank=0,step={step},point=write,times=1" for step in (4, 5)]
     save_dirs = f"--training_config.save_dirs=[{places[0]},{places[1]}]"
     job = run_to_end(tmp_path / "hurt", 2, save_dirs, faults=";".join(faults))
-    assert published_steps(job) == [5]
+    (saved,) = published_steps(job)
+    assert saved in (4, 5)
     assert "No space left on device" in story(job, 0, "write_failed")[0]["error"]
     assert {line["directory"] for line in story(job, 0, "write_sent")} == {str(place) for place in places}
     reason = story(job, 1, "refused")[0]["reason"]
     assert "none of 2 directories could be written" in reason and str(places[0]) in reason and str(places[1]) in reason
-    assert [int(line["from_step"]) for line in job.metrics() if line.get("event") == "resume"] == [5, 5]
-    assert sorted(path.name for place in places for path in place.glob("iter_*")) == ["iter_0000005"]
+    assert [int(line["from_step"]) for line in job.metrics() if line.get("event") == "resume"] == [saved, saved]
+    assert sorted(path.name for place in places for path in place.glob("iter_*")) == [f"iter_{saved:07d}"]
     assert_equal(job, whole_job(2))
