@@ -1,0 +1,94 @@
+"""Moving a machine's clock: all moments in its state become relative to now, so that equal situations are equal states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from ttp.controller.membership import Membership
+from ttp.controller.progress import unknown
+from ttp.controller.rank_table import RankTable
+from ttp.controller.rounds import has_culprit
+from ttp.controller.state import ControllerState, Fault, Stage
+from ttp.processor.state import ProcessorState
+from ttp.proto.messages import Cause, CauseKind
+
+_DIGITS = 6
+_SETTLED = Fault(0.0, (), 0.0, 0.0, 0, RankTable.filled(1, None))
+FORGOTTEN_S = 64.0
+"""Moments that are longer ago than every timeout of the model are all the same."""
+
+
+def ago(moment: float, seconds: float) -> float:
+    """Return a moment as seen `seconds` later. Infinities stay, and what is long past stays long past."""
+    moved = moment - seconds
+    if moved in (inf, -inf):
+        return moved
+    return max(round(moved, _DIGITS), -FORGOTTEN_S)
+
+
+def later_processor(state: ProcessorState, seconds: float) -> ProcessorState:
+    """Return a processor's state as it is `seconds` later."""
+    return replace(
+        state,
+        reconnect_at=ago(state.reconnect_at, seconds),
+        lost_since=ago(state.lost_since, seconds),
+        heartbeat_at=ago(state.heartbeat_at, seconds),
+        answer_by=ago(state.answer_by, seconds),
+        notice_by=ago(state.notice_by, seconds),
+        place_since=ago(state.place_since, seconds),
+        heard=ago(state.heard, seconds),
+        seen=ago(state.seen, seconds),
+    )
+
+
+def later_controller(state: ControllerState, seconds: float) -> ControllerState:
+    """Return a controller's state as it is `seconds` later.
+
+    What nothing reads any more is dropped: the reports of a round once it is decided (the next round begins without
+    any), a fault's particulars once the ranks are leaving, the order in which causes became known, which only texts show,
+    and the pace, for which these jobs are too short.
+    """
+    fault, dump = state.fault, state.dump
+    if fault is not None and state.stage is Stage.EXITING:
+        fault = _SETTLED
+    if fault is not None:
+        fault = replace(
+            fault,
+            causes=_causes(fault.causes),
+            reports=fault.reports
+            if state.stage is Stage.FREEZING
+            else RankTable.filled(state.settings.world_size, None),
+            began=ago(fault.began, seconds),
+            hint_until=ago(fault.hint_until, seconds),
+            round_deadline=ago(fault.round_deadline, seconds),
+        )
+    if dump is not None:
+        dump = replace(dump, progress_by=ago(dump.progress_by, seconds))
+    return replace(
+        state,
+        members=_later_members(state.members, seconds),
+        pace=unknown(state.settings.world_size),
+        deadline=ago(state.deadline, seconds),
+        seen=ago(state.seen, seconds),
+        fault=fault,
+        dump=dump,
+    )
+
+
+def _causes(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:
+    """Sort the causes; what peers told is of no account once a culprit is known."""
+    if has_culprit(causes):
+        causes = tuple(cause for cause in causes if cause.kind is not CauseKind.PEER_ERROR)
+    return tuple(sorted(set(causes), key=repr))
+
+
+def _later_members(members: Membership, seconds: float) -> Membership:
+    heard = {rank: replace(member, heard=ago(member.heard, seconds)) for rank, member in enumerate(members.table)}
+    return replace(
+        members,
+        table=members.table.put_all(heard),
+        amnesty=ago(members.amnesty, seconds),
+        sweep_at=ago(members.sweep_at, seconds),
+        empty_since=ago(members.empty_since, seconds),
+    )

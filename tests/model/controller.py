@@ -1,0 +1,161 @@
+"""One controller of the model: the shipped machine, the streams it knows, and what it has told, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from tests.model.clock import later_controller
+from tests.model.shape import Shape
+from ttp.controller import events as ev
+from ttp.controller import machine
+from ttp.controller.state import ControllerState, Stage
+from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
+
+Out = tuple[str, object]
+"""("send", (ranks, message)), ("supersede", addresses), ("over", reason)."""
+
+_A_CAUSE = Cause(CauseKind.EXITED, (), "")
+_TOLD = ("published", "refused", "finished", "frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of the journal that the checks look at."""
+
+    event: str
+    step: int = 0
+    """Of `frozen`: of the newest commit record that a rank told."""
+    path: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """`streams`: ranks whose newest stream is registered here."""
+
+    place: int
+    state: ControllerState
+    streams: frozenset[int] = frozenset()
+    facts: tuple[Fact, ...] = field(default=())
+    ended: str = ""
+    """`killed`, or why it ended its work; empty: somebody listens at its address."""
+    stopped: bool = False
+    ever_stopped: bool = False
+
+    @property
+    def gone(self) -> bool:
+        return bool(self.ended)
+
+    @property
+    def running(self) -> bool:
+        return not self.ended and not self.stopped
+
+    @property
+    def idle(self) -> bool:
+        return self.state.stage is Stage.STANDBY
+
+
+def first(shape: Shape, place: int) -> Controller:
+    """Return the active controller (place 0) or a standby."""
+    settings = ev.ControllerSettings(
+        "model", 1 + place, shape.world_size, shape.heartbeat_s, shape.lease_s, shape.freeze_timeout_s,
+        shape.progress_timeout_s, shape.total_timeout_s, 8.0, 3.0, 1e6, 1e6, place, f"c{place}",
+    )  # fmt: skip
+    return Controller(place, machine.initial(settings, 0.0))
+
+
+class Turn:
+    """One transition of one controller under way."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.out: list[Out] = []
+
+    def ended(self) -> tuple[Controller, tuple[Out, ...]]:
+        for _ in range(16):
+            if not self.controller.running or due_in(self.controller) > 0:
+                break
+            self.take(ev.Tick())
+        return replace(self.controller, state=later_controller(self.controller.state, 0.0)), tuple(self.out)
+
+    def take(self, event: ev.Event) -> None:
+        state, effects = machine.transition(self.controller.state, event, 0.0)
+        self.controller = replace(self.controller, state=state)
+        for effect in effects:
+            match effect:
+                case ev.Send(ranks, message):
+                    self.out.append(("send", (ranks, _without_texts(message))))
+                case ev.Journal(event_name, fields):
+                    self._note(event_name, dict(fields))
+                case ev.Supersede(addresses):
+                    self.out.append(("supersede", addresses))
+                case ev.Finish(reason):
+                    self.controller = replace(self.controller, ended=reason or "over")
+                    self.out.append(("over", reason))
+                case ev.Tell():
+                    pass
+
+    def _note(self, event: str, fields: dict[str, object]) -> None:
+        if event not in _TOLD:
+            return
+        records = fields.get("records", ())
+        step = max(records, default=0) if isinstance(records, tuple) and records else fields.get("step", 0)
+        assert isinstance(step, int)
+        fact = Fact(event, step, str(fields.get("path", "")), str(fields.get("reason", "")))
+        if fact not in self.controller.facts:
+            self.controller = replace(self.controller, facts=(*self.controller.facts, fact))
+
+
+def _without_texts(message: Downward) -> Downward:
+    """Leave out the cause, which ranks only show or write down."""
+    return replace(message, cause=_A_CAUSE) if isinstance(message, Freeze | PublishOrder) else message
+
+
+def due_in(controller: Controller) -> float:
+    deadline = machine.next_deadline(controller.state)
+    return inf if deadline is None else deadline
+
+
+def later(shape: Shape, controller: Controller, seconds: float) -> tuple[Controller, tuple[Out, ...]]:
+    return replace(controller, state=later_controller(controller.state, seconds)), ()
+
+
+def tick(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, ...]]:
+    return Turn(controller).ended()
+
+
+def hear(shape: Shape, controller: Controller, rank: int, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
+    """A rank says something on its stream. What comes on an older stream than its newest is not listened to."""
+    turn = Turn(controller)
+    if isinstance(message, Registration):
+        turn.controller = replace(controller, streams=controller.streams | {rank})
+    if rank in turn.controller.streams:
+        turn.take(ev.Received(message))
+    return turn.ended()
+
+
+def agent_says(shape: Shape, controller: Controller, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
+    turn = Turn(controller)
+    turn.take(ev.Received(message))
+    return turn.ended()
+
+
+def close_seen(shape: Shape, controller: Controller, rank: int) -> tuple[Controller, tuple[Out, ...]]:
+    turn = Turn(controller)
+    if rank in controller.streams:
+        turn.controller = replace(controller, streams=controller.streams - {rank})
+        turn.take(ev.StreamClosed((rank,)))
+    return turn.ended()
+
+
+def killed(shape: Shape, controller: Controller, how: str) -> tuple[Controller, tuple[Out, ...]]:
+    return replace(controller, ended=how, streams=frozenset(), stopped=False), (("over", how),)
+
+
+def stopped(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, ...]]:
+    return replace(controller, stopped=True, ever_stopped=True), ()
+
+
+def resumed(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, ...]]:
+    return tick(shape, replace(controller, stopped=False))

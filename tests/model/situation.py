@@ -1,0 +1,133 @@
+"""One state of the search, as a small tuple: parts of it are numbers of values that are kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from tests.model.rank import Rank
+from ttp.controller.state import ControllerState, Stage
+from ttp.proto.messages import StateReport
+
+CLOSED = 0
+"""In a channel: the stream has ended here."""
+HELLO = 1
+"""In a channel up: a rank asks a controller that does not run for a stream."""
+SUPERSEDED = -1
+"""Among the news for a controller: a newer one tells it to end."""
+GREETING = 2
+"""In a channel down: the answer to that."""
+
+Action = tuple[Any, ...]
+"""(kind, what it befalls, ...)."""
+
+
+class Situation(NamedTuple):
+    """One state of the search. Numbers stand for parts; channels hold numbers of messages, oldest first."""
+
+    ranks: tuple[int, ...]
+    controllers: tuple[int, ...]
+    up: tuple[tuple[int, ...], ...]
+    """Index rank * controllers + controller."""
+    down: tuple[tuple[int, ...], ...]
+    exits: tuple[tuple[int, int], ...]
+    """(controller, rank): an agent will tell that controller of that rank's end; or SUPERSEDED."""
+    disk: int
+    faults_left: int
+    peer_errors_left: int
+    thawed_up_to: int
+    committed: int
+    """The last step whose commit record any rank ever had."""
+
+
+class Numbers:
+    """Gives every distinct value a number."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, value: Hashable) -> int:
+        number = self._known.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class View(NamedTuple):
+    """What a rank can do by itself, worked out once."""
+
+    alive: bool
+    running: bool
+    stopped: bool
+    link: int
+    shut: bool
+    """Nothing wakes its training thread but what it receives."""
+    never_comes: bool
+    """It comes to no further collective, whatever happens."""
+    busy: bool
+    training: str
+    """The action of its training thread; empty: none."""
+    needs: tuple[int, int] | None
+    """The collective that has to be complete for it."""
+    work: str
+    may_raise: bool
+    faults: tuple[str, ...]
+    came: tuple[int, int]
+    broken: str
+
+
+def view(it: Rank, kinds: tuple[str, ...]) -> View:
+    """Return a rank's view."""
+    training, needs = "", None
+    step = it.gate.step
+    if it.main == "update":
+        training = "end" if it.gate.busy == "update" and not it.hung else ""
+    elif it.gate.open:
+        training = {"compute": "ready", "norm": "begin", "gather": "gathered"}.get(it.main, "")
+        needs = {"norm": (0, step), "gather": (1, step)}.get(it.main)
+    work = "end roll" if it.stage == "rolling" else "disk" if it.working_on_disk else ""
+    shut = it.gate.barred or it.main in ("raised", "done", "start") or (it.main == "update" and it.hung)
+    never_comes = not it.alive or it.hung or it.main in ("raised", "done")
+    may_raise = it.running and it.gate.open and it.main in ("norm", "gather")
+    faults = ["kill"]
+    if not it.stopped:
+        faults.append("stop")
+        if it.main in ("compute", "norm", "update", "gather"):
+            faults.append("raise")
+        if it.gate.busy == "update" and not it.hung:
+            faults.append("hang")
+    if it.link >= 0:
+        faults.append("break")
+    found = tuple(kind for kind in faults if kind in kinds) if it.alive else ()
+    return View(
+        it.alive, it.running, it.stopped and it.alive, it.link, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
+        found, it.came, it.broken,
+    )  # fmt: skip
+
+
+class Draft:
+    """A situation that is being changed."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.ranks, self.controllers = list(situation.ranks), list(situation.controllers)
+        self.up, self.down = list(situation.up), list(situation.down)
+        self.exits = set(situation.exits)
+        self.disk, self.faults_left = situation.disk, situation.faults_left
+        self.peer_errors_left, self.thawed_up_to = situation.peer_errors_left, situation.thawed_up_to
+        self.committed = situation.committed
+
+    def done(self) -> Situation:
+        return Situation(
+            tuple(self.ranks), tuple(self.controllers), tuple(self.up), tuple(self.down), tuple(sorted(self.exits)),
+            self.disk, self.faults_left, self.peer_errors_left, self.thawed_up_to, self.committed,
+        )  # fmt: skip
+
+
+def is_stale(state: ControllerState, message: object) -> bool:
+    """True for a report of a freeze that is over: whatever it says is not looked at."""
+    if not isinstance(message, StateReport):
+        return False
+    return message.freeze_id < state.freeze_id or (
+        message.freeze_id == state.freeze_id and state.stage in (Stage.RUNNING, Stage.EXITING)
+    )

@@ -1,0 +1,144 @@
+"""The exhaustive model: no violation in any order, the reduction loses no outcome, and broken machines are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.model import gate as gates
+from tests.model.search import Found, Search
+from tests.model.shape import FAULTS, Shape
+from tests.model.world import World
+from ttp.controller import decision, leaving, publishing, rolling, rounds, settling
+from ttp.controller.events import Effect, Journal, Send
+from ttp.controller.state import ControllerState, Stage
+from ttp.proto.messages import Phase, StateReport, Thaw
+
+
+def searched(shape: Shape, reduced: bool = True, limit: int = 0) -> Found:
+    return Search(World(shape), reduced).run(limit)
+
+
+def told(found: Found) -> str:
+    """Return a violation with the way to it, for a failing test."""
+    return "\n".join([found.violation, *(" ".join(map(str, action)) for action in found.path)])
+
+
+def test_no_order_of_one_fault_violates_an_invariant() -> None:
+    """Every kind of fault, once, at every moment, under every order of delivery."""
+    found = searched(Shape(faults=1, kinds=FAULTS))
+    print(f"{found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
+    assert not found.violation, told(found)
+    assert found.complete
+    assert {"published step 1", "published step 2", "refused", "trained on"} <= set(found.outcomes)
+
+
+@pytest.mark.parametrize("kind", ["controller kill", "raise", "controller stop"])
+def test_the_reduction_loses_no_outcome(kind: str) -> None:
+    """With every order followed, no end comes out that the reduced search did not find."""
+    shape = Shape(steps=1, faults=1, kinds=(kind,))
+    whole, reduced = searched(shape, reduced=False), searched(shape)
+    assert whole.complete and reduced.complete
+    assert set(whole.outcomes) == set(reduced.outcomes)
+    assert reduced.states < whole.states
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A machine that is wrong in one place, and what the search must say of it."""
+
+    name: str
+    patch: Callable[[pytest.MonkeyPatch], None]
+    caught_as: tuple[str, ...]
+    kinds: tuple[str, ...] = ("kill",)
+    faults: int = 1
+
+
+def _gate_stays_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gates.Gate, "bar", lambda gate, freeze_id: replace(gate, freeze_id=freeze_id))
+
+
+def _publishes_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
+    def write(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+        assert state.dump is not None
+        return publishing.start_publishing(state, now, out) if state.dump.pending <= 1 else state
+
+    patch.setitem(settling._ADVANCE, Stage.WRITING, write)
+
+
+def _takes_a_replica_that_is_updating(patch: pytest.MonkeyPatch) -> None:
+    right = decision.decide
+
+    def decide(groups: Any, reports: dict[int, StateReport], *rest: Any) -> Any:
+        seen = {rank: replace(report, closed=True) for rank, report in reports.items()}
+        return right(groups, seen, *rest)
+
+    patch.setattr(rolling, "decide", decide)
+
+
+def _forgets_the_records(patch: pytest.MonkeyPatch) -> None:
+    right = decision.decide
+    patch.setattr(rolling, "decide", lambda groups, reports, records, *rest: right(groups, reports, {}, *rest))
+
+
+def _rolls_ranks_that_were_not_ready(patch: pytest.MonkeyPatch) -> None:
+    right = decision._offers
+
+    def offers(usable: dict[int, StateReport], *rest: Any) -> Any:
+        as_ready = {
+            rank: replace(report, phase=Phase.READY, step=report.state_step + 1) for rank, report in usable.items()
+        }
+        return right(as_ready, *rest)
+
+    patch.setattr(decision, "_offers", offers)
+
+
+def _thaws_only_the_first(patch: pytest.MonkeyPatch) -> None:
+    def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+        state = rounds.thaw(state, now, out)
+        for index, effect in enumerate(out):
+            if isinstance(effect, Send) and isinstance(effect.message, Thaw):
+                out[index] = replace(effect, ranks=effect.ranks[:1])
+        return state
+
+    patch.setattr(settling, "thaw", thaw)
+
+
+def _thaws_what_the_lost_controller_had_ordered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(settling, "judge", lambda state, fault, now, out: state)
+
+
+def _never_asks_again(patch: pytest.MonkeyPatch) -> None:
+    def next_round(state: ControllerState, why: str, now: float, out: list[Effect]) -> ControllerState:
+        out.append(Journal("frozen", {"records": ()}))
+        return leaving.refuse(state, decision.Refusal(why), now, out)
+
+    patch.setattr(rolling, "next_round", next_round)
+    patch.setattr("ttp.controller.writing.next_round", next_round)
+
+
+MUTATIONS = (
+    Mutation("the gate stays open", _gate_stays_open, ("I7", "I5", "I3")),
+    Mutation("published before all is written", _publishes_before_all_is_written, ("I1", "I5")),
+    Mutation("a replica in UPDATING is taken", _takes_a_replica_that_is_updating, ("I3",), ("kill", "hang"), 2),
+    Mutation("commit records are forgotten", _forgets_the_records, ("I6", "I9")),
+    Mutation("ranks that were not READY are rolled forward", _rolls_ranks_that_were_not_ready, ("I9", "I11", "I3")),
+    Mutation("only one rank is thawed", _thaws_only_the_first, ("I11",), ("break",)),
+    Mutation(
+        "a new controller thaws what the lost one had ordered", _thaws_what_the_lost_controller_had_ordered,
+        ("I11", "I9", "not allowed"), ("raise", "controller kill"), 2,
+    ),
+    Mutation("a plan that fell through is not made anew", _never_asks_again, ("I9",), ("kill",), 2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_broken_machine_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search can fail: each of these breaks an invariant, and the search says which."""
+    mutation.patch(monkeypatch)
+    found = searched(Shape(faults=mutation.faults, kinds=mutation.kinds), limit=400_000)
+    print(f"{mutation.name}: {found.violation!r} after {found.states} states")
+    assert any(name in found.violation for name in mutation.caught_as), found.violation
