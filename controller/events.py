@@ -94,7 +94,7 @@ class Supersede:
 @dataclass(frozen=True, slots=True)
 class Journal:
     """One line of the job's story. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
-    moving_again, hung, not_hung, death_seen, freeze_sent, frozen, decided, rolled_forward, write_sent, written,
+    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, write_sent, written,
     publish_sent, published, refused, thawed, exit_sent, finished."""
 
     event: str

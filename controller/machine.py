@@ -93,6 +93,8 @@ def next_deadline(state: ControllerState) -> float | None:
 
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
+    if fault.updating:
+        return fault.update_by
     if not fault.causes:
         waits = (fault.unproven is not None and not state.members.suspects) or (fault.takeover and fault.awaiting)
         return fault.round_deadline if waits else inf
@@ -121,6 +123,8 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
         fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))
+        if fault.update_by < inf:
+            fault = replace(fault, update_by=max(fault.update_by, now + settings.progress_timeout_s))
         state = replace(state, fault=fault)
     if state.dump is not None:
         state = replace(state, dump=replace(state.dump, progress_by=now + settings.progress_timeout_s))

@@ -125,7 +125,7 @@ class Processor:
         watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
         on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
-        work_done(): a number that grows while the holder carries out an order; called on the processor's thread.
+        work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
         """
         self._settings = settings
         self._address = address
@@ -155,6 +155,7 @@ class Processor:
         self._stream_open = False
         self._highest_term = 0
         self._ticket = 0  # of the gate's last closing
+        self._unsettled: tuple[int, int] | None = None  # (ticket, freeze_id) of a closing that timed out
 
     # --- any thread ---
 
@@ -243,6 +244,7 @@ class Processor:
             if now >= due and self._running:  # also when events keep coming
                 next_tick = now + TICK_S
                 self._watch_parent()
+                self._settle_late()
                 self._step(self._tick(), now)
         if self._stream is not None:
             self._stream.close(drain_s=1.0)
@@ -276,6 +278,10 @@ class Processor:
                     self._stream = None
                     self._stream_open = False
                     self._step(Disconnected(reason, stream.refused), now)
+            case GateClosed(report):
+                if not report.closed and report.freeze_id == self._gate.freeze_id:
+                    self._unsettled = (self._ticket, report.freeze_id)
+                self._step(item, now)
             case _:
                 self._step(item, now)
 
@@ -307,6 +313,7 @@ class Processor:
             case CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case OpenGate():
+                self._unsettled = None
                 self._worker.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._worker.submit(effect)
@@ -348,6 +355,23 @@ class Processor:
                 self._queue.put(GateClosed(report))
                 return
         self._worker.submit(Settle(self._ticket, freeze_id))
+
+    def _settle_late(self) -> None:
+        """An update that took longer than the freeze could wait may have ended since: then the state stands still after all,
+        and may be what no other rank holds."""
+        if self._unsettled is None:
+            return
+        ticket, freeze_id = self._unsettled
+        if ticket != self._ticket:
+            self._unsettled = None  # closed anew, or opened, since
+            return
+        report = self._gate.settle(ticket, freeze_id, 0.0)
+        if report.closed:
+            self._unsettled = None
+            if self._gate.drain_error:
+                self._voice.say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
+            self._voice.say(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
+            self._step(GateClosed(report), self._clock())
 
     def _watch_parent(self) -> None:
         if self._parent is None or os.getppid() == self._parent:

@@ -253,7 +253,7 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
 
 
 def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
-    """Report what this rank holds."""
+    """Report what this rank holds; once more when an update that had kept the gate from closing has ended."""
     report = event.report
     if report.freeze_id != state.freeze_id:
         return state  # asked again meanwhile, under a newer number

@@ -297,8 +297,9 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """An order of this freeze is being carried out and has got on since this was said last: gigabytes take longer than a
-    rank may be silent. Not said by a rank whose disk hangs, which goes on to send heartbeats."""
+    """An order of this freeze is being carried out, or an update keeps the gate from closing, and has got on since this was
+    said last: gigabytes take longer than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send
+    heartbeats."""
 
     rank: int
     freeze_id: int

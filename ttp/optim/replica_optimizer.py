@@ -233,6 +233,11 @@ class TTPReplicaOptimizer(Optimizer):
         self._lane.drain()
         return self.current_step
 
+    @property
+    def work_done(self) -> int:
+        """A number that grows while an update gets on, whichever thread does it."""
+        return self._shards.updated
+
     def drain(self) -> None:
         """Block until the newest update has finished on the device (at once on a CPU)."""
         self._lane.drain()

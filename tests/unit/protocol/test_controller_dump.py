@@ -101,6 +101,56 @@ def test_one_stuck_rank_never_vetoes() -> None:
     assert sorted(job.sent(RollForward)) == [1, 2, 3] and job.told("decided")[0]["step"] == 7
 
 
+def stuck_alone() -> ControllerBench:
+    """Ranks 1 and 3 hold shard 1: rank 3 is dead, and rank 1's update goes on behind its shut gate."""
+    job = ControllerBench(progress_timeout_s=30.0, freeze_timeout_s=10.0)
+    job.say(killed(3))
+    job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
+    return job
+
+
+def test_an_update_is_waited_for_when_no_other_rank_has_its_shards() -> None:
+    """The rank reports again when its gate has closed; then all go on with its step."""
+    job = stuck_alone()
+    assert job.at(Stage.FREEZING) and job.told("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}]
+    job.wait(12.0)
+    assert job.at(Stage.FREEZING) and not job.told("frozen")
+    job.say(report(1, 1, DONE, 7, records=[7]))
+    assert sorted(job.sent(RollForward)) == [0, 2] and job.told("decided")[0]["step"] == 7
+
+
+def test_an_update_is_not_waited_for_longer_than_the_progress_timeout() -> None:
+    job = stuck_alone()
+    job.wait(29.9)
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2)
+    assert "rank 1, stuck in UPDATING of step 7" in job.told("refused")[0]["reason"]
+
+
+def test_an_update_that_gets_on_is_waited_for_within_the_total() -> None:
+    """`Working` is worth as much for an update as for an order."""
+    job = stuck_alone()
+    for _ in range(4):
+        job.wait(25.0)
+        job.say(Working(1, 1))
+    assert job.at(Stage.FREEZING)
+    job.wait(21.0)
+    assert "the update of rank 1 had not ended" in job.told("refused")[0]["reason"]
+
+
+def test_a_rank_whose_update_is_waited_for_and_that_dies_is_waited_for_no_longer() -> None:
+    job = stuck_alone()
+    job.say(killed(1))
+    assert job.told("refused")[0]["missing"] == ("shard 1",)
+
+
+def test_an_update_whose_end_would_cover_nothing_is_not_waited_for() -> None:
+    job = ControllerBench(holders=((0, 2), (1, 3), (3,)))
+    job.say(killed(3))
+    job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
+    assert job.told("refused")
+
+
 def test_a_refusal_names_the_shards_and_leaves_with_75() -> None:
     job = ControllerBench()
     job.say(killed(1), killed(3))

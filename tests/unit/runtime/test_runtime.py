@@ -73,6 +73,30 @@ def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
     assert [event for event in events if event in expected][: len(expected)] == expected
 
 
+def test_an_update_that_outlasts_the_freeze_is_saved_once_it_ends(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """Rank 1 dies while rank 0, which holds the same shards, updates for longer than a freeze waits."""
+    controller = new_controller(world_size=2)
+    ranks = new_ranks(controller.address, 2, freeze_timeout_s=0.2)
+    for rank in ranks:
+        rank.train_to(3)
+    gate = ranks[0].gate
+    gate.computing(4)
+    gate.ready(4)
+    gate.begin_update(4, commit_record(4))
+    agent = AgentLink(controller.address, "job", "host", (1,), (1001,))
+    agent.worker_exit(1, 1001, "signal SIGKILL")
+    journal = tmp_path / "journal0.jsonl"
+    until(lambda: "awaiting_updates" in [line.event for line in read_story(journal)], "the controller to wait")
+    gate.end_update(4)
+    assert ranks[0].exited.wait(LONG_S)
+    (order,) = ranks[0].holder.published
+    assert order.step == 4
+    agent.close()
+    ranks[1].processor.stop()
+
+
 def test_a_recorded_run_replays_to_the_same_effects(
     new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
 ) -> None:
