@@ -75,6 +75,7 @@ _TIMES = (
     "register_timeout_s",
     "orphan_timeout_s",
     "hang_floor_s",
+    "hang_start_s",
     "hang_factor",
 )
 

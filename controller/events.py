@@ -40,6 +40,8 @@ class ControllerSettings:
     """0: the controller that the job starts with; i: the i-th standby, which waits until ranks come to it."""
     address: str = ""
     """How the others reach this controller, as it stands in their list of controllers."""
+    hang_start_s: float = 1800.0
+    """In place of `hang_floor_s` before enough steps were seen: the first ones compile, load and warm up."""
 
 
 # --- in ---

@@ -17,7 +17,7 @@ from .hangs import look, rest
 from .leaving import orphaned, over
 from .membership import empty, forgive, hear, sweep
 from .presence import die, suspicion
-from .progress import unknown
+from .progress import limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
 from .rounds import has_culprit
@@ -37,7 +37,9 @@ _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller that nobody has registered with."""
-    members, pace = empty(settings.world_size), unknown(settings.world_size)
+    members = empty(settings.world_size)
+    pace = unknown(settings.world_size)
+    pace = replace(pace, limit_s=limit(pace, settings))
     if settings.standby:
         freeze_id = settings.standby * FREEZES_OF_A_TERM
         return ControllerState(settings, Stage.STANDBY, members, pace, inf, freeze_id=freeze_id)

@@ -30,6 +30,7 @@ from ttp.proto.messages import (
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
+from .progress import taught
 from .publishing import next_publisher
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, forget, root_cause
@@ -55,7 +56,8 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("registered", {**fields, "state_step": message.state_step}))
     if member.suspect and member.dead is None:
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
-    state = replace(state, members=attach(state.members, message, now, state.settings))
+    pace = taught(state.pace, message.step_times_s, state.settings)
+    state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
         state = learn_successors(state, message.controllers[1:], out)
     return _catch_up(state, rank, out)

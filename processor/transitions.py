@@ -67,6 +67,7 @@ from .orders import (
     write,
     write_done,
 )
+from .pace import watch
 from .state import Link, ProcessorState, Standing
 from .succession import controllers, go_on, go_on_at, lost, silent
 
@@ -85,11 +86,10 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     """Register, and say again what an earlier stream may have lost."""
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
+    registration = replace(event.registration, job_groups=state.job_groups, step_times_s=state.step_times_s)
     if state.successors:
-        registration = replace(event.registration, controllers=controllers(state), job_groups=state.job_groups)
+        registration = replace(registration, controllers=controllers(state))
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
-    else:
-        registration = replace(event.registration, job_groups=state.job_groups)
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
     if state.finished:
@@ -137,6 +137,7 @@ def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) ->
 def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> ProcessorState:
     """Do what is due: reconnect, beat, or give up."""
     rank = state.settings.rank
+    state = watch(state, event, now)
     if state.link is not Link.DOWN and now >= go_on_at(state):
         if state.link is Link.UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))

@@ -23,7 +23,7 @@ from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord
-from ttp.standby import standby_key, standby_place, start_standby, term_of
+from ttp.standby import hang_options, standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -131,7 +131,7 @@ class Protection:
             heartbeat_s=settings.heartbeat_s,
             lease_s=settings.lease_s,
             total_timeout_s=settings.total_timeout_s,
-            options=("--hang-floor-s", str(settings.hang_floor_s), "--hang-factor", str(settings.hang_factor)),
+            options=hang_options(settings),
         )
         address = self._controller.address
         if self._world_size > 1:
