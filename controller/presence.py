@@ -27,6 +27,7 @@ from ttp.proto.messages import (
     WorkerExit,
 )
 
+from .coverage import overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
@@ -103,7 +104,7 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
 
 
 def welcome(state: ControllerState, rank: int) -> Welcome:
-    settings = state.settings
+    settings, coverage = state.settings, state.coverage if rank == 0 else None
     return Welcome(
         rank=rank,
         term=settings.term,
@@ -112,6 +113,8 @@ def welcome(state: ControllerState, rank: int) -> Welcome:
         survives=state.survives,
         successors=state.successors,
         job_groups=state.job_groups,
+        overview=overview(coverage) if coverage is not None else (),
+        warnings=warnings(coverage) if coverage is not None else (),
     )
 
 

@@ -142,7 +142,7 @@ class Processor:
         self._released = threading.Event()
         self._releases_at_exit = False
         self._welcomed = threading.Event()
-        self._survives: str | None = None
+        self._welcome: Welcome | None = None
         self._voice = Voice(settings.rank)
         self._stacks = StackWriter(stacks_path, self._voice)
         self._paused_until = -inf
@@ -196,10 +196,10 @@ class Processor:
         self._queue.put(TrainReturned())
         self._released.wait()
 
-    def wait_welcomed(self, timeout_s: float) -> str | None:
-        """Wait until the controller has all ranks; return what the job survives, None after the timeout or a `stop`."""
+    def wait_welcomed(self, timeout_s: float) -> Welcome | None:
+        """Wait until the controller has all ranks; return its newest welcome, None after the timeout or a `stop`."""
         self._welcomed.wait(timeout_s)
-        return self._survives
+        return self._welcome
 
     def release_at_exit(self) -> None:
         """From now on, the controller's order to leave lets the waiting training thread go instead of ending the process:
@@ -287,7 +287,7 @@ class Processor:
 
     def _receive(self, message: Downward, now: float) -> None:
         if isinstance(message, Welcome):
-            self._survives = message.survives
+            self._welcome = message
             self._welcomed.set()
         self._step(Received(message), now)
 

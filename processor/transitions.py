@@ -115,7 +115,7 @@ def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effec
         successors=(*state.successors, *new),
         job_groups=message.job_groups or state.job_groups,
     )
-    if state.term != message.term:
+    if state.term not in (-1, message.term):  # the first one is introduced by the session, on rank 0 alone
         out.append(Log(_introduction(state, message)))
     return replace(state, term=message.term)
 

@@ -6,6 +6,7 @@ Owns their start and end, and what becomes of an exception out of `train`. Decid
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +23,7 @@ from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
-from ttp.proto.messages import CauseKind, CommitRecord
+from ttp.proto.messages import CauseKind, CommitRecord, Welcome
 from ttp.standby import hang_options, standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
@@ -67,8 +68,8 @@ class Protection:
         )
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
-        survives = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
-        if survives is None:
+        welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
+        if welcome is None:
             self.close()
             raise ControllerError(
                 f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
@@ -76,7 +77,7 @@ class Protection:
             )
         self._notice.listen()
         if rank == 0:
-            log.info("protected; the job survives: %s", survives)
+            introduce(welcome)
 
     def resumed(self, step: int, record: CommitRecord | None) -> None:
         """A checkpoint of `step` was loaded."""
@@ -160,6 +161,27 @@ class Protection:
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )
         return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def introduce(welcome: Welcome) -> None:
+    """Show at the start, on rank 0, what lies where, what the job survives, and what could be better: a line each.
+
+    A program that has configured no logging sees them all the same: what it may lose is no detail.
+    """
+    standbys = len(welcome.successors)
+    behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+    for line in welcome.overview:
+        _show(logging.INFO, line)
+    _show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
+    for line in welcome.warnings:
+        _show(logging.WARNING, line)
+
+
+def _show(level: int, line: str) -> None:
+    if log.hasHandlers():
+        log.log(level, "%s", line)
+    else:
+        print(f"ttp: {'warning: ' if level >= logging.WARNING else ''}{line}", file=sys.stderr, flush=True)
 
 
 def controller_key(round_number: int) -> str:
