@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ttp import meeting
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
@@ -121,36 +122,31 @@ class Protection:
     def _open_controller(self, log_dir: Path) -> str:
         settings = self._settings
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._controller = start_controller(
-            bind="127.0.0.1" if settings.one_node else "0.0.0.0",
-            advertise="127.0.0.1" if settings.one_node else settings.host,
-            port=settings.controller_port,
-            job_id=settings.job_id,
-            term=term_of(settings.round_number),
-            world_size=self._world_size,
-            journal=log_dir / f"journal_{settings.round_number}.jsonl",
-            heartbeat_s=settings.heartbeat_s,
-            lease_s=settings.lease_s,
-            total_timeout_s=settings.total_timeout_s,
-            options=hang_options(settings),
-        )
+        try:
+            self._controller = start_controller(
+                bind="127.0.0.1" if settings.one_node else "0.0.0.0",
+                advertise="127.0.0.1" if settings.one_node else settings.host,
+                port=settings.controller_port,
+                job_id=settings.job_id,
+                term=term_of(settings.round_number),
+                world_size=self._world_size,
+                journal=log_dir / f"journal_{settings.round_number}.jsonl",
+                heartbeat_s=settings.heartbeat_s,
+                lease_s=settings.lease_s,
+                total_timeout_s=settings.total_timeout_s,
+                options=hang_options(settings),
+            )
+        except ControllerError as error:
+            if self._world_size > 1:
+                meeting.publish_failure(self._store(), settings.round_number, str(error))
+            raise
         address = self._controller.address
         if self._world_size > 1:
-            self._store().set(controller_key(settings.round_number), f"{address} {self._controller.pid}")
+            meeting.publish(self._store(), settings.round_number, address, self._controller.pid)
         return address
 
     def _find_controller(self) -> str:
-        store = self._store()
-        key = controller_key(self._settings.round_number)
-        try:
-            store.wait([key], timedelta(seconds=ASSEMBLY_TIMEOUT_S))
-        except RuntimeError as error:
-            raise ControllerError(
-                f"rank {self._rank}: rank 0 did not publish a controller within {ASSEMBLY_TIMEOUT_S:.0f} s ({error});"
-                " look into rank 0's log"
-            ) from None
-        address: str = store.get(key).decode().split()[0]
-        return address
+        return meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
 
     def _store(self) -> TCPStore:
         """Return a client of the store that the ranks met in."""
@@ -182,8 +178,3 @@ def _show(level: int, line: str) -> None:
         log.log(level, "%s", line)
     else:
         print(f"ttp: {'warning: ' if level >= logging.WARNING else ''}{line}", file=sys.stderr, flush=True)
-
-
-def controller_key(round_number: int) -> str:
-    """Return the store's key for the controller of a start; `ttprun` looks there too. Value: `host:port pid`."""
-    return f"ttp/controller/{round_number}"

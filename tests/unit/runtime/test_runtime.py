@@ -232,12 +232,23 @@ def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT") as error:
-            new_controller(port=port)
+            new_controller(port=port, options=("--port-wait-s", "0.3"))
     assert f"127.0.0.1:{port}" in str(error.value)
     first = new_controller(port=port)
     with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT"):
-        new_controller(port=port, journal=tmp_path / "second.jsonl")
+        new_controller(port=port, journal=tmp_path / "second.jsonl", options=("--port-wait-s", "0.3"))
     assert request_status(first.address).pid == first.pid
+
+
+def test_a_port_that_is_being_left_is_waited_for(new_controller: StartController, tmp_path: Path) -> None:
+    """A restart comes while the controller of the start before may still hold its port."""
+    first = new_controller()
+    port = int(first.address.rpartition(":")[2])
+    leaving = threading.Timer(0.5, first.terminate)
+    leaving.start()
+    second = new_controller(port=port, journal=tmp_path / "second.jsonl", term=2)
+    leaving.join()
+    assert request_status(second.address).term == 2
 
 
 def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
