@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol, assert_never
@@ -55,7 +55,7 @@ from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 from ttp.processor.worker import Reopen, Settle, Worker
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import Cause, CauseKind, Downward, Upward, Welcome
+from ttp.proto.messages import Cause, CauseKind, Downward, StateReport, Upward, Welcome
 from ttp.proto.stream import Address, ControlStream
 
 TICK_S = 0.2
@@ -116,6 +116,7 @@ class Processor:
         on_exit: Callable[[str], None] | None = None,
         stacks_path: Path | None = None,
         work_done: Callable[[], int] | None = None,
+        checkpoint: Callable[[], str] | None = None,
         exit_process: Callable[[int], None] = os._exit,
         machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -126,6 +127,7 @@ class Processor:
         on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
         work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
+        checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
         """
         self._settings = settings
         self._address = address
@@ -134,6 +136,7 @@ class Processor:
         self._gate = gate
         self._on_exit = on_exit
         self._work_done = work_done if work_done is not None else lambda: 0
+        self._checkpoint = checkpoint if checkpoint is not None else lambda: ""
         self._exit_process = exit_process
         self._machine = machine if machine is not None else _default_machine()
         self._clock = clock
@@ -281,7 +284,7 @@ class Processor:
             case GateClosed(report):
                 if not report.closed and report.freeze_id == self._gate.freeze_id:
                     self._unsettled = (self._ticket, report.freeze_id)
-                self._step(item, now)
+                self._gate_closed(report, now)
             case _:
                 self._step(item, now)
 
@@ -371,7 +374,10 @@ class Processor:
             if self._gate.drain_error:
                 self._voice.say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
             self._voice.say(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
-            self._step(GateClosed(report), self._clock())
+            self._gate_closed(report, self._clock())
+
+    def _gate_closed(self, report: StateReport, now: float) -> None:
+        self._step(GateClosed(replace(report, checkpoint=self._checkpoint())), now)
 
     def _watch_parent(self) -> None:
         if self._parent is None or os.getppid() == self._parent:

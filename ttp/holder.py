@@ -101,6 +101,8 @@ class OptimizerHolder:
         self._term = term
         self._layout = dict(layout)
         self._trusted: frozenset[str] = frozenset()
+        self.checkpoint = ""
+        """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
         self._io_done = 0  # written by the thread that carries out the order, read by any
 
     def registration(self) -> Registration:
@@ -168,6 +170,7 @@ class OptimizerHolder:
     def trust(self, path: str) -> None:
         """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
         self._trusted |= {path}
+        self.checkpoint = path
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""

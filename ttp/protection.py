@@ -66,6 +66,7 @@ class Protection:
             watch_parent=settings.launched,
             stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
             work_done=lambda: holder.work_done,
+            checkpoint=lambda: holder.checkpoint,
         )
         self._notice = Notice(self.processor.preempted)
         self.processor.start()

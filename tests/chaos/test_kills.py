@@ -17,6 +17,12 @@ def published_steps(job: Job) -> list[int]:
     return [int(line["step"]) for line in lines]
 
 
+def told_by_the_launcher(job: Job, words: str) -> list[str]:
+    """Return the lines of the launcher itself with these words."""
+    lines = (job.output_dir / "console.log").read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("[ttprun") and words in line]
+
+
 def assert_equal(hurt: Job, whole: Job) -> None:
     verdict = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
@@ -76,9 +82,19 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
     assert len(refused) == 1
     reason = str(refused[0]["reason"])
     assert "shard" in reason and "0" in reason and "2" in reason
+    (told,) = told_by_the_launcher(hurt, "the ranks leave")
+    assert reason in told and f"the job goes on from {hurt.output_dir}/checkpoints/iter_0000006" in told
     resumes = [line for line in hurt.metrics() if line.get("event") == "resume"]
     assert [int(line["from_step"]) for line in resumes] == [6]
     assert_equal(hurt, whole_job(4))
+
+
+def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_path: Path) -> None:
+    faults = "kill:rank=0,step=9,point=ready;kill:rank=1,step=9,point=ready"
+    hurt = run_to_end(tmp_path / "hurt", 2, "--training_config.save_interval=6", faults=faults)
+    assert [int(line["from_step"]) for line in hurt.metrics() if line.get("event") == "resume"] == [6]
+    (told,) = told_by_the_launcher(hurt, "the ranks leave")
+    assert "no dying-gasp checkpoint: all ranks are dead" in told
 
 
 def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from tests.unit.protocol.bench import MIB, ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Finish
+from ttp.controller.events import Finish, Send
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
+    AgentHello,
     CauseKind,
     Exit,
     Freeze,
@@ -99,6 +100,24 @@ def test_one_stuck_rank_never_vetoes() -> None:
     job.say(report(0, 1, UPDATING, 7, records=[7], closed=False))
     job.say(*(report(rank, 1, READY, 7) for rank in (1, 2, 3)))
     assert sorted(job.sent(RollForward)) == [1, 2, 3] and job.told("decided")[0]["step"] == 7
+
+
+def test_a_refusal_says_what_the_job_goes_on_from() -> None:
+    """The newest checkpoint that a survivor knows; the ranks and their launchers are told in the same words."""
+    job = ControllerBench()
+    job.say(killed(0), killed(2))
+    job.say(*(report(rank, 1, READY, 7, checkpoint=f"/a/iter_000000{rank + 3}") for rank in (1, 3)))
+    assert job.told("refused")[0]["goes_on_from"] == "/a/iter_0000006"
+    assert "shard 0 (held by rank 0, dead" in job.sent(Exit)[1].reason
+    assert job.sent(Exit)[1].reason.endswith("the job goes on from /a/iter_0000006")
+
+
+def test_the_launchers_hear_why_although_no_rank_is_left() -> None:
+    job = ControllerBench()
+    job.say(AgentHello("host0", (0, 1, 2, 3), (100, 101, 102, 103)))
+    job.say(*(killed(rank) for rank in range(4)))
+    (exit_,) = [effect for effect in job.effects if isinstance(effect, Send) and isinstance(effect.message, Exit)]
+    assert exit_.ranks == () and "all ranks are dead" in exit_.message.reason  # type: ignore[union-attr]
 
 
 def stuck_alone() -> ControllerBench:
