@@ -77,6 +77,7 @@ class TTPReplicaOptimizer(Optimizer):
         `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
         group, WORLD unless given. `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
+        `replicas`: ranks that hold each shard; a lone rank has all state and no copy.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `group` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
@@ -114,10 +115,11 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
+        ring, replicas = (self.ring, replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
         hosts = hosts_of(self._group, world, device) if hosts is None else hosts
         element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
         self.layout = Layout.build(
-            specs(named), world, replicas, max(1, bucket_bytes // element), ring=self.ring, hosts=hosts
+            specs(named), world, replicas, max(1, bucket_bytes // element), ring=ring, hosts=hosts
         )
         check_agreement(self.layout, self._group, rank, device)
         tensors = [entry.param for entry in named]
