@@ -74,6 +74,17 @@ def test_silent_rank_is_declared_dead_and_survived(tmp_path: Path, whole_job: Ru
     assert_equal(hurt, whole_job(2))
 
 
+def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holders(
+    tmp_path: Path, whole_job: RunJob
+) -> None:
+    """Rank 1 dies behind step 9 while rank 0 is in the middle of its update for 8 s: the step is waited for, and not lost."""
+    faults = "slow:rank=0,step=9,point=updating,for=8;kill:rank=1,step=9,point=done"
+    hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
+    assert [line["ranks"] for line in hurt.journals()[0] if line["event"] == "awaiting_updates"] == [[0]]
+    assert published_steps(hurt) == [9]
+    assert_equal(hurt, whole_job(2))
+
+
 def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_job: RunJob) -> None:
     """Ranks 0 and 2 hold the same half of the shards: the job says so and goes on from the periodic checkpoint."""
     faults = "kill:rank=0,step=9,point=ready;kill:rank=2,step=9,point=ready"
