@@ -137,9 +137,15 @@ def take_report(state: ControllerState, report: StateReport, out: list[Effect]) 
 
 
 def still_updating(state: ControllerState, rank: int, now: float) -> ControllerState:
-    """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total."""
+    """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
+
+    So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller.
+    """
     fault = state.fault
     assert fault is not None
+    if fault.reports[rank] is None and state.members.table[rank].dead is None:
+        round_deadline = max(fault.round_deadline, now + state.settings.freeze_timeout_s)
+        return replace(state, fault=replace(fault, round_deadline=round_deadline))
     if rank not in fault.updating:
         return state
     update_by = max(fault.update_by, now + state.settings.progress_timeout_s)

@@ -122,8 +122,8 @@ class Protection:
 
     def _open_controller(self, log_dir: Path) -> str:
         settings = self._settings
-        log_dir.mkdir(parents=True, exist_ok=True)
         try:
+            log_dir.mkdir(parents=True, exist_ok=True)
             self._controller = start_controller(
                 bind="127.0.0.1" if settings.one_node else "0.0.0.0",
                 advertise="127.0.0.1" if settings.one_node else settings.host,
@@ -137,7 +137,7 @@ class Protection:
                 total_timeout_s=settings.total_timeout_s,
                 options=hang_options(settings),
             )
-        except ControllerError as error:
+        except (ControllerError, OSError) as error:
             if self._world_size > 1:
                 meeting.publish_failure(self._store(), settings.round_number, str(error))
             raise

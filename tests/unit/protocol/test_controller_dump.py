@@ -157,6 +157,18 @@ def test_an_update_that_gets_on_is_waited_for_within_the_total() -> None:
     assert "the update of rank 1 had not ended" in job.told("refused")[0]["reason"]
 
 
+def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_while_it_gets_on() -> None:
+    job = ControllerBench(freeze_timeout_s=10.0)
+    job.say(killed(3))
+    job.all_report(7, READY, ranks=(0, 2))
+    for _ in range(3):
+        job.wait(8.0)
+        job.say(Working(1, 1))
+    assert job.at(Stage.FREEZING)
+    job.say(report(1, 1, DONE, 7, records=[7]))
+    assert job.told("decided")[0]["step"] == 7
+
+
 def test_a_rank_whose_update_is_waited_for_and_that_dies_is_waited_for_no_longer() -> None:
     job = stuck_alone()
     job.say(killed(1))
