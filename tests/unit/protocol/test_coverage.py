@@ -108,7 +108,7 @@ def test_ten_thousand_ranks_take_less_than_a_second() -> None:
         Registration(r, size, f"n{r // 8}", r, (ShardGroup(f"g{r % (size // 2)}", "s", 1),), 0, ("/a",), "{}")
         for r in range(size)
     ]
-    began = time.perf_counter()
+    began = time.process_time()
     text = survives(coverage_of(registrations))
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     assert text == "any 1 of 10000 ranks; 49990000 of 49995000 pairs; each of 1250 nodes"
