@@ -221,9 +221,7 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
         case "stream_opened":
             return None
         case "welcome":
-            w = wire.welcome
-            successors = tuple(w.successors)
-            return m.Welcome(w.rank, w.term, w.heartbeat_s, w.lease_s, w.survives, successors, w.job_groups)
+            return _decode_welcome(wire.welcome)
         case "freeze":
             return m.Freeze(wire.freeze.freeze_id, decode_cause(wire.freeze.cause))
         case "thaw":
@@ -260,6 +258,7 @@ def _encode_registration(message: m.Registration) -> pb.Registration:
         standby=message.standby,
         controllers=message.controllers,
         job_groups=message.job_groups,
+        step_times_s=message.step_times_s,
     )
 
 
@@ -276,6 +275,7 @@ def _decode_registration(wire: pb.Registration) -> m.Registration:
         standby=wire.standby,
         controllers=tuple(wire.controllers),
         job_groups=wire.job_groups,
+        step_times_s=tuple(wire.step_times_s),
     )
 
 
@@ -288,6 +288,22 @@ def _encode_welcome(message: m.Welcome) -> pb.Welcome:
         survives=clean(message.survives),
         successors=message.successors,
         job_groups=message.job_groups,
+        overview=[clean(line) for line in message.overview],
+        warnings=[clean(line) for line in message.warnings],
+    )
+
+
+def _decode_welcome(wire: pb.Welcome) -> m.Welcome:
+    return m.Welcome(
+        rank=wire.rank,
+        term=wire.term,
+        heartbeat_s=wire.heartbeat_s,
+        lease_s=wire.lease_s,
+        survives=wire.survives,
+        successors=tuple(wire.successors),
+        job_groups=wire.job_groups,
+        overview=tuple(wire.overview),
+        warnings=tuple(wire.warnings),
     )
 
 
@@ -303,6 +319,7 @@ def _encode_report(message: m.StateReport) -> pb.StateReport:
         backup_step=message.backup_step,
         records=[encode_record(record) for record in message.records],
         final=message.final,
+        checkpoint=clean(message.checkpoint),
     )
 
 
@@ -318,6 +335,7 @@ def _decode_report(wire: pb.StateReport) -> m.StateReport:
         backup_step=wire.backup_step,
         records=tuple(decode_record(record) for record in wire.records),
         final=wire.final,
+        checkpoint=wire.checkpoint,
     )
 
 

@@ -48,6 +48,14 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
     return settings.node_rank if settings.local_rank == 0 and 1 <= settings.node_rank <= settings.standbys else 0
 
 
+def hang_options(settings: Settings) -> tuple[str, ...]:
+    """Return what every controller of the job is told of hangs, as arguments of its program."""
+    return (
+        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-start-s", str(settings.hang_start_s)),
+        *("--hang-factor", str(settings.hang_factor)),
+    )
+
+
 def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess | None:
     """Start this job's standby of a place; None, with a warning, when that fails."""
     port = settings.controller_port + place if settings.controller_port else 0
@@ -64,6 +72,7 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
             lease_s=settings.lease_s,
             total_timeout_s=settings.total_timeout_s,
             standby=place,
+            options=hang_options(settings),
             guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
         )
     except ControllerError as error:

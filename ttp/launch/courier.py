@@ -17,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
+from ttp.meeting import controller_key
 from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
@@ -54,11 +55,6 @@ class Link(Protocol):
 
 OpenLink = Callable[[str, Mapping[int, int]], Link]
 """`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
-
-
-def controller_key(round_number: int) -> str:
-    """Return the key under which the controller of this start is published."""
-    return f"ttp/controller/{round_number}"
 
 
 class Courier:

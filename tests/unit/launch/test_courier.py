@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp.launch.courier import ControllerEntry, Courier, controller_key
+from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
+from ttp.meeting import controller_key
 
 DEADLINE_S = 20.0
 
