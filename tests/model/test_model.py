@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -17,6 +19,11 @@ from ttp.controller.events import Effect, Journal, Send
 from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import Phase, StateReport, Thaw
 
+SEARCHES = {
+    "one fault of any kind": Shape(faults=1, kinds=FAULTS),
+    "two deaths": Shape(faults=2, kinds=("kill", "controller kill"), calm_steps=1, peer_errors=0),
+}
+
 
 def searched(shape: Shape, reduced: bool = True, limit: int = 0) -> Found:
     return Search(World(shape), reduced).run(limit)
@@ -27,13 +34,16 @@ def told(found: Found) -> str:
     return "\n".join([found.violation, *(" ".join(map(str, action)) for action in found.path)])
 
 
-def test_no_order_of_one_fault_violates_an_invariant() -> None:
-    """Every kind of fault, once, at every moment, under every order of delivery."""
-    found = searched(Shape(faults=1, kinds=FAULTS))
-    print(f"{found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
-    assert not found.violation, told(found)
-    assert found.complete
-    assert {"published step 1", "published step 2", "refused", "trained on"} <= set(found.outcomes)
+@pytest.mark.timeout(900)
+def test_no_order_of_faults_and_messages_violates_an_invariant() -> None:
+    """One fault of any kind at any moment; and two deaths, of ranks and controllers, from the second step on."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        searches = dict(zip(SEARCHES, pool.map(searched, SEARCHES.values()), strict=True))
+    for name, found in searches.items():
+        print(f"{name}: {found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
+        assert not found.violation, told(found)
+        assert found.complete
+        assert {"published step 1", "published step 2", "refused", "trained on"} <= set(found.outcomes)
 
 
 @pytest.mark.parametrize("kind", ["controller kill", "raise", "controller stop"])
