@@ -23,7 +23,7 @@ from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord
-from ttp.standby import standby_key, standby_place, start_standby, term_of
+from ttp.standby import controller_key, standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -160,8 +160,3 @@ class Protection:
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )
         return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
-
-
-def controller_key(round_number: int) -> str:
-    """Return the store's key for the controller of a start; `ttprun` looks there too. Value: `host:port pid`."""
-    return f"ttp/controller/{round_number}"

@@ -29,6 +29,11 @@ def term_of(round_number: int, place: int = 0) -> int:
     return round_number * TERMS_OF_A_START + 1 + place
 
 
+def controller_key(round_number: int) -> str:
+    """Return the store's key for the controller that a start begins with; value: `host:port pid`. The launchers look there."""
+    return f"ttp/controller/{round_number}"
+
+
 def standby_key(round_number: int, place: int) -> str:
     """Return the store's key for a standby; value: `host:port`. The launchers look there: they know of it even when the
     first controller dies before they reached it."""

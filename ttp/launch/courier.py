@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.standby import MOST_STANDBYS, standby_key
+from ttp.standby import MOST_STANDBYS, controller_key, standby_key
 
 log = logging.getLogger("ttp.launch")
 
@@ -44,6 +44,10 @@ class ControllerEntry:
 class Link(Protocol):
     """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call blocks."""
 
+    @property
+    def attached(self) -> bool:
+        """Say whether an active controller is on the line now."""
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
@@ -54,11 +58,6 @@ class Link(Protocol):
 
 OpenLink = Callable[[str, Mapping[int, int]], Link]
 """`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
-
-
-def controller_key(round_number: int) -> str:
-    """Return the key under which the controller of this start is published."""
-    return f"ttp/controller/{round_number}"
 
 
 class Courier:
@@ -96,9 +95,9 @@ class Courier:
 
     @property
     def connected(self) -> bool:
-        """Say whether this start of the job has a controller that the launcher reached."""
+        """Say whether an active controller is on the line now: not before one was found, nor after it was lost."""
         with self._lock:
-            return self._link is not None
+            return self._link is not None and self._link.attached
 
     def report(self, death: Death) -> None:
         """Tell the controller, now or as soon as there is one."""
