@@ -336,7 +336,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Successors:
-    """Tells an agent where to go when this controller falls silent for `lease_s`."""
+    """Tells an agent where to go when this controller falls silent for `lease_s`; none: it waits for this one's return."""
 
     addresses: tuple[str, ...]
     lease_s: float
