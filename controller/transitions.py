@@ -25,8 +25,8 @@ from ttp.proto.messages import (
     Written,
 )
 
-from .events import Effect, StreamClosed, Tick
-from .hangs import beat, report_disproves
+from .events import Beats, Effect, StreamClosed, Tick
+from .hangs import beat, beats, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
 from .rolling import got_on, roll_failed, rolled
@@ -103,6 +103,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     (_BEFORE, WorkerExit, note_exit),
     (_BEFORE, Tick, noted),
     ((Stage.GATHERING,), Heartbeat, noted),
+    ((Stage.GATHERING,), Beats, noted),
     ((Stage.GATHERING,), FaultReport, note_fault),
     ((Stage.GATHERING,), Finished, finished),
     # Answers to what an earlier controller had ordered.
@@ -113,7 +114,9 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((*_START, *_CALM, *_FAULT, *_END), WorkerExit, worker_exit),
     ((*_START, *_CALM, *_FAULT, *_END), Tick, noted),
     ((*_CALM, *_FREEZE), Heartbeat, beat),
+    ((*_CALM, *_FREEZE), Beats, beats),
     ((*_ORDERED, *_END), Heartbeat, noted),
+    ((*_ORDERED, *_END), Beats, noted),
     (_START, FaultReport, early_fault),
     ((*_CALM, *_FAULT), FaultReport, fault_report),
     ((*_START, *_CALM, *_FAULT, *_END), Finished, finished),
@@ -134,7 +137,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     *(
         (_OVER, kind, late)
         for kind in (
-            Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, FaultReport, Finished, StateReport,
+            Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, Beats, FaultReport, Finished, StateReport,
             RolledForward, Written, Published, StepFailed, Working,
         )
     ),
