@@ -94,7 +94,8 @@ class Usage:
 
     def cpu_s(self) -> float:
         """Return what all its threads have used, those that have ended included."""
-        return time.clock_gettime(self._clock)
+        seconds: float = time.clock_gettime(self._clock)
+        return seconds
 
     def mib(self, name: str = "VmRSS") -> float:
         for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
@@ -132,7 +133,10 @@ def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[Cl
         journal = Path(folder) / "journal.jsonl"
         controller = start_controller(
             job_id=world.job_id, term=1, world_size=world.size, journal=journal, heartbeat_s=1.0,
-            lease_s=30.0, options=("--register-timeout-s", "300"),
+            lease_s=60.0,
+            # A machine that others load as well: what is measured must not be cut short by a deadline.
+            total_timeout_s=600.0,
+            options=("--register-timeout-s", "300", "--freeze-timeout-s", "120", "--progress-timeout-s", "120"),
         )  # fmt: skip
         players: list[ClientProcess] = []
         try:

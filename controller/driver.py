@@ -154,7 +154,9 @@ class Driver:
         while not self._finished:
             due = min(next_tick, next_beat, self._deadline())
             with contextlib.suppress(queue.Empty):
-                self._take(self._queue.get(timeout=max(0.0, due - self._clock())))
+                item = self._queue.get(timeout=max(0.0, due - self._clock()))
+                self._journal.driver_busy()
+                self._take(item)
             now = self._clock()
             if now >= due:  # also when messages keep coming
                 next_tick = now + TICK_S
@@ -165,6 +167,9 @@ class Driver:
             self._flush()
             if self._journal.wants_state:
                 self._journal.starting_state(self._state)
+            if self._queue.empty():
+                self._journal.driver_idle()
+        self._journal.driver_idle()
         self._on_finish(self._finished)
 
     def _deadline(self) -> float:
