@@ -250,6 +250,7 @@ def fault_line(message: FaultReport) -> Journal:
 
 
 def finished(state: ControllerState, message: Finished, now: float, out: list[Effect]) -> ControllerState:
+    """A rank's training is over; it stays as a holder until all are done."""
     member = state.members.table[message.rank]
     if member.finished:
         return state

@@ -48,22 +48,26 @@ _OVER = (Stage.OVER,)
 
 
 def state_report(state: ControllerState, message: StateReport, now: float, out: list[Effect]) -> ControllerState:
+    """What a rank holds behind its closed gate."""
     if message.freeze_id != state.freeze_id:
         return state
     return take_report(report_disproves(state, message, now, out), message, out)
 
 
 def rolled_forward(state: ControllerState, message: RolledForward, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has finished the decided step's update."""
     if message.freeze_id != state.freeze_id:
         return state
     return rolled(state, message.rank, message.state_step, now, out)
 
 
 def share_written(state: ControllerState, message: Written, now: float, out: list[Effect]) -> ControllerState:
+    """A writer's parts are durable."""
     return written(state, message, now, out) if message.freeze_id == state.freeze_id else state
 
 
 def checkpoint_published(state: ControllerState, message: Published, now: float, out: list[Effect]) -> ControllerState:
+    """The checkpoint is visible: the ranks leave."""
     return published(state, message, now, out) if message.freeze_id == state.freeze_id else state
 
 
@@ -82,6 +86,7 @@ def step_failed(state: ControllerState, message: StepFailed, now: float, out: li
 
 
 def working(state: ControllerState, message: Working, now: float, out: list[Effect]) -> ControllerState:
+    """An order gets on: the wait for answers begins anew."""
     return got_on(state, message.rank, now) if message.freeze_id == state.freeze_id else state
 
 

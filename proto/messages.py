@@ -113,6 +113,8 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """A rank lives, and where it is in its step."""
+
     rank: int
     phase: Phase
     step: int
@@ -247,6 +249,8 @@ class RollForward:
 
 @dataclass(frozen=True, slots=True)
 class RolledForward:
+    """The ordered update is finished."""
+
     rank: int
     freeze_id: int
     state_step: int
@@ -266,6 +270,8 @@ class WriteOrder:
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """The ordered parts are durable (fsync)."""
+
     rank: int
     freeze_id: int
     tmp_name: str
@@ -289,6 +295,8 @@ class PublishOrder:
 
 @dataclass(frozen=True, slots=True)
 class Published:
+    """The checkpoint is visible at `path`."""
+
     rank: int
     freeze_id: int
     step: int
