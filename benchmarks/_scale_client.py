@@ -74,14 +74,22 @@ class Stream:
     def __init__(self, client: Client, ranks: tuple[int, ...]) -> None:
         self.client, self.ranks = client, ranks
         self.frozen: list[StateReport] = []
-        self._channel = grpc.aio.insecure_channel(client.address, options=CLIENT_OPTIONS)
-        self._call: Any = ControlStub(self._channel).Attach()
         self._lock = asyncio.Lock()  # gRPC takes one write of a stream at a time
         beats = [Heartbeat(rank, Phase.COMPUTE, client.world.step) for rank in ranks]
         self._beat = client.envelope(*beats)
 
     async def open(self) -> None:
-        greeting = decode_downward(await self._call.read())
+        """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
+        while True:
+            self._channel = grpc.aio.insecure_channel(self.client.address, options=CLIENT_OPTIONS)
+            self._call: Any = ControlStub(self._channel).Attach()
+            try:
+                greeting = decode_downward(await self._call.read())
+                break
+            except grpc.aio.AioRpcError as error:
+                self.client.retries += 1
+                print(f"a stream could not be opened and is tried again: {error.code()}", file=sys.stderr)
+                await self._channel.close()
         assert greeting.message is None
         self.reader = asyncio.create_task(self._read())
 
@@ -121,6 +129,7 @@ class Client:
     """The stream whose reports are kept back until the command `last`."""
     beating: asyncio.Task[None] | None = None
     closing: bool = False
+    retries: int = 0
 
     def envelope(self, *messages: Upward) -> pb.UpwardEnvelope:
         return encode_upward(self.world.job_id, 1, messages)

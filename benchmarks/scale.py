@@ -12,7 +12,9 @@ when the time from the last state reply to the first write order, or the pure co
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import queue
 import statistics
 import subprocess
@@ -21,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ttp.controller.process import ControllerProcess, start_controller
 
 PLAN_LIMIT_MS = 100.0
 CORE_PLAN_LIMIT_S = 1.0
-WAIT_S = 120.0
+WAIT_S = 180.0
 CALM_ANSWER_S = 0.1
 CALM_ANSWERS = 3
 """So many answers in a row, each within that time, mean that nothing else waits to be heard."""
@@ -69,8 +70,14 @@ class ClientProcess:
         self._process.stdin.flush()
 
     def hear(self, event: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
-        """Raises queue.Empty when it does not come in time."""
-        return self._queue(event).get(timeout=timeout_s)
+        """Raises TimeoutError when it does not come in time, RuntimeError when the client has ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return self._queue(event).get(timeout=0.5)
+            if (status := self._process.poll()) is not None:
+                raise RuntimeError(f"a client process ended with status {status} before it told {event!r}")
+        raise TimeoutError(f"a client process did not tell {event!r} within {timeout_s:.0f} s")
 
     def heard(self, event: str) -> dict[str, Any] | None:
         return None if self._queue(event).empty() else self._queue(event).get()
@@ -126,7 +133,7 @@ def settle(players: Sequence[ClientProcess]) -> None:
         time.sleep(0.02)
 
 
-@contextmanager
+@contextlib.contextmanager
 def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[ClientProcess], Path]]:
     """A controller with all streams attached, and its journal."""
     with tempfile.TemporaryDirectory() as folder:
@@ -161,8 +168,8 @@ def assemble(players: Sequence[ClientProcess]) -> float:
     """Register every rank; return ms from the first registration sent to the last welcome received."""
     for player in players:
         player.say("register")
-    first = min(player.hear("registering")["at"] for player in players)
-    last = max(player.hear("welcomed")["at"] for player in players)
+    first: float = min(player.hear("registering")["at"] for player in players)
+    last: float = max(player.hear("welcomed")["at"] for player in players)
     for player in players:
         player.say("beat")
     return 1e3 * (last - first)
@@ -328,19 +335,23 @@ def main(arguments: list[str] | None = None) -> int:
         "--rolling-faults", type=int, default=2, help="of those in which every second rank rolls forward"
     )
     parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--ranks-per-stream", type=int, default=8, help="1: every rank has a stream of its own")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
     options = parser.parse_args(arguments)
     missed = []
     print(standby_memory(), flush=True)
     for size in options.ranks:
-        print(heartbeats(World(size), options.clients, options.seconds), flush=True)
+        print(heartbeats(World(size, options.ranks_per_stream), options.clients, options.seconds), flush=True)
         for ready_every, text, count in (
             (0, "nobody rolls forward", options.faults),
             (2, "every second rank rolls forward", options.rolling_faults),
         ):
-            world = World(size, ready_every=ready_every)
+            world = World(size, options.ranks_per_stream, ready_every)
             faults = [one_fault(world, options.clients, dead=7 * number + 3) for number in range(count)]
-            print(f"{size:,} ranks, {count} faults, {text}")
+            if faults:
+                print(
+                    f"{size:,} ranks, {count} faults, {text}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+                )
             show(faults)
             sys.stdout.flush()
             if not ready_every and faults:
