@@ -218,7 +218,7 @@ def watching_cost(workers: int, poll_s: float, duration_s: float) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, nargs="+", default=[0, 1024, 8192], help="resident sizes")
-    parser.add_argument("--kills", type=int, nargs="+", default=[60, 30, 8], help="processes to kill for each size")
+    parser.add_argument("--kills", type=int, nargs="+", default=[40, 25, 6], help="processes to kill for each size")
     parser.add_argument("--poll", type=float, default=POLL_S, help="seconds between two looks")
     parser.add_argument("--limit-ms", type=float, default=LIMIT_MS)
     options = parser.parse_args(arguments)

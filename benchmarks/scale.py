@@ -330,9 +330,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--core-ranks", type=int, nargs="*", default=[1000, 10000, 100000], help="worlds in the pure core"
     )
-    parser.add_argument("--faults", type=int, default=5, help="faults for each world, a fresh controller each")
+    parser.add_argument("--faults", type=int, default=4, help="faults for each world, a fresh controller each")
     parser.add_argument(
-        "--rolling-faults", type=int, default=2, help="of those in which every second rank rolls forward"
+        "--rolling-faults", type=int, default=1, help="of those in which every second rank rolls forward"
     )
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--ranks-per-stream", type=int, default=8, help="1: every rank has a stream of its own")
