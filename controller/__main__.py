@@ -20,12 +20,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ttp.errors import ControllerError
-from ttp.proto.transport import join_address
+from ttp.proto.transport import grpc, join_address
 
 from .agent_link import request_shutdown
 from .driver import Driver, LeaveIfIdle, StopAsked
@@ -39,6 +40,9 @@ GC_THRESHOLDS = (200_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
+PORT_WAIT_S = 10.0
+"""How long a taken port is tried for again."""
+PORT_RETRY_S = 0.25
 SUPERSEDE_TIMEOUT_S = 30.0
 """A stopped controller hears of its successor when it goes on, if that is not longer after."""
 
@@ -60,6 +64,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--guardian", type=int, action="append", default=[], metavar="PID", help="see above; repeatable"
     )
     parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
+    parser.add_argument(
+        "--port-wait-s", type=_positive, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
+    )
     for name in _TIMES:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=_positive, default=getattr(defaults, name), metavar="S")
@@ -75,6 +82,7 @@ _TIMES = (
     "register_timeout_s",
     "orphan_timeout_s",
     "hang_floor_s",
+    "hang_start_s",
     "hang_factor",
 )
 
@@ -96,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         guardians = Guardians(tuple(options.guardian))
-        asyncio.run(serve(settings, options.bind, options.port, options.journal, options.advertise, guardians))
+        place = (options.bind, options.port, options.journal, options.advertise)
+        asyncio.run(serve(settings, *place, guardians, options.port_wait_s))
     except ControllerError as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN
@@ -117,10 +126,11 @@ async def serve(
     journal_path: Path,
     advertise: str = "",
     guardians: Guardians | None = None,
+    port_wait_s: float = PORT_WAIT_S,
 ) -> None:
     """Listen, and serve until the driver has finished. Raises ControllerError, _JournalError."""
     loop = asyncio.get_running_loop()
-    server, bound = make_server(host, port)
+    server, bound = await listen(host, port, port_wait_s)
     settings = replace(settings, address=join_address(advertise or host, bound))
     try:
         journal = Journal(journal_path, settings)
@@ -147,6 +157,18 @@ async def serve(
     service.finish_streams()
     await server.stop(GRACE_S)
     journal.close()
+
+
+async def listen(host: str, port: int, patience_s: float) -> tuple[grpc.aio.Server, int]:
+    """Get the port; a certain one may still belong to an earlier start's controller, which is leaving. Raises ControllerError."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return make_server(host, port)
+        except ControllerError:
+            if port == 0 or time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(PORT_RETRY_S)
 
 
 async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: float) -> None:

@@ -15,6 +15,9 @@ from ttp.proto.messages import Registration
 _NAMED = 8
 """How many ranks, nodes or shards a sentence names before it says how many more there are."""
 
+_EACH = 16
+"""Up to so many ranks, and then nodes, have a line each in the overview."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -95,9 +98,10 @@ def survives(coverage: Coverage) -> str:
 
 def warnings(coverage: Coverage) -> tuple[str, ...]:
     """Say which shards are worse protected than this world allows; at most a handful of sentences."""
+    advice = "raise the number of replicas" if len(coverage.hosts) > 1 else "replicas need more ranks"
     alone = [group for group in coverage.groups if len(group.holders) == 1]
     found = [
-        f"{group.label} is held by rank {group.holders[0]} only: its death loses the step; raise the number of replicas"
+        f"{group.label} is held by rank {group.holders[0]} only: its death loses the step; {advice}"
         for group in alone[:_NAMED]
     ]
     together: list[Group] = []
@@ -110,6 +114,57 @@ def warnings(coverage: Coverage) -> tuple[str, ...]:
     ]
     more = max(0, len(alone) - _NAMED) + max(0, len(together) - _NAMED)
     return (*found, f"{more} more shard groups are protected as badly") if more else tuple(found)
+
+
+def overview(coverage: Coverage) -> tuple[str, ...]:
+    """Say what lies where: a line for each rank of a small job, for each node of a larger one."""
+    held: dict[int, list[Group]] = {rank: [] for rank in range(len(coverage.hosts))}
+    for group in coverage.groups:
+        for rank in group.holders:
+            held[rank].append(group)
+    if len(held) <= _EACH:
+        return tuple(_rank_line(coverage, rank, groups) for rank, groups in held.items())
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(coverage.hosts):
+        nodes.setdefault(host, []).append(rank)
+    lines = [_node_line(host, ranks, held) for host, ranks in list(nodes.items())[:_EACH]]
+    more = len(nodes) - len(lines)
+    return (*lines, f"and {more} more nodes") if more else tuple(lines)
+
+
+def _rank_line(coverage: Coverage, rank: int, groups: list[Group]) -> str:
+    """`rank 0 on node a: shard 0 of 2 (12.0 MiB), also on rank 2`."""
+    held = [
+        f"{group.label.partition(':')[0]} ({group.nbytes / 2**20:.1f} MiB), {_also_on(rank, group)}" for group in groups
+    ]
+    return f"rank {rank} on node {coverage.hosts[rank]}: {'; '.join(held) or 'no shard'}"
+
+
+def _also_on(rank: int, group: Group) -> str:
+    others = [holder for holder in group.holders if holder != rank]
+    return f"also on {named('rank', others)}" if others else "on no other rank"
+
+
+def _node_line(host: str, ranks: list[int], held: dict[int, list[Group]]) -> str:
+    """`node a: ranks 0-7, their shards also on ranks 8-15`."""
+    mine = set(ranks)
+    others = sorted(
+        {holder for rank in ranks for group in held[rank] for holder in group.holders if holder not in mine}
+    )
+    elsewhere = f"also on ranks {runs(others)}" if others else "on no other node"
+    return f"node {host}: ranks {runs(ranks)}, their shards {elsewhere}"
+
+
+def runs(ranks: Iterable[int]) -> str:
+    """Return ascending ranks shortly: `0-3, 8, 12-15`; the first _NAMED runs of them."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    texts = ["-".join(map(str, run)) for run in found[:_NAMED]]
+    return ", ".join(texts) + (", ..." if len(found) > _NAMED else "")
 
 
 def _share_a_host(coverage: Coverage, group: Group, nodes: int) -> bool:

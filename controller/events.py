@@ -40,6 +40,8 @@ class ControllerSettings:
     """0: the controller that the job starts with; i: the i-th standby, which waits until ranks come to it."""
     address: str = ""
     """How the others reach this controller, as it stands in their list of controllers."""
+    hang_start_s: float = 1800.0
+    """In place of `hang_floor_s` before enough steps were seen: the first ones compile, load and warm up."""
 
 
 # --- in ---
@@ -105,7 +107,7 @@ class Supersede:
 @dataclass(frozen=True, slots=True)
 class Journal:
     """One line of the job's story. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
-    moving_again, hung, not_hung, death_seen, freeze_sent, frozen, decided, rolled_forward, write_sent, written,
+    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, write_sent, written,
     publish_sent, published, refused, thawed, exit_sent, finished."""
 
     event: str

@@ -21,7 +21,7 @@ def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) ->
     members = state.members
     told = reachable(members)
     untold = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
-    if told:
+    if told or state.agents:  # the launchers overhear it: they say why when no rank is left that could
         out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
     out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
     return replace(
@@ -32,8 +32,17 @@ def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) ->
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
     """Write nothing, say why, and have the job restart from what there is."""
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
-    out.append(Journal("refused", fields))
-    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}", now, out)
+    newest = _newest_checkpoint(state)
+    out.append(Journal("refused", {**fields, "goes_on_from": newest}))
+    after = f"the job goes on from {newest}" if newest else "no older checkpoint is known to the ranks that are left"
+    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out)
+
+
+def _newest_checkpoint(state: ControllerState) -> str:
+    """Return the newest checkpoint that any rank told of in this freeze; empty: none. Names of later steps sort later."""
+    reports = state.fault.reports if state.fault is not None else ()
+    told = [report.checkpoint for report in reports if report is not None and report.checkpoint]
+    return max(told, key=lambda path: path.rpartition("/")[2], default="")
 
 
 def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:

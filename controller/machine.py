@@ -17,7 +17,7 @@ from .hangs import look, rest
 from .leaving import orphaned, over
 from .membership import empty, forgive, hear, hear_unsuspected, sweep
 from .presence import die, suspicion
-from .progress import unknown
+from .progress import limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
 from .rounds import has_culprit
@@ -37,7 +37,9 @@ _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller that nobody has registered with."""
-    members, pace = empty(settings.world_size), unknown(settings.world_size)
+    members = empty(settings.world_size)
+    pace = unknown(settings.world_size)
+    pace = replace(pace, limit_s=limit(pace, settings))
     if settings.standby:
         freeze_id = settings.standby * FREEZES_OF_A_TERM
         return ControllerState(settings, Stage.STANDBY, members, pace, inf, freeze_id=freeze_id)
@@ -97,6 +99,8 @@ def next_deadline(state: ControllerState) -> float | None:
 
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
+    if fault.updating:
+        return fault.update_by
     if not fault.causes:
         waits = (fault.unproven is not None and not state.members.suspects) or (fault.takeover and fault.awaiting)
         return fault.round_deadline if waits else inf
@@ -125,6 +129,8 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
         fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))
+        if fault.update_by < inf:
+            fault = replace(fault, update_by=max(fault.update_by, now + settings.progress_timeout_s))
         state = replace(state, fault=fault)
     if state.dump is not None:
         state = replace(state, dump=replace(state.dump, progress_by=now + settings.progress_timeout_s))

@@ -27,9 +27,11 @@ from ttp.proto.messages import (
     WorkerExit,
 )
 
+from .coverage import overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
+from .progress import taught
 from .publishing import next_publisher
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, forget, root_cause
@@ -55,7 +57,8 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("registered", {**fields, "state_step": message.state_step}))
     if member.suspect and member.dead is None:
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
-    state = replace(state, members=attach(state.members, message, now, state.settings))
+    pace = taught(state.pace, message.step_times_s, state.settings)
+    state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
         state = learn_successors(state, message.controllers[1:], out)
     return _catch_up(state, rank, out)
@@ -101,7 +104,7 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
 
 
 def welcome(state: ControllerState, rank: int) -> Welcome:
-    settings = state.settings
+    settings, coverage = state.settings, state.coverage if rank == 0 else None
     return Welcome(
         rank=rank,
         term=settings.term,
@@ -110,6 +113,8 @@ def welcome(state: ControllerState, rank: int) -> Welcome:
         survives=state.survives,
         successors=state.successors,
         job_groups=state.job_groups,
+        overview=overview(coverage) if coverage is not None else (),
+        warnings=warnings(coverage) if coverage is not None else (),
     )
 
 

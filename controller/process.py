@@ -143,5 +143,5 @@ def _start_error(
     if status is None:
         what = f"did not say that it listens within {timeout_s} s (it said {line!r}) and was killed"
     else:
-        what = f"ended at once with exit status {status}"
+        what = f"ended with exit status {status} before it listened"
     return ControllerError(f"the controller {what}; see {log_path}: {said[-2000:] or 'nothing was logged'}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .events import ControllerSettings
 
 ENOUGH = 8
-"""Step times that must have been measured before anybody is suspected: the first steps compile, load and warm up."""
+"""Step times that must be known before the job is judged by them: the first steps compile, load and warm up."""
 KEPT = 64
 """Step times that the limit is made of: old habits are forgotten."""
 HIGH = 0.9
@@ -63,7 +63,7 @@ class Pace:
     longest: float = 0.0
     """The longest standstill that ended by itself."""
     limit_s: float = inf
-    """A longer standstill is a hang; inf until enough steps were seen."""
+    """A longer standstill is a hang."""
     noted: bool = False
     """The standstill that goes on has been noted."""
 
@@ -85,6 +85,15 @@ class Pace:
 def unknown(world_size: int) -> Pace:
     """Return the pace of a job of which nothing was seen yet."""
     return Pace(RankTable.filled(world_size, None))
+
+
+def taught(pace: Pace, step_times_s: tuple[float, ...], settings: ControllerSettings) -> Pace:
+    """Learn from step times that a rank measured itself, if they are more than what was seen here: another controller led
+    the job before."""
+    if len(step_times_s) <= len(pace.durations):
+        return pace
+    pace = replace(pace, durations=step_times_s[-KEPT:])
+    return replace(pace, limit_s=limit(pace, settings))
 
 
 def rested(pace: Pace, now: float) -> Pace:
@@ -115,19 +124,19 @@ def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSetting
 def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
     """Learn from a standstill that ended by itself just now.
 
-    Before the limit is known it is the start's: loading and compiling are no habit.
+    Before enough steps were seen it is the start's: loading and compiling are no habit.
     """
     gap = now - pace.moved_at
-    if pace.limit_s == inf or pace.moved_at == inf or gap <= pace.longest:
+    if len(pace.durations) < ENOUGH or pace.moved_at == inf or gap <= pace.longest:
         return pace
     pace = replace(pace, longest=gap)
     return replace(pace, limit_s=limit(pace, settings))
 
 
 def limit(pace: Pace, settings: ControllerSettings) -> float:
-    """Return how long nobody may get on, in seconds; inf: not enough was seen."""
+    """Return how long nobody may get on, in seconds."""
     if len(pace.durations) < ENOUGH:
-        return inf
+        return max(settings.hang_floor_s, settings.hang_start_s)
     ordered = sorted(pace.durations)
     slow, median = ordered[int(HIGH * (len(ordered) - 1))], ordered[len(ordered) // 2]
     doubled = 2.0 if slow > UNEVEN * median else 1.0

@@ -7,8 +7,9 @@ then no longer covered, the ranks are asked again.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
-from ttp.proto.messages import RollForward
+from ttp.proto.messages import Phase, RollForward
 
 from .coverage import Group, named
 from .decision import Decision, Refusal, decide
@@ -20,30 +21,73 @@ from .state import ControllerState, Dump, Fault, Stage, Work
 
 
 def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """All reports are in, or the round's time is over: decide, and order the roll-forwards."""
+    """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for the end of an update
+    without which no step is covered."""
     fault = state.fault
     assert fault is not None and state.coverage is not None
+    verdict = _verdict(state, fault)
+    if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
+        return _wait_for_updates(state, fault, updating, now, out)
     out.append(Journal("frozen", frozen_fields(state)))
+    if isinstance(verdict, Refusal):
+        return refuse(state, verdict, now, out)
+    return _order_rolls(state, verdict, now, out)
+
+
+def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
+    """Decide from what was reported; `updating`: as if the updates of these ranks had ended."""
+    assert state.coverage is not None
     if not state.coverage.groups:
-        return refuse(state, Refusal("no rank registered any shards"), now, out)
+        return Refusal("no rank registered any shards")
     unknown = state.job_groups - len(state.coverage.groups)
     if unknown > 0:  # a standby never hears of shards whose holders had all gone before it took over
         gone = named("rank", state.members.table.ranks(lambda member: member.registration is None))
         held = (
             f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
         )
-        return refuse(state, Refusal(f"no live rank can write: {held} ({gone})"), now, out)
+        return Refusal(f"no live rank can write: {held} ({gone})")
     reports = {
         report.rank: report
         for report in fault.reports
         if report is not None and is_holder(state, report.rank) and not state.members.table[report.rank].suspect
     }
+    for rank in updating:
+        report = fault.reports[rank]
+        assert report is not None
+        reports[rank] = replace(report, closed=True, phase=Phase.DONE, state_step=report.step)
     records = {record.step: record for record in fault.records}
     verdict = decide(state.coverage.groups, reports, records, fault.unreachable)
     if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
         verdict = decide(state.coverage.groups, reports, records, fault.unreachable, _absences(state, fault))
-        assert isinstance(verdict, Refusal)
-        return refuse(state, verdict, now, out)
+    return verdict
+
+
+def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[int, ...]:
+    """Return the ranks whose update goes on behind the shut gate, if its end would cover a step that is not covered now.
+
+    Where another holder has their shards nothing is waited for: one stuck rank never vetoes.
+    """
+    if now >= fault.update_by:
+        return ()
+    updating = tuple(
+        report.rank
+        for report in fault.reports
+        if report is not None and not report.closed and not report.torn and is_holder(state, report.rank)
+    )
+    return updating if updating and isinstance(_verdict(state, fault, updating), Decision) else ()
+
+
+def _wait_for_updates(
+    state: ControllerState, fault: Fault, updating: tuple[int, ...], now: float, out: list[Effect]
+) -> ControllerState:
+    update_by = min(fault.update_by, now + state.settings.progress_timeout_s)
+    if fault.update_by == inf:
+        out.append(Journal("awaiting_updates", {"ranks": updating, "freeze_id": state.freeze_id}))
+    return replace(state, fault=replace(fault, updating=updating, update_by=update_by))
+
+
+def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: list[Effect]) -> ControllerState:
+    """Note the decision and have the ranks that are one step behind roll forward."""
     fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
     out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
     rolling = RankTable.filled(state.settings.world_size, False)

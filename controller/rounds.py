@@ -68,6 +68,8 @@ def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) ->
         round_deadline=now + state.settings.freeze_timeout_s,
         awaiting=len(asked),
         reports=RankTable.filled(state.settings.world_size, None),
+        updating=(),
+        update_by=inf,
     )
     return replace(state, stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
 
@@ -125,13 +127,29 @@ def take_report(state: ControllerState, report: StateReport, out: list[Effect]) 
     fault = state.fault
     assert fault is not None
     known = fault.reports[report.rank]
-    fault = replace(fault, records=_merge(fault.records, report, out))
+    fault = replace(fault, records=_merge(fault.records, report, out), updating=())
     if known is None:
         awaited_one = state.members.table[report.rank].dead is None and report.rank not in fault.stuck
         fault = replace(fault, awaiting=fault.awaiting - awaited_one)
     elif _is_older(report, known):
         return replace(state, fault=fault)
     return replace(state, fault=replace(fault, reports=fault.reports.put(report.rank, report)))
+
+
+def still_updating(state: ControllerState, rank: int, now: float) -> ControllerState:
+    """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
+
+    So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller.
+    """
+    fault = state.fault
+    assert fault is not None
+    if fault.reports[rank] is None and state.members.table[rank].dead is None:
+        round_deadline = max(fault.round_deadline, now + state.settings.freeze_timeout_s)
+        return replace(state, fault=replace(fault, round_deadline=round_deadline))
+    if rank not in fault.updating:
+        return state
+    update_by = max(fault.update_by, now + state.settings.progress_timeout_s)
+    return replace(state, fault=replace(fault, update_by=update_by))
 
 
 def _is_older(report: StateReport, known: StateReport) -> bool:
@@ -153,6 +171,8 @@ def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Eff
 
 def forget(state: ControllerState, rank: int, member: Member) -> ControllerState:
     """A rank that a round may wait for has died. `member` is its record before the death."""
+    if state.fault is not None and state.fault.updating:
+        state = replace(state, fault=replace(state.fault, updating=()))  # it may have been one of them
     fault = state.fault
     if fault is None or member.dead is not None or rank in fault.stuck or fault.reports[rank] is not None:
         return state

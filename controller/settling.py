@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-from .coverage import coverage_of, survives, warnings
+from .coverage import coverage_of, named, survives, warnings
 from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
 from .leaving import finish_job, leave, over, refuse
@@ -103,6 +103,8 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return state
     if (fault.awaiting or members.suspects) and now < fault.round_deadline:
         return state
+    if fault.updating and now < fault.update_by:
+        return state
     return start_dump(state, now, out)
 
 
@@ -145,4 +147,6 @@ def abandon_start(state: ControllerState, now: float, out: list[Effect]) -> Cont
 def give_up(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """The fault took longer than it may."""
     reason = f"the fault was not over after {state.settings.total_timeout_s:g} s, in stage {state.stage.value}"
+    if state.fault is not None and state.fault.updating:
+        reason += f"; the update of {named('rank', state.fault.updating)} had not ended"
     return refuse(state, Refusal(reason), now, out)

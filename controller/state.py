@@ -62,6 +62,11 @@ class Fault:
     """A hang: a cause once every report is in and nobody is seen to have got on."""
     takeover: bool = False
     """The freeze with which a standby takes over: no false alarm before every rank has reported."""
+    updating: tuple[int, ...] = ()
+    """Ranks whose gate is not closed yet because their update goes on, and without which a shard has no holder: what they
+    report when it has ended is waited for. Empty once there is something new to decide from."""
+    update_by: float = inf
+    """When these updates count as stuck; inf: none was waited for in this round."""
 
 
 @dataclass(frozen=True, slots=True)

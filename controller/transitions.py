@@ -30,7 +30,7 @@ from .hangs import beat, beats, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
 from .rolling import got_on, roll_failed, rolled
-from .rounds import take_report
+from .rounds import still_updating, take_report
 from .state import ControllerState, Stage
 from .takeover import first_rank_came, note_exit, note_fault
 from .writing import write_failed, written
@@ -90,6 +90,11 @@ def working(state: ControllerState, message: Working, now: float, out: list[Effe
     return got_on(state, message.rank, now) if message.freeze_id == state.freeze_id else state
 
 
+def update_gets_on(state: ControllerState, message: Working, now: float, out: list[Effect]) -> ControllerState:
+    """An update that its freeze waits for gets on."""
+    return still_updating(state, message.rank, now) if message.freeze_id == state.freeze_id else state
+
+
 def noted(state: ControllerState, event: object, now: float, out: list[Effect]) -> ControllerState:
     """Nothing to do but what every event does: its rank was heard, and deadlines are looked at."""
     return state
@@ -131,13 +136,14 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((Stage.WRITING, Stage.PUBLISHING), Published, checkpoint_published),
     (_ORDERED, StepFailed, step_failed),
     (_ORDERED, Working, working),
+    (_FREEZE, Working, update_gets_on),
     # Answers to an order, or to a freeze, that is over.
     ((*_CALM, *_END), StateReport, late),
     ((*_FREEZE, *_END), RolledForward, late),
     ((*_FREEZE, Stage.ROLLING, Stage.PUBLISHING, *_END), Written, late),
     ((*_FREEZE, Stage.ROLLING, *_END), Published, late),
     ((*_FREEZE, *_END), StepFailed, late),
-    ((*_START, *_CALM, *_FREEZE, *_END), Working, late),
+    ((*_START, *_CALM, *_END), Working, late),
     (_END, FaultReport, late),
     *(
         (_OVER, kind, late)

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol, assert_never
@@ -55,7 +55,7 @@ from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 from ttp.processor.worker import Reopen, Settle, Worker
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import Cause, CauseKind, Downward, Upward, Welcome
+from ttp.proto.messages import Cause, CauseKind, Downward, StateReport, Upward, Welcome
 from ttp.proto.stream import Address, ControlStream
 
 TICK_S = 0.2
@@ -119,6 +119,7 @@ class Processor:
         on_exit: Callable[[str], None] | None = None,
         stacks_path: Path | None = None,
         work_done: Callable[[], int] | None = None,
+        checkpoint: Callable[[], str] | None = None,
         exit_process: Callable[[int], None] = os._exit,
         machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -128,7 +129,8 @@ class Processor:
         watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
         on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
-        work_done(): a number that grows while the holder carries out an order; called on the processor's thread.
+        work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
+        checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
         """
         self._settings = settings
         self._address = address
@@ -137,6 +139,7 @@ class Processor:
         self._gate = gate
         self._on_exit = on_exit
         self._work_done = work_done if work_done is not None else lambda: 0
+        self._checkpoint = checkpoint if checkpoint is not None else lambda: ""
         self._exit_process = exit_process
         self._machine = machine if machine is not None else _default_machine()
         self._clock = clock
@@ -145,7 +148,7 @@ class Processor:
         self._released = threading.Event()
         self._releases_at_exit = False
         self._welcomed = threading.Event()
-        self._survives: str | None = None
+        self._welcome: Welcome | None = None
         self._voice = Voice(settings.rank)
         self._stacks = StackWriter(stacks_path, self._voice)
         self._paused_until = -inf
@@ -158,6 +161,7 @@ class Processor:
         self._stream_open = False
         self._highest_term = 0
         self._ticket = 0  # of the gate's last closing
+        self._unsettled: tuple[int, int] | None = None  # (ticket, freeze_id) of a closing that timed out
 
     # --- any thread ---
 
@@ -198,10 +202,10 @@ class Processor:
         self._queue.put(TrainReturned())
         self._released.wait()
 
-    def wait_welcomed(self, timeout_s: float) -> str | None:
-        """Wait until the controller has all ranks; return what the job survives, None after the timeout or a `stop`."""
+    def wait_welcomed(self, timeout_s: float) -> Welcome | None:
+        """Wait until the controller has all ranks; return its newest welcome, None after the timeout or a `stop`."""
         self._welcomed.wait(timeout_s)
-        return self._survives
+        return self._welcome
 
     def release_at_exit(self) -> None:
         """From now on, the controller's order to leave lets the waiting training thread go instead of ending the process:
@@ -246,6 +250,7 @@ class Processor:
             if now >= due and self._running:  # also when events keep coming
                 next_tick = now + TICK_S
                 self._watch_parent()
+                self._settle_late()
                 self._step(self._tick(), now)
         if self._stream is not None:
             self._stream.close(drain_s=1.0)
@@ -279,12 +284,16 @@ class Processor:
                     self._stream = None
                     self._stream_open = False
                     self._step(Disconnected(reason, stream.refused), now)
+            case GateClosed(report):
+                if not report.closed and report.freeze_id == self._gate.freeze_id:
+                    self._unsettled = (self._ticket, report.freeze_id)
+                self._gate_closed(report, now)
             case _:
                 self._step(item, now)
 
     def _receive(self, message: Downward, now: float) -> None:
         if isinstance(message, Welcome):
-            self._survives = message.survives
+            self._welcome = message
             self._welcomed.set()
         self._step(Received(message), now)
 
@@ -310,6 +319,7 @@ class Processor:
             case CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case OpenGate():
+                self._unsettled = None
                 self._worker.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._worker.submit(effect)
@@ -351,6 +361,26 @@ class Processor:
                 self._queue.put(GateClosed(report))
                 return
         self._worker.submit(Settle(self._ticket, freeze_id))
+
+    def _settle_late(self) -> None:
+        """An update that took longer than the freeze could wait may have ended since: then the state stands still after all,
+        and may be what no other rank holds."""
+        if self._unsettled is None:
+            return
+        ticket, freeze_id = self._unsettled
+        if ticket != self._ticket:
+            self._unsettled = None  # closed anew, or opened, since
+            return
+        report = self._gate.settle(ticket, freeze_id, 0.0)
+        if report.closed:
+            self._unsettled = None
+            if self._gate.drain_error:
+                self._voice.say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
+            self._voice.say(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
+            self._gate_closed(report, self._clock())
+
+    def _gate_closed(self, report: StateReport, now: float) -> None:
+        self._step(GateClosed(replace(report, checkpoint=self._checkpoint())), now)
 
     def _watch_parent(self) -> None:
         if self._parent is None or os.getppid() == self._parent:

@@ -56,7 +56,8 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class GateClosed:
-    """CloseGate was carried out (report.closed) or timed out (not report.closed)."""
+    """CloseGate was carried out (report.closed) or timed out (not report.closed); then it comes again, closed, when the
+    update in progress ends after all."""
 
     report: StateReport
 

@@ -24,7 +24,7 @@ from .events import (
     WriteDone,
     WriteShare,
 )
-from .state import Order, ProcessorState
+from .state import Order, ProcessorState, Standing
 
 
 def roll_forward(state: ProcessorState, message: RollForward, now: float, out: list[Effect]) -> ProcessorState:
@@ -99,8 +99,9 @@ def publish_done(state: ProcessorState, event: PublishDone, now: float, out: lis
 
 
 def owes_answer(state: ProcessorState) -> bool:
-    """True while an order is being carried out, or waits for its turn."""
-    return state.applying is not None or any(known.answer is None for known in state.orders)
+    """True while an order is being carried out, or waits for its turn, or an update keeps the gate from closing."""
+    closing = state.standing in (Standing.CLOSING, Standing.FROZEN) and not state.closed
+    return closing or state.applying is not None or any(known.answer is None for known in state.orders)
 
 
 def _answer(

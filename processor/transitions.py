@@ -67,6 +67,7 @@ from .orders import (
     write,
     write_done,
 )
+from .pace import watch
 from .state import Link, ProcessorState, Standing
 from .succession import controllers, go_on, go_on_at, lost, silent
 
@@ -85,11 +86,10 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     """Register, and say again what an earlier stream may have lost."""
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
+    registration = replace(event.registration, job_groups=state.job_groups, step_times_s=state.step_times_s)
     if state.successors:
-        registration = replace(event.registration, controllers=controllers(state), job_groups=state.job_groups)
+        registration = replace(registration, controllers=controllers(state))
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
-    else:
-        registration = replace(event.registration, job_groups=state.job_groups)
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
     if state.finished:
@@ -115,7 +115,7 @@ def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effec
         successors=(*state.successors, *new),
         job_groups=message.job_groups or state.job_groups,
     )
-    if state.term != message.term:
+    if state.term not in (-1, message.term):  # the first one is introduced by the session, on rank 0 alone
         out.append(Log(_introduction(state, message)))
     return replace(state, term=message.term)
 
@@ -137,6 +137,7 @@ def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) ->
 def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> ProcessorState:
     """Do what is due: reconnect, beat, or give up."""
     rank = state.settings.rank
+    state = watch(state, event, now)
     if state.link is not Link.DOWN and now >= go_on_at(state):
         if state.link is Link.UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
@@ -255,7 +256,7 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
 
 
 def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
-    """Report what this rank holds."""
+    """Report what this rank holds; once more when an update that had kept the gate from closing has ended."""
     report = event.report
     if report.freeze_id != state.freeze_id:
         return state  # asked again meanwhile, under a newer number

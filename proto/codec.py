@@ -227,9 +227,7 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
         case "stream_opened":
             return None
         case "welcome":
-            w = wire.welcome
-            successors = tuple(w.successors)
-            return m.Welcome(w.rank, w.term, w.heartbeat_s, w.lease_s, w.survives, successors, w.job_groups)
+            return _decode_welcome(wire.welcome)
         case "freeze":
             return m.Freeze(wire.freeze.freeze_id, decode_cause(wire.freeze.cause))
         case "thaw":
@@ -266,6 +264,7 @@ def _encode_registration(message: m.Registration) -> pb.Registration:
         standby=message.standby,
         controllers=message.controllers,
         job_groups=message.job_groups,
+        step_times_s=message.step_times_s,
     )
 
 
@@ -282,6 +281,7 @@ def _decode_registration(wire: pb.Registration) -> m.Registration:
         standby=wire.standby,
         controllers=tuple(wire.controllers),
         job_groups=wire.job_groups,
+        step_times_s=tuple(wire.step_times_s),
     )
 
 
@@ -291,6 +291,22 @@ def _fill_welcome(wire: pb.Welcome, message: m.Welcome) -> None:
     wire.survives = clean(message.survives)
     wire.successors.extend(message.successors)
     wire.job_groups = message.job_groups
+    wire.overview.extend(clean(line) for line in message.overview)
+    wire.warnings.extend(clean(line) for line in message.warnings)
+
+
+def _decode_welcome(wire: pb.Welcome) -> m.Welcome:
+    return m.Welcome(
+        rank=wire.rank,
+        term=wire.term,
+        heartbeat_s=wire.heartbeat_s,
+        lease_s=wire.lease_s,
+        survives=wire.survives,
+        successors=tuple(wire.successors),
+        job_groups=wire.job_groups,
+        overview=tuple(wire.overview),
+        warnings=tuple(wire.warnings),
+    )
 
 
 def _encode_report(message: m.StateReport) -> pb.StateReport:
@@ -305,6 +321,7 @@ def _encode_report(message: m.StateReport) -> pb.StateReport:
         backup_step=message.backup_step,
         records=[encode_record(record) for record in message.records],
         final=message.final,
+        checkpoint=clean(message.checkpoint),
     )
 
 
@@ -320,6 +337,7 @@ def _decode_report(wire: pb.StateReport) -> m.StateReport:
         backup_step=wire.backup_step,
         records=tuple(decode_record(record) for record in wire.records),
         final=wire.final,
+        checkpoint=wire.checkpoint,
     )
 
 

@@ -189,7 +189,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class Registration(_message.Message):
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     CONTROLLERS_FIELD_NUMBER: _ClassVar[int]
     JOB_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -212,7 +213,8 @@ class Registration(_message.Message):
     standby: str
     controllers: _containers.RepeatedScalarFieldContainer[str]
     job_groups: int
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ...) -> None: ...
+    step_times_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("rank", "phase", "step", "waiting", "paused")
@@ -229,7 +231,7 @@ class Heartbeat(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
-    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final")
+    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint")
     RANK_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +242,7 @@ class StateReport(_message.Message):
     BACKUP_STEP_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     freeze_id: int
     closed: bool
@@ -250,7 +253,8 @@ class StateReport(_message.Message):
     backup_step: int
     records: _containers.RepeatedCompositeFieldContainer[CommitRecord]
     final: bool
-    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ...) -> None: ...
+    checkpoint: str
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class FaultReport(_message.Message):
     __slots__ = ("rank", "cause", "detail")
@@ -349,7 +353,7 @@ class StepFailed(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., stage: _Optional[str] = ..., tmp_name: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives", "successors", "job_groups")
+    __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives", "successors", "job_groups", "overview", "warnings")
     RANK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +361,8 @@ class Welcome(_message.Message):
     SURVIVES_FIELD_NUMBER: _ClassVar[int]
     SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
     JOB_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    OVERVIEW_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     term: int
     heartbeat_s: float
@@ -364,7 +370,9 @@ class Welcome(_message.Message):
     survives: str
     successors: _containers.RepeatedScalarFieldContainer[str]
     job_groups: int
-    def __init__(self, rank: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., survives: _Optional[str] = ..., successors: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ...) -> None: ...
+    overview: _containers.RepeatedScalarFieldContainer[str]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., survives: _Optional[str] = ..., successors: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., overview: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Freeze(_message.Message):
     __slots__ = ("freeze_id", "cause")

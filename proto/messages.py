@@ -109,6 +109,8 @@ class Registration:
     """Addresses of all controllers that this rank knows, in order of their terms; empty: only the one it speaks to."""
     job_groups: int = 0
     """How many shard groups the whole job has, as a controller said; 0: never heard."""
+    step_times_s: tuple[float, ...] = ()
+    """How long this rank's newest steps took, oldest first: a controller that takes over knows the job's pace from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class StateReport:
     final: bool = False
     """True when a dump has to follow: the state was rolled forward, so that the gate can never open again, or orders of a dump
     were taken, which may still be under way."""
+    checkpoint: str = ""
+    """Path of the newest checkpoint that this rank knows to be published; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,10 @@ class Welcome:
     """Addresses of the job's standby controllers, in the order in which they take over; the same for every rank."""
     job_groups: int = 0
     """How many shard groups the whole job has; 0: this controller does not know yet."""
+    overview: tuple[str, ...] = ()
+    """To rank 0 alone, which shows it to people: ranks, hosts and replicas, a line each."""
+    warnings: tuple[str, ...] = ()
+    """To rank 0 alone: which shards are worse protected than this world allows, a line each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +313,9 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """An order of this freeze is being carried out and has got on since this was said last: gigabytes take longer than a
-    rank may be silent. Not said by a rank whose disk hangs, which goes on to send heartbeats."""
+    """An order of this freeze is being carried out, or an update keeps the gate from closing, and has got on since this was
+    said last: gigabytes take longer than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send
+    heartbeats."""
 
     rank: int
     freeze_id: int

@@ -116,6 +116,8 @@ class ParallelConfig:
     """Divide activations along the sequence between tensor-parallel ranks."""
     optimizer_replicas: int = 2
     """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
+    compare_replicas_every: int = 100
+    """Steps after which the bits of all replicas are compared, to find silent corruption; 0: never."""
 
     def __post_init__(self) -> None:
         at = "parallel_config."
@@ -124,6 +126,8 @@ class ParallelConfig:
         chunks = self.virtual_pipeline_model_parallel_size
         check(chunks is None or chunks >= 1, at + "virtual_pipeline_model_parallel_size", chunks, "1 or more, or null")
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
+        every = self.compare_replicas_every
+        check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""

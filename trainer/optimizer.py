@@ -37,6 +37,7 @@ def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> 
         clip=clip,
         loss_scale=loss_scale,
         local_copy=training.local_copy_os,
+        compare_every=config.parallel_config.compare_replicas_every,
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,

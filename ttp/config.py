@@ -7,6 +7,7 @@
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
 | TTP_HANG_FLOOR_S, TTP_HANG_FACTOR | 60, 10 | nobody getting on for so many seconds, and so many slow steps, is a hang |
+| TTP_HANG_START_S | 1800 | the same for the first steps, which compile and load: before the job's pace is known |
 | TTP_BOUNDARY_S | 5 | a rank told to leave (SIGTERM) waits so long for the end of the step in flight |
 | TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
 | TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
@@ -35,6 +36,7 @@ class Settings:
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
     hang_floor_s: float = 60.0
+    hang_start_s: float = 1800.0
     hang_factor: float = 10.0
     boundary_s: float = 5.0
     round_number: int = 0
@@ -61,6 +63,8 @@ class Settings:
                 f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0"
                 " and a number from 1"
             )
+        if not self.hang_start_s > 0:
+            raise ConfigError(f"TTP_HANG_START_S is {self.hang_start_s}: wanted seconds above 0")
         if not self.boundary_s >= 0:
             raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0")
         if not 0 <= self.controller_port < 65536:
@@ -78,6 +82,7 @@ class Settings:
             heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
             lease_s=_number(environ, "TTP_LEASE_S", 3.0),
             hang_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
+            hang_start_s=_number(environ, "TTP_HANG_START_S", 1800.0),
             hang_factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),

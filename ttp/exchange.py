@@ -1,5 +1,5 @@
-"""Small JSON values between all ranks of the job, by torch's collectives: used at start, resume and periodic saves,
-never per step and never at a fault."""
+"""Small JSON values between all ranks of the job, by torch's collectives: used at start, resume, periodic saves, and when
+replicas were found to differ; never per step and never at a fault."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.distributed as dist
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def exchange_json(value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order (all ranks call; one process: its own value)."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def exchange_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
+    """Return every rank's value, in rank order (all ranks of `group` call, WORLD unless given; one process: its own value)."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [json.loads(json.dumps(value))]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    world = dist.get_world_size()
+    world = dist.get_world_size(group)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    _all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
+    _all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group=group)
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = torch.zeros(world * longest, dtype=torch.uint8, device=device)
-    _all_gather(everyone, padded)
+    _all_gather(everyone, padded, group=group)
     rows = everyone.view(world, longest).cpu()
     return [json.loads(bytes(rows[r, : int(n)].numpy().tobytes())) for r, n in enumerate(sizes.tolist())]
 

@@ -101,9 +101,9 @@ class OptimizerHolder:
         self._term = term
         self._layout = dict(layout)
         self._trusted: frozenset[str] = frozenset()
-        self.work_done = 0
-        """Bytes, files and entries that orders have got through so far: it grows while a write or publish gets on. Written by
-        the thread that carries out the order, read by any."""
+        self.checkpoint = ""
+        """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
+        self._io_done = 0  # written by the thread that carries out the order, read by any
 
     def registration(self) -> Registration:
         return replace(self._registration, state_step=self.optimizer.current_step, standby=self.standby)
@@ -158,12 +158,19 @@ class OptimizerHolder:
             advance=self._advance,
         )
 
+    @property
+    def work_done(self) -> int:
+        """Bytes, files, entries and buckets that orders and updates have got through so far: it grows while a write, a publish,
+        a roll forward or the training thread's own update gets on. Any thread."""
+        return self._io_done + self.optimizer.work_done
+
     def _advance(self, count: int) -> None:
-        self.work_done += count
+        self._io_done += count
 
     def trust(self, path: str) -> None:
         """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
         self._trusted |= {path}
+        self.checkpoint = path
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""

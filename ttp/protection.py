@@ -6,6 +6,7 @@ Owns their start and end, and what becomes of an exception out of `train`. Decid
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ttp import meeting
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
@@ -22,8 +24,8 @@ from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
-from ttp.proto.messages import CauseKind, CommitRecord
-from ttp.standby import controller_key, standby_key, standby_place, start_standby, term_of
+from ttp.proto.messages import CauseKind, CommitRecord, Welcome
+from ttp.standby import hang_options, standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -64,11 +66,12 @@ class Protection:
             watch_parent=settings.launched,
             stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
             work_done=lambda: holder.work_done,
+            checkpoint=lambda: holder.checkpoint,
         )
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
-        survives = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
-        if survives is None:
+        welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
+        if welcome is None:
             self.close()
             raise ControllerError(
                 f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
@@ -76,7 +79,7 @@ class Protection:
             )
         self._notice.listen()
         if rank == 0:
-            log.info("protected; the job survives: %s", survives)
+            introduce(welcome)
 
     def resumed(self, step: int, record: CommitRecord | None) -> None:
         """A checkpoint of `step` was loaded."""
@@ -119,37 +122,32 @@ class Protection:
 
     def _open_controller(self, log_dir: Path) -> str:
         settings = self._settings
-        log_dir.mkdir(parents=True, exist_ok=True)
-        self._controller = start_controller(
-            bind="127.0.0.1" if settings.one_node else "0.0.0.0",
-            advertise="127.0.0.1" if settings.one_node else settings.host,
-            port=settings.controller_port,
-            job_id=settings.job_id,
-            term=term_of(settings.round_number),
-            world_size=self._world_size,
-            journal=log_dir / f"journal_{settings.round_number}.jsonl",
-            heartbeat_s=settings.heartbeat_s,
-            lease_s=settings.lease_s,
-            total_timeout_s=settings.total_timeout_s,
-            options=("--hang-floor-s", str(settings.hang_floor_s), "--hang-factor", str(settings.hang_factor)),
-        )
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self._controller = start_controller(
+                bind="127.0.0.1" if settings.one_node else "0.0.0.0",
+                advertise="127.0.0.1" if settings.one_node else settings.host,
+                port=settings.controller_port,
+                job_id=settings.job_id,
+                term=term_of(settings.round_number),
+                world_size=self._world_size,
+                journal=log_dir / f"journal_{settings.round_number}.jsonl",
+                heartbeat_s=settings.heartbeat_s,
+                lease_s=settings.lease_s,
+                total_timeout_s=settings.total_timeout_s,
+                options=hang_options(settings),
+            )
+        except (ControllerError, OSError) as error:
+            if self._world_size > 1:
+                meeting.publish_failure(self._store(), settings.round_number, str(error))
+            raise
         address = self._controller.address
         if self._world_size > 1:
-            self._store().set(controller_key(settings.round_number), f"{address} {self._controller.pid}")
+            meeting.publish(self._store(), settings.round_number, address, self._controller.pid)
         return address
 
     def _find_controller(self) -> str:
-        store = self._store()
-        key = controller_key(self._settings.round_number)
-        try:
-            store.wait([key], timedelta(seconds=ASSEMBLY_TIMEOUT_S))
-        except RuntimeError as error:
-            raise ControllerError(
-                f"rank {self._rank}: rank 0 did not publish a controller within {ASSEMBLY_TIMEOUT_S:.0f} s ({error});"
-                " look into rank 0's log"
-            ) from None
-        address: str = store.get(key).decode().split()[0]
-        return address
+        return meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
 
     def _store(self) -> TCPStore:
         """Return a client of the store that the ranks met in."""
@@ -160,3 +158,24 @@ class Protection:
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )
         return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def introduce(welcome: Welcome) -> None:
+    """Show at the start, on rank 0, what lies where, what the job survives, and what could be better: a line each.
+
+    A program that has configured no logging sees them all the same: what it may lose is no detail.
+    """
+    standbys = len(welcome.successors)
+    behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+    for line in welcome.overview:
+        _show(logging.INFO, line)
+    _show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
+    for line in welcome.warnings:
+        _show(logging.WARNING, line)
+
+
+def _show(level: int, line: str) -> None:
+    if log.hasHandlers():
+        log.log(level, "%s", line)
+    else:
+        print(f"ttp: {'warning: ' if level >= logging.WARNING else ''}{line}", file=sys.stderr, flush=True)

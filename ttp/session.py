@@ -60,6 +60,9 @@ log = logging.getLogger("ttp")
 SAVE_AT_MOST_S = 600.0
 """A periodic save that takes longer counts as a standstill: its disk may be what hangs."""
 
+RESUME_AT_MOST_S = 3600.0
+"""The same for verifying and loading a checkpoint."""
+
 _current: Session | None = None
 
 
@@ -205,6 +208,10 @@ class Session:
                 f"resume after step {self.optimizer.current_step}: a checkpoint is loaded once, before the first step; start the"
                 " job again to go back"
             )
+        with self.pause(RESUME_AT_MOST_S):
+            return self._resume(choice)
+
+    def _resume(self, choice: str) -> ResumePoint | None:
         voters = _Ranks(self._device)
         candidates = self._agree_on_candidates(choice)
         reasons: list[str] = []

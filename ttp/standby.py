@@ -29,11 +29,6 @@ def term_of(round_number: int, place: int = 0) -> int:
     return round_number * TERMS_OF_A_START + 1 + place
 
 
-def controller_key(round_number: int) -> str:
-    """Return the store's key for the controller that a start begins with; value: `host:port pid`. The launchers look there."""
-    return f"ttp/controller/{round_number}"
-
-
 def standby_key(round_number: int, place: int) -> str:
     """Return the store's key for a standby; value: `host:port`. The launchers look there: they know of it even when the
     first controller dies before they reached it."""
@@ -53,6 +48,14 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
     return settings.node_rank if settings.local_rank == 0 and 1 <= settings.node_rank <= settings.standbys else 0
 
 
+def hang_options(settings: Settings) -> tuple[str, ...]:
+    """Return what every controller of the job is told of hangs, as arguments of its program."""
+    return (
+        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-start-s", str(settings.hang_start_s)),
+        *("--hang-factor", str(settings.hang_factor)),
+    )
+
+
 def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess | None:
     """Start this job's standby of a place; None, with a warning, when that fails."""
     port = settings.controller_port + place if settings.controller_port else 0
@@ -69,6 +72,7 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
             lease_s=settings.lease_s,
             total_timeout_s=settings.total_timeout_s,
             standby=place,
+            options=hang_options(settings),
             guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
         )
     except ControllerError as error:

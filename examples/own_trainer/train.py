@@ -1,6 +1,7 @@
 """The smallest trainer that is protected: everything TTP needs is marked with `# TTP`.
 
 ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer
+python examples/own_trainer/train.py     alone, as one rank: no copy of its state, so only checkpoints survive its death
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 
@@ -55,7 +57,8 @@ def main() -> None:
 
     train()
     session.close()  # TTP
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

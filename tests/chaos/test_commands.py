@@ -58,6 +58,15 @@ def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1] and sorted(map(int, outputs[0])) == [20, 40, 60, 80]
 
 
+def test_ones_own_trainer_trains_alone_without_a_launcher(tmp_path: Path) -> None:
+    """`python train.py` works as one rank, and says that its death costs steps."""
+    example = str(ROOT / "examples" / "own_trainer" / "train.py")
+    done = run(example, "--steps", "40", "--save-dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"step (\d+): loss", done.stdout) == ["20", "40"]
+    assert "held by rank 0 only: its death loses the step" in done.stderr
+
+
 def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
     """list, inspect and verify, and a broken one is told by exit status 1."""
     output = tmp_path / "run"

@@ -22,6 +22,8 @@ LONG = 440
 """Steps of a job in which the controller has time to learn the length of a step, more than once."""
 ITERS = f"--training_config.training_iters={LONG}"
 SMALL_TIMES = {"TTP_HEARTBEAT_S": "0.1", "TTP_LEASE_S": "3", "TTP_HANG_FLOOR_S": "3"}
+HANG_START_S = "25"
+"""Longer than any start of such a small job on a loaded machine."""
 GRACE_S = 10.0
 """What an operator gives a job between SIGTERM and SIGKILL."""
 
@@ -40,6 +42,16 @@ def story(job: Job, number: int, event: str) -> list[dict[str, Any]]:
 def finish(job: Job, status: int = 0) -> None:
     got = job.wait(280)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
+
+
+def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
+    """Before the job's pace is known, the limit for the start finds it; the steps done so far are saved."""
+    faults = "hang:rank=1,step=4,point=backward"
+    with start(tmp_path / "hurt", 2, faults, iters=8, TTP_HANG_START_S=HANG_START_S) as job:
+        finish(job)
+        (hung,) = story(job, 0, "hung")
+        assert hung["ranks"] == [1] and "in COMPUTE of step 4" in hung["text"], hung
+        assert published_steps(job) == [3]
 
 
 def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_job: RunJob) -> None:

@@ -17,6 +17,12 @@ def published_steps(job: Job) -> list[int]:
     return [int(line["step"]) for line in lines]
 
 
+def told_by_the_launcher(job: Job, words: str) -> list[str]:
+    """Return the lines of the launcher itself with these words."""
+    lines = (job.output_dir / "console.log").read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("[ttprun") and words in line]
+
+
 def assert_equal(hurt: Job, whole: Job) -> None:
     verdict = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
@@ -68,6 +74,17 @@ def test_silent_rank_is_declared_dead_and_survived(tmp_path: Path, whole_job: Ru
     assert_equal(hurt, whole_job(2))
 
 
+def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holders(
+    tmp_path: Path, whole_job: RunJob
+) -> None:
+    """Rank 1 dies behind step 9 while rank 0 is in the middle of its update for 8 s: the step is waited for, and not lost."""
+    faults = "slow:rank=0,step=9,point=updating,for=8;kill:rank=1,step=9,point=done"
+    hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
+    assert [line["ranks"] for line in hurt.journals()[0] if line["event"] == "awaiting_updates"] == [[0]]
+    assert published_steps(hurt) == [9]
+    assert_equal(hurt, whole_job(2))
+
+
 def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_job: RunJob) -> None:
     """Ranks 0 and 2 hold the same half of the shards: the job says so and goes on from the periodic checkpoint."""
     faults = "kill:rank=0,step=9,point=ready;kill:rank=2,step=9,point=ready"
@@ -76,9 +93,19 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
     assert len(refused) == 1
     reason = str(refused[0]["reason"])
     assert "shard" in reason and "0" in reason and "2" in reason
+    (told,) = told_by_the_launcher(hurt, "the ranks leave")
+    assert reason in told and f"the job goes on from {hurt.output_dir}/checkpoints/iter_0000006" in told
     resumes = [line for line in hurt.metrics() if line.get("event") == "resume"]
     assert [int(line["from_step"]) for line in resumes] == [6]
     assert_equal(hurt, whole_job(4))
+
+
+def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_path: Path) -> None:
+    faults = "kill:rank=0,step=9,point=ready;kill:rank=1,step=9,point=ready"
+    hurt = run_to_end(tmp_path / "hurt", 2, "--training_config.save_interval=6", faults=faults)
+    assert [int(line["from_step"]) for line in hurt.metrics() if line.get("event") == "resume"] == [6]
+    (told,) = told_by_the_launcher(hurt, "the ranks leave")
+    assert "no dying-gasp checkpoint: all ranks are dead" in told
 
 
 def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ttp.proto.messages import Cause, CauseKind
 
 _DIGITS = 6
 _SETTLED = Fault(0.0, (), 0.0, 0.0, 0, RankTable.filled(1, None))
-FORGOTTEN_S = 64.0
+FORGOTTEN_S = 20.0
 """Moments that are longer ago than every timeout of the model are all the same."""
 
 
@@ -28,9 +28,12 @@ def ago(moment: float, seconds: float) -> float:
 
 
 def later_processor(state: ProcessorState, seconds: float) -> ProcessorState:
-    """Return a processor's state as it is `seconds` later."""
+    """Return a processor's state as it is `seconds` later. How long steps take is dropped, as the controller's pace is."""
     return replace(
         state,
+        step=-1,
+        step_at=-inf,
+        step_times_s=(),
         reconnect_at=ago(state.reconnect_at, seconds),
         lost_since=ago(state.lost_since, seconds),
         heartbeat_at=ago(state.heartbeat_at, seconds),
@@ -62,6 +65,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
             began=ago(fault.began, seconds),
             hint_until=ago(fault.hint_until, seconds),
             round_deadline=ago(fault.round_deadline, seconds),
+            update_by=ago(fault.update_by, seconds),
         )
     if dump is not None:
         dump = replace(dump, progress_by=ago(dump.progress_by, seconds))

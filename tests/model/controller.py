@@ -59,9 +59,20 @@ class Controller:
 def first(shape: Shape, place: int) -> Controller:
     """Return the active controller (place 0) or a standby."""
     settings = ev.ControllerSettings(
-        "model", 1 + place, shape.world_size, shape.heartbeat_s, shape.lease_s, shape.freeze_timeout_s,
-        shape.progress_timeout_s, shape.total_timeout_s, 8.0, 3.0, 1e6, 1e6, place, f"c{place}",
-    )  # fmt: skip
+        job_id="model",
+        term=1 + place,
+        world_size=shape.world_size,
+        heartbeat_s=shape.heartbeat_s,
+        lease_s=shape.lease_s,
+        freeze_timeout_s=shape.freeze_timeout_s,
+        progress_timeout_s=shape.progress_timeout_s,
+        total_timeout_s=shape.total_timeout_s,
+        register_timeout_s=8.0,
+        orphan_timeout_s=3.0,
+        hang_floor_s=1e6,
+        standby=place,
+        address=f"c{place}",
+    )
     return Controller(place, machine.initial(settings, 0.0))
 
 

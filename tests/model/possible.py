@@ -94,13 +94,16 @@ class Possibilities:
         return found
 
     def possible(self, situation: Situation) -> list[Action]:
-        """Return what may happen at any time and need not: a stopped process goes on, a collective raises."""
+        """Return what may happen at any time and need not: a stopped process goes on, a late update ends, a
+        collective raises."""
         ranks = [self.views[number] for number in situation.ranks]
         lost = situation.peer_errors_left and not all(it.alive for it in ranks)
         found: list[Action] = []
         for rank, it in enumerate(ranks):
             if it.stopped:
                 found.append(("resume", rank))
+            elif it.late:
+                found.append(("late end", rank))
             elif lost and it.may_raise and self._is_news(situation, it.link):
                 found.append(("peer error", rank))
         for place, number in enumerate(situation.controllers):

@@ -63,7 +63,10 @@ class Rank:
     stopped: bool = False
     ever_stopped: bool = False
     hung: bool = False
-    """Its update never ends."""
+    """Its update ends late, or never."""
+    ever_hung: bool = False
+    late: int = -1
+    """The freeze for which its gate was reported as not closed, while the update goes on."""
     broken: str = ""
     """A violated invariant."""
 
@@ -88,11 +91,9 @@ def first(shape: Shape, number: int) -> Rank:
 
 def _remains(shape: Shape, rank: Rank, text: str) -> Rank:
     """Return what is left to know of a rank whose process has ended."""
+    known = replace(first(shape, rank.number), came=rank.came, ended=text, broken=rank.broken)
     gate = Gate(state=rank.gate.state) if text == "exit code 0" else Gate()
-    return Rank(
-        rank.number, first(shape, rank.number).proc, gate, came=rank.came, ended=text, ever_stopped=rank.ever_stopped,
-        hung=rank.hung, broken=rank.broken,
-    )  # fmt: skip
+    return replace(known, gate=gate, ever_stopped=rank.ever_stopped, ever_hung=rank.ever_hung)
 
 
 class Turn:
@@ -166,9 +167,14 @@ class Turn:
         """An update has ended, or its time is over: whoever waits to close the gate reports."""
         waiting = [task for task in self.rank.tasks if isinstance(task, ev.CloseGate)]
         rest = tuple(task for task in self.rank.tasks if not isinstance(task, ev.CloseGate))
-        self.rank = replace(self.rank, tasks=rest, close_by=inf)
+        late, gate = self.rank.late, self.rank.gate
+        self.rank = replace(self.rank, tasks=rest, close_by=inf, late=-1)
         for task in waiting:
+            if gate.busy:
+                self.rank = replace(self.rank, late=task.freeze_id)
             self.report(task.freeze_id)
+        if late == gate.freeze_id and gate.barred and not gate.busy:
+            self.report(late)
         self.start_tasks()
 
     # --- the work thread: what needs no disk is begun, or done, at once ---
@@ -307,7 +313,7 @@ def begin_update(shape: Shape, rank: Rank, thawed_up_to: int) -> tuple[Rank, tup
 
 def end_update(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
     came = (rank.came[0], rank.gate.step)
-    turn = Turn(shape, replace(rank, gate=rank.gate.end(), main="gather", came=came))
+    turn = Turn(shape, replace(rank, gate=rank.gate.end(), main="gather", came=came, hung=False))
     turn.freed()
     return turn.ended()
 
@@ -325,7 +331,7 @@ def gathered(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
 
 def raised(shape: Shape, rank: Rank, kind: CauseKind) -> tuple[Rank, tuple[Out, ...]]:
     """The training thread raises; in the middle of its update that tears the state."""
-    turn = Turn(shape, replace(rank, main="raised"))
+    turn = Turn(shape, replace(rank, main="raised", hung=False))
     if rank.gate.busy == "update":
         turn.rank = replace(turn.rank, gate=rank.gate.fail())
         turn.freed()
@@ -394,4 +400,4 @@ def resumed(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
 
 
 def hung(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
-    return replace(rank, hung=True), ()
+    return replace(rank, hung=True, ever_hung=True), ()

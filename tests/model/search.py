@@ -219,7 +219,9 @@ class Search:
                 continue
             if view.work == "disk" or world.waits_for_others(situation, rank):
                 continue
-            may = [action for action in world.possible(situation) if action == ("peer error", rank)]
+            may = [
+                action for action in world.possible(situation) if action in (("peer error", rank), ("late end", rank))
+            ]
             return [*world.faults_of(situation, rank), *may, *world.of_rank(situation, rank)]
         return None
 

@@ -60,6 +60,8 @@ class View(NamedTuple):
     alive: bool
     running: bool
     stopped: bool
+    late: bool
+    """Its update may still end."""
     link: int
     shut: bool
     """Nothing wakes its training thread but what it receives."""
@@ -87,8 +89,8 @@ def view(it: Rank, kinds: tuple[str, ...]) -> View:
         training = {"compute": "ready", "norm": "begin", "gather": "gathered"}.get(it.main, "")
         needs = {"norm": (0, step), "gather": (1, step)}.get(it.main)
     work = "end roll" if it.stage == "rolling" else "disk" if it.working_on_disk else ""
-    shut = it.gate.barred or it.main in ("raised", "done", "start") or (it.main == "update" and it.hung)
-    never_comes = not it.alive or it.hung or it.main in ("raised", "done")
+    shut = it.gate.barred or it.main in ("raised", "done", "start")
+    never_comes = not it.alive or it.main in ("raised", "done")
     may_raise = it.running and it.gate.open and it.main in ("norm", "gather")
     faults = ["kill"]
     if not it.stopped:
@@ -101,7 +103,7 @@ def view(it: Rank, kinds: tuple[str, ...]) -> View:
         faults.append("break")
     found = tuple(kind for kind in faults if kind in kinds) if it.alive else ()
     return View(
-        it.alive, it.running, it.stopped and it.alive, it.link, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
+        it.alive, it.running, it.stopped and it.alive, it.running and it.hung, it.link, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
         found, it.came, it.broken,
     )  # fmt: skip
 

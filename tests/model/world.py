@@ -375,6 +375,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "hear": World._hear,
     "exit": World._exit,
     "resume": lambda world, draft, rank: world._on_rank(draft, rank, ranks.resumed),
+    "late end": lambda world, draft, rank: world._on_rank(draft, rank, ranks.end_update),
     "peer error": World._peer_error,
     "controller resume": lambda world, draft, place: world._on_controller(draft, place, controllers.resumed),
     "kill": lambda world, draft, rank: world._fault(draft, rank, ranks.killed),

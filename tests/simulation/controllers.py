@@ -25,7 +25,7 @@ class Controller:
         settings = ev.ControllerSettings(
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
             times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
-            times.hang_floor_s, times.hang_factor, place, f"c{place}",
+            times.hang_floor_s, times.hang_factor, place, f"c{place}", times.hang_start_s,
         )  # fmt: skip
         self.state = machine.initial(settings, job.now)
         self.streams: dict[int, Stream] = {}

@@ -37,6 +37,7 @@ class Times:
     controller_lost_s: float = 3.0
     hang_floor_s: float = 60.0
     hang_factor: float = 10.0
+    hang_start_s: float = 1800.0
     boundary_s: float = 0.3
 
 

@@ -49,6 +49,8 @@ class Rank:
         self.hang_update_at = 0
         self.slow_compute: dict[int, float] = {}
         """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
+        self.slow_update: dict[int, float] = {}
+        """Seconds that a step's update takes, by step, instead of the usual."""
         self.noticed = False
         self.waiting = False
         self.break_roll = False
@@ -252,9 +254,19 @@ class Rank:
                 waiting.clear()
                 self._closed(freeze_id)
                 self._next()
+            elif self.gate.freeze_id == freeze_id and self.gate.barred:  # it was reported as not closed before
+                self.soon(self.job.rng.uniform(0.0, 0.2), lambda: self._closed_late(freeze_id))
+
+        def give_up() -> None:
+            if waiting:
+                report()
 
         self.gate.when_free(lambda: self.run(report))
-        self.soon(FREEZE_TIMEOUT_S, report)
+        self.soon(FREEZE_TIMEOUT_S, give_up)
+
+    def _closed_late(self, freeze_id: int) -> None:
+        if self.gate.freeze_id == freeze_id and self.gate.barred:
+            self._closed(freeze_id)
 
     def _roll_forward(self, freeze_id: int, record: CommitRecord) -> None:
         if not self.gate.can_roll(record):
@@ -383,7 +395,8 @@ class Rank:
         self.job.happened(f"UPDATING {step}", self.rank)
         if self.hang_update_at and step >= self.hang_update_at:
             return
-        self.soon(self.job.rng.uniform(0.001, 0.02), lambda: self._gather(step))
+        usual = self.job.rng.uniform(0.001, 0.02)
+        self.soon(self.slow_update.get(step, usual), lambda: self._gather(step))
 
     def _gather(self, step: int) -> None:
         if self.gate.torn:

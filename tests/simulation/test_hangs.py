@@ -24,15 +24,19 @@ TIMES = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0)
 LAYOUTS = (even(2), even(4), ring(3))
 
 
-def build(seed: int, layout: Layout, harmless: bool, times: Times = TIMES) -> Scenario:
+def build(seed: int, layout: Layout, harmless: bool, times: Times = TIMES, standbys: int = 0) -> Scenario:
     rng = random.Random(seed)
-    job = Job(rng, Training(layout, steps=STEPS, local_copy=False), times, agents=True)
+    job = Job(rng, Training(layout, steps=STEPS, local_copy=False), times, agents=True, standbys=standbys)
     job.slowest_s = rng.choice((0.001, 0.01))
     return Scenario(seed, job, harmless=harmless)
 
 
 def compute_for(job: Job, rank: int, seconds: float) -> None:
     job.ranks[rank].slow_compute[AT] = seconds
+
+
+def kill_controller(job: Job, rank: int) -> None:
+    job.controller.kill()
 
 
 def hang_in_update(job: Job, rank: int) -> None:
@@ -64,6 +68,30 @@ def test_a_hang_is_seen_named_and_survived(layout: Layout, hang: Callable[[Job, 
         (published,) = events(job, "published")
         # A rank that hangs in its update may be the only one that came to it: the others follow by its record.
         assert published["step"] == (AT - 1 if hang is not hang_in_update else AT), f"seed {seed}"
+
+
+def test_a_hang_in_the_first_step_is_seen_by_the_limit_for_the_start() -> None:
+    """There is nothing to save yet, and the job says so and starts again."""
+    for seed in range(12):
+        scenario = build(seed, even(4), harmless=False, times=replace(TIMES, hang_start_s=2.0))
+        job, rank = scenario.job, seed % 4
+        job.ranks[rank].slow_compute[1] = inf
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert [line["ranks"] for line in events(job, "hung")] == [(rank,)], f"seed {seed}"
+        assert "nothing to save" in str(events(job, "refused")[0]["reason"]), f"seed {seed}"
+
+
+def test_a_controller_that_took_over_a_moment_ago_sees_a_hang_by_the_pace_that_the_ranks_told() -> None:
+    for seed in range(12):
+        scenario = build(seed, even(4), harmless=False, standbys=1)
+        job, rank = scenario.job, seed % 4
+        compute_for(job, rank, inf)
+        job.hook(f"UPDATING {AT - 3}", 1, partial(kill_controller, job))
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert events(job, "took_over") and events(job, "hung"), f"seed {seed}"
+        assert [line["step"] for line in events(job, "published")] == [AT - 1], f"seed {seed}"
 
 
 def test_a_slow_step_below_the_limit_costs_nothing() -> None:

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from ttp.chaos.job import Job, JobError, Kill
 from ttp.chaos.verdict import Comparison, FaultTimeline, by_step, compare, lost_steps, timeline
+from ttp.console import open_console
 
 STAGE_WORDS = {
     "death_seen": "death seen by the controller",
@@ -38,7 +39,7 @@ STAGE_WORDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration and return the exit status."""
     args = _parse(argv)
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10_000)
     rng = random.Random(seed)
     victim = args.kill_rank if args.kill_rank is not None else rng.randrange(args.ranks)

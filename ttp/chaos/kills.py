@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ttp.chaos.job import Job, JobError, Kill
 from ttp.chaos.verdict import Comparison, FaultTimeline, compare, lost_steps, timeline
+from ttp.console import open_console
 
 STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="gpt_tiny")
     args, overrides = parser.parse_known_args(argv)
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console()
     console.print(f"{args.kills} random kills over {args.ranks} ranks; seed {seed}")
     output = Path(args.output).resolve()
     shutil.rmtree(output, ignore_errors=True)

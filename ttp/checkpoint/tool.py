@@ -3,7 +3,7 @@
 Owns what is shown and the exit status; changes nothing on disk. PATH is a checkpoint (`.../iter_0000042`) or a directory of
 them; `inspect` and `verify` take the newest checkpoint of a directory.
 
-    0  valid (list: at least one checkpoint is there and every one listed is well-formed)
+    0  valid; with --shallow: complete, the checksums unknown (list: at least one checkpoint is there and every one listed is well-formed)
     1  something is broken, or nothing is there
     2  wrong usage: no such path, unknown command
 """
@@ -20,11 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ttp.checkpoint.durable import read_tracker, step_of_directory
 from ttp.checkpoint.load import list_checkpoints, read_manifest, verify
 from ttp.checkpoint.manifest import Manifest
+from ttp.console import open_console
 from ttp.errors import CheckpointError
 
 VALID, INVALID, USAGE = 0, 1, 2
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
         "--shallow", action="store_true", help="verify: names, sizes and completeness only, no checksums"
     )
     arguments = parser.parse_args(argv)
-    console = console or Console(highlight=False)
+    console = console or open_console(soft_wrap=False)
     path: Path = arguments.path
     if not path.is_dir():
         console.print(f"[red]{escape(str(path))} is not a directory[/]: name a checkpoint or a directory of them")
@@ -95,17 +96,26 @@ def _list(path: Path, console: Console) -> int:
     listed = inspect(root)
     table = Table(title=str(root), title_justify="left")
     for name in ("step", "cause", "ranks lost", "size", "written", "state"):
-        table.add_column(name, justify="right" if name in ("step", "size") else "left")
+        table.add_column(name, justify="right" if name in ("step", "size") else "left", overflow="fold")
     for entry in listed:
         step, found = str(step_of_directory(entry.path)), entry.manifest
         if found is None:
             table.add_row(step, "", "", "", "", f"[red]broken[/]: {escape(entry.error)}")
             continue
         lost = ", ".join(map(str, found.cause.ranks)) or "-"
-        table.add_row(step, found.cause.kind.value, lost, size_text(found.nbytes), _when(found), "[green]complete[/]")
+        table.add_row(
+            step,
+            found.cause.kind.value,
+            lost,
+            size_text(found.nbytes),
+            _when(found),
+            "[green]complete[/], sums not checked",
+        )
     console.print(table)
     tracker = read_tracker(root)
     console.print(f"tracker: {'none' if tracker is None else f'step {tracker}'}")
+    if any(entry.manifest for entry in listed):
+        console.print("complete: names, sizes and completeness were checked; `verify` compares the checksums, too")
     return VALID if listed and all(entry.manifest for entry in listed) else INVALID
 
 
@@ -125,11 +135,11 @@ def _print_manifest(path: Path, found: Manifest, console: Console) -> None:
     for name, value in rows:
         table.add_row(name, escape(str(value)))
     console.print(table)
-    files = Table("file", "rank", "size", "sha256")
+    files = Table(Column("file", overflow="fold"), "rank", "size", "sha256")
     for file in found.files:
         files.add_row(file.name, str(file.rank), size_text(file.nbytes), file.sha256[:16])
     console.print(files)
-    tensors = Table("tensor", "dtype", "shape")
+    tensors = Table(Column("tensor", overflow="fold"), "dtype", "shape")
     for key, spec in sorted(found.tensors.items()):
         tensors.add_row(escape(key), spec.dtype, str(list(spec.shape)))
     console.print(tensors)
@@ -140,10 +150,11 @@ def _verify(path: Path, deep: bool, console: Console) -> None:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking", total=None)
         found = verify(path, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total))
-    what = "checksums, sizes and completeness" if deep else "sizes and completeness"
+    verdict = "[green]VALID[/]" if deep else "[yellow]COMPLETE[/]"
+    what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
     console.print(
-        f"[green]VALID[/] {escape(str(path))}: step {found.step}, {len(found.files)} files, {size_text(found.nbytes)} "
-        f"({what} checked)"
+        f"{verdict} {escape(str(path))}: step {found.step}, {len(found.files)} files, {size_text(found.nbytes)} "
+        f"(checked: {what})"
     )
 
 

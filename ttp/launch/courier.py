@@ -17,7 +17,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.standby import MOST_STANDBYS, controller_key, standby_key
+from ttp.meeting import controller_key
+from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
 

@@ -13,6 +13,7 @@ writes checkpoints, never talks to a controller.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -25,9 +26,12 @@ from torch.optim import Optimizer
 
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
+from ttp.optim import comparison
+from ttp.optim.agreement import compare
 from ttp.optim.assembly import allocate, check_agreement, hosts_of, named_groups, specs
 from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
+from ttp.optim.comparison import Divergence
 from ttp.optim.lane import Lane
 from ttp.optim.layout import Layout
 from ttp.optim.shards import HeldShards
@@ -37,6 +41,8 @@ from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
 
 __all__ = ["ClipNorm", "ClipValue", "LossScale", "StepResult", "TTPOddReplicaOptimizer", "TTPReplicaOptimizer"]
+
+log = logging.getLogger("ttp")
 
 NamedParams = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 
@@ -68,6 +74,7 @@ class TTPReplicaOptimizer(Optimizer):
         bucket_bytes: int = 25 * 2**20,
         grad_dtype: torch.dtype | None = None,
         local_copy: bool = False,
+        compare_every: int = 100,
         hosts: Sequence[str] | None = None,
         timeout: timedelta | None = None,
         **base_kwargs: Any,
@@ -77,10 +84,12 @@ class TTPReplicaOptimizer(Optimizer):
         `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
         group, WORLD unless given. `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
+        `replicas`: ranks that hold each shard; a lone rank has all state and no copy.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `group` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
-        and an overflow anywhere skips the step everywhere. `base_kwargs` go to `base`.
+        and an overflow anywhere skips the step everywhere. `compare_every`: after so many steps the replicas' bits are
+        compared, and a difference is reported (0: never). `base_kwargs` go to `base`.
 
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
         cannot be used.
@@ -101,6 +110,11 @@ class TTPReplicaOptimizer(Optimizer):
         """The summed gradient is divided by this and by the loss scale within the update."""
         self.on_point: Callable[[str, int], None] | None = None
         """Called with a point's name and the step, for fault injection: see `_point`."""
+        if compare_every < 0:
+            raise ConfigError(f"compare_every is {compare_every}: wanted a number of steps, or 0 for never")
+        self.compare_every = compare_every
+        self.divergences: tuple[Divergence, ...] = ()
+        """Tensors of which replicas were found to differ, each once, as first seen; the same on every rank of the group."""
         self.current_step = 0
         """Updates that are in the state."""
         self.last_record: CommitRecord | None = None
@@ -114,10 +128,11 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
+        ring, replicas = (self.ring, replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
         hosts = hosts_of(self._group, world, device) if hosts is None else hosts
         element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
         self.layout = Layout.build(
-            specs(named), world, replicas, max(1, bucket_bytes // element), ring=self.ring, hosts=hosts
+            specs(named), world, replicas, max(1, bucket_bytes // element), ring=ring, hosts=hosts
         )
         check_agreement(self.layout, self._group, rank, device)
         tensors = [entry.param for entry in named]
@@ -189,9 +204,29 @@ class TTPReplicaOptimizer(Optimizer):
         self._tracker.end_update(step)
         self._point("done", step)
         self._gather(step)
+        if self.compare_every and step % self.compare_every == 0:
+            self.compare_replicas()
         if told_to_leave:
             self._tracker.boundary(step)
         return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
+
+    @torch.no_grad()
+    def compare_replicas(self) -> tuple[Divergence, ...]:
+        """Compare the bits of this step's state with the other holders' and return what differs (a collective over the group).
+
+        What is new is reported once, by the group's first rank.
+        """
+        if self.layout.replicas == 1 or self._group is None:
+            return ()
+        self._tracker.waiting = True
+        found = compare(self.current_step, dict(self._held(backup=False)), self.layout, self._group, self.device)
+        self._tracker.waiting = False
+        known = {(divergence.key, divergence.start) for divergence in self.divergences}
+        new = tuple(divergence for divergence in found if (divergence.key, divergence.start) not in known)
+        self.divergences += new
+        if new and self._rank == 0:
+            log.warning("%s", comparison.text(new))
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the layout is fixed when the optimizer is built."""
@@ -232,6 +267,11 @@ class TTPReplicaOptimizer(Optimizer):
             self._lane.mark_updated()
         self._lane.drain()
         return self.current_step
+
+    @property
+    def work_done(self) -> int:
+        """A number that grows while an update gets on, whichever thread does it."""
+        return self._shards.updated
 
     def drain(self) -> None:
         """Block until the newest update has finished on the device (at once on a CPU)."""

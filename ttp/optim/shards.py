@@ -53,6 +53,8 @@ class HeldShards:
         self._local_copy = local_copy
         self._updates: list[_Update] = []
         self._pieces: list[_Piece] = []
+        self.updated = 0
+        """Buckets updated so far: it grows while an update gets on."""
         self._copies: dict[int, torch.Tensor] = {}
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self.masters_from_params()
@@ -141,6 +143,7 @@ class HeldShards:
                 group.update(groups[number])
                 group["lr"] = learning_rates[number]
             update.base.step()
+            self.updated += 1
         if not self._updates:  # a small model leaves this rank nothing but padding
             midway()
 

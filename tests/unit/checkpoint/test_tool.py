@@ -61,7 +61,24 @@ def test_verify_names_the_damage(job: Job, tmp_path: Path) -> None:
     file.write_bytes(content)
     status, text = run(str(tmp_path), "verify")
     assert status == 1 and "INVALID" in text and "__0_0_0.distcp was altered since rank 0 wrote it" in text
-    assert run(str(path), "verify", "--shallow")[0] == 0
+    status, text = run(str(path), "verify", "--shallow")
+    assert status == 0 and "VALID" not in text and "COMPLETE" in text and "not the checksums" in text
+
+
+def test_list_says_that_it_did_not_compare_the_sums(job: Job, tmp_path: Path) -> None:
+    job.save(tmp_path, 41)
+    assert "sums not checked" in run(str(tmp_path), "list")[1]
+
+
+def test_nothing_is_cut_in_a_file_or_a_pipe(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table that a script reads is whole, however long the folder's name and the reason are."""
+    folder = tmp_path / ("a-long-name-" * 12)
+    folder.mkdir()
+    path = job.save(folder, 41)
+    (path / "__0_0_0.distcp").unlink()
+    tool.main([str(folder), "list"])
+    text = capsys.readouterr().out
+    assert f"{path}/__0_0_0.distcp is missing; rank 0 wrote it" in text and "\u2026" not in text
 
 
 def test_wrong_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ PURE_ROOTS = [
     "ttp.processor.faults",
     "ttp.proto.messages",
     "ttp.optim.layout",
+    "ttp.optim.comparison",
 ]
 """These and whatever they import are pure."""
 

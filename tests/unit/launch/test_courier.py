@@ -12,7 +12,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.standby import controller_key, standby_key
+from ttp.meeting import controller_key
+from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
 

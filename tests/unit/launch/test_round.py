@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp.launch import round as rounds
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
-from ttp.standby import controller_key
+from ttp.meeting import controller_key
 
 DEADLINE_S = 30.0
 

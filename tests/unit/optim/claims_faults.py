@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.unit.optim.material import (
+    everyone,
     fingerprints,
+    job,
     make,
     make_net,
     params_digest,
@@ -43,6 +47,66 @@ class LosesTheLastStep(NullTracker):
         if step == self.step:
             self.record = record
             raise Interrupted
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def kept_lines() -> Iterator[list[str]]:
+    handler, logger = Kept(), logging.getLogger("ttp")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def silent_corruption_of_one_replica_is_found_and_named_once() -> None:
+    """One bit of one moment on one rank: every rank knows the parameter and the two holders; the first rank says it."""
+    net = make_net()
+    optimizer = make(net, compare_every=2)
+    with kept_lines() as lines:
+        train(optimizer, net, range(1, 5))
+        assert not any(optimizer.divergences) and not lines
+        shard = optimizer.layout.shards - 1
+        victim, other = sorted(optimizer.layout.holders(shard))
+        key, where = "", -1
+        if job.rank == victim:
+            held = optimizer.holdings()[optimizer.layout.group_id(shard)]
+            target = next(tensor for tensor in held if tensor.key.endswith(".exp_avg"))
+            key, where = target.key, target.start
+            target.values[-1:].view(torch.int32).bitwise_xor_(1 << 12)
+        key, where = everyone((key, where))[victim]
+        train(optimizer, net, range(5, 9))
+    found = {(d.key, d.start): d for d in optimizer.divergences}
+    assert found[key, where].step == 6 and found[key, where].ranks == ((victim,), (other,)), found
+    parameter = key.removeprefix("optim.state.").removesuffix(".exp_avg")
+    assert all(parameter in divergence.key for divergence in optimizer.divergences), found
+    assert len(set(everyone(optimizer.divergences))) == 1, "all ranks know the same"
+    if job.rank == 0:
+        assert lines and all("replicas differ in" in line for line in lines)
+        assert sum(key in line for line in lines) == 1 and "step 6" in lines[0] and f"rank {victim}" in lines[0], lines
+    else:
+        assert not lines
+
+
+def the_odd_one_out_of_three_replicas_is_named() -> None:
+    net = make_net()
+    optimizer = make(net, replicas=3, compare_every=0)
+    train(optimizer, net, range(1, 3))
+    if job.rank == 1:
+        next(iter(optimizer.holdings().values()))[0].values[0] += 1.0
+    (divergence,) = optimizer.compare_replicas()
+    assert sorted(map(len, divergence.ranks)) == [1, 2] and (1,) in divergence.ranks
 
 
 def in_thread(function: Any, *args: Any) -> Any:

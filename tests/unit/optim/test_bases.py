@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from ttp.optim.base_state import base_defaults, create_state
-from ttp.optim.replica_optimizer import ClipNorm, ClipValue, LossScale, TTPReplicaOptimizer
+from ttp.optim.replica_optimizer import ClipNorm, ClipValue, LossScale, TTPOddReplicaOptimizer, TTPReplicaOptimizer
 from ttp.optim.verdict import ScaleState, clip_factor
 
 CPU = torch.device("cpu")
@@ -216,6 +216,13 @@ def test_the_probe_of_an_unknown_base_leaves_no_trace() -> None:
     assert torch.equal(param, torch.arange(5.0)) and torch.equal(param.grad, torch.ones(5))
     assert base.param_groups[0]["lr"] == 0.1 and base.param_groups[0]["weight_decay"] == 0.3
     assert torch.equal(base.state[param]["exp_avg"], torch.zeros(5))
+
+
+@pytest.mark.parametrize("family", [TTPReplicaOptimizer, TTPOddReplicaOptimizer])
+def test_a_lone_rank_has_all_state_and_no_copy(family: type[TTPReplicaOptimizer]) -> None:
+    """A script that asks for replicas trains on a laptop, too."""
+    optimizer = family(net(0).named_parameters(), replicas=2)
+    assert optimizer.layout.replicas == 1 and [len(optimizer.layout.holders(s)) for s in range(1)] == [1]
 
 
 def test_parameters_that_cannot_be_trained_are_refused_by_name() -> None:

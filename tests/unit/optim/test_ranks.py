@@ -19,6 +19,7 @@ IN_DEPTH = (
     "the_phases_are_told_in_order",
     "the_local_copy_is_the_step_before",
     "gradients_survive_careless_clearing",
+    "silent_corruption_of_one_replica_is_found_and_named_once",
     "ranks_that_disagree_are_told_so",
     "the_wire_carries_what_theory_says",
     "memory_is_four_plus_sixteen_r_over_d",
@@ -42,6 +43,10 @@ def test_barrier_mode(run_ranks: Callable[..., None]) -> None:
 
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "three_replicas_are_identical")
+
+
+def test_a_corrupt_replica_of_three_is_told_from_the_others(run_ranks: Callable[..., None]) -> None:
+    run_ranks(3, "the_odd_one_out_of_three_replicas_is_named")
 
 
 @pytest.mark.parametrize("world", [5, 6])

@@ -6,9 +6,10 @@ import pytest
 
 from tests.unit.protocol.bench import MIB, ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Finish
+from ttp.controller.events import Finish, Send
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
+    AgentHello,
     CauseKind,
     Exit,
     Freeze,
@@ -99,6 +100,86 @@ def test_one_stuck_rank_never_vetoes() -> None:
     job.say(report(0, 1, UPDATING, 7, records=[7], closed=False))
     job.say(*(report(rank, 1, READY, 7) for rank in (1, 2, 3)))
     assert sorted(job.sent(RollForward)) == [1, 2, 3] and job.told("decided")[0]["step"] == 7
+
+
+def test_a_refusal_says_what_the_job_goes_on_from() -> None:
+    """The newest checkpoint that a survivor knows; the ranks and their launchers are told in the same words."""
+    job = ControllerBench()
+    job.say(killed(0), killed(2))
+    job.say(*(report(rank, 1, READY, 7, checkpoint=f"/a/iter_000000{rank + 3}") for rank in (1, 3)))
+    assert job.told("refused")[0]["goes_on_from"] == "/a/iter_0000006"
+    assert "shard 0 (held by rank 0, dead" in job.sent(Exit)[1].reason
+    assert job.sent(Exit)[1].reason.endswith("the job goes on from /a/iter_0000006")
+
+
+def test_the_launchers_hear_why_although_no_rank_is_left() -> None:
+    job = ControllerBench()
+    job.say(AgentHello("host0", (0, 1, 2, 3), (100, 101, 102, 103)))
+    job.say(*(killed(rank) for rank in range(4)))
+    (exit_,) = [effect for effect in job.effects if isinstance(effect, Send) and isinstance(effect.message, Exit)]
+    assert exit_.ranks == () and "all ranks are dead" in exit_.message.reason  # type: ignore[union-attr]
+
+
+def stuck_alone() -> ControllerBench:
+    """Ranks 1 and 3 hold shard 1: rank 3 is dead, and rank 1's update goes on behind its shut gate."""
+    job = ControllerBench(progress_timeout_s=30.0, freeze_timeout_s=10.0)
+    job.say(killed(3))
+    job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
+    return job
+
+
+def test_an_update_is_waited_for_when_no_other_rank_has_its_shards() -> None:
+    """The rank reports again when its gate has closed; then all go on with its step."""
+    job = stuck_alone()
+    assert job.at(Stage.FREEZING) and job.told("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}]
+    job.wait(12.0)
+    assert job.at(Stage.FREEZING) and not job.told("frozen")
+    job.say(report(1, 1, DONE, 7, records=[7]))
+    assert sorted(job.sent(RollForward)) == [0, 2] and job.told("decided")[0]["step"] == 7
+
+
+def test_an_update_is_not_waited_for_longer_than_the_progress_timeout() -> None:
+    job = stuck_alone()
+    job.wait(29.9)
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2)
+    assert "rank 1, stuck in UPDATING of step 7" in job.told("refused")[0]["reason"]
+
+
+def test_an_update_that_gets_on_is_waited_for_within_the_total() -> None:
+    """`Working` is worth as much for an update as for an order."""
+    job = stuck_alone()
+    for _ in range(4):
+        job.wait(25.0)
+        job.say(Working(1, 1))
+    assert job.at(Stage.FREEZING)
+    job.wait(21.0)
+    assert "the update of rank 1 had not ended" in job.told("refused")[0]["reason"]
+
+
+def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_while_it_gets_on() -> None:
+    job = ControllerBench(freeze_timeout_s=10.0)
+    job.say(killed(3))
+    job.all_report(7, READY, ranks=(0, 2))
+    for _ in range(3):
+        job.wait(8.0)
+        job.say(Working(1, 1))
+    assert job.at(Stage.FREEZING)
+    job.say(report(1, 1, DONE, 7, records=[7]))
+    assert job.told("decided")[0]["step"] == 7
+
+
+def test_a_rank_whose_update_is_waited_for_and_that_dies_is_waited_for_no_longer() -> None:
+    job = stuck_alone()
+    job.say(killed(1))
+    assert job.told("refused")[0]["missing"] == ("shard 1",)
+
+
+def test_an_update_whose_end_would_cover_nothing_is_not_waited_for() -> None:
+    job = ControllerBench(holders=((0, 2), (1, 3), (3,)))
+    job.say(killed(3))
+    job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
+    assert job.told("refused")
 
 
 def test_a_refusal_names_the_shards_and_leaves_with_75() -> None:

@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller import machine, progress
 from ttp.controller.events import ControllerSettings, Send, Tick
 from ttp.controller.progress import ENOUGH, Pace, Place, advance, limit, suspects, unknown
 from ttp.controller.state import Stage
-from ttp.proto.messages import CauseKind, Finished, Freeze, Heartbeat, Phase, PublishOrder, Thaw
+from ttp.processor import events as processor_events
+from ttp.proto.messages import (
+    CauseKind,
+    Finished,
+    Freeze,
+    Heartbeat,
+    Phase,
+    PublishOrder,
+    Registration,
+    Thaw,
+)
 
 COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
 SETTINGS = ControllerSettings("job", 1, 4, hang_floor_s=1.0, hang_factor=10.0)
@@ -56,9 +66,49 @@ def hang(job: ControllerBench) -> None:
 # --- the limit ---
 
 
-def test_nothing_is_suspected_before_enough_steps_were_seen() -> None:
+def test_a_job_that_hangs_in_its_first_step_is_found_after_the_limit_for_the_start() -> None:
+    job = ControllerBench(hang_start_s=20.0, hang_floor_s=1.0, lease_s=1000.0, heartbeat_s=500.0)
+    stand(job, (COMPUTE, 1, True), (COMPUTE, 1, False), (COMPUTE, 1, True), (COMPUTE, 1, True))
+    job.take(Tick(), after=10.0)
+    assert job.told("stalled") and job.at(Stage.RUNNING)
+    job.take(Tick(), after=9.9)
+    assert job.at(Stage.RUNNING)
+    job.take(Tick(), after=0.1)
+    assert job.told("hung")[0]["ranks"] == (1,)
+
+
+def test_a_controller_that_takes_over_knows_the_pace_from_the_ranks() -> None:
+    """What a rank measured itself makes the limit, until more was seen here."""
+    job = ControllerBench(hang_floor_s=1.0, assembled=False)
+    for rank in range(4):
+        job.say(replace(registration(rank), step_times_s=(2.0,) * (ENOUGH + rank)))
+    assert job.state.pace.limit_s == 20.0 and len(job.state.pace.durations) == ENOUGH + 3
+
+
+def test_a_rank_measures_its_steps_but_not_frozen_or_paused_time() -> None:
+    rank = ProcessorBench(connected=False)
+
+    def look(step: int, after: float, paused: bool = False) -> None:
+        rank.take(processor_events.Tick(COMPUTE, step, paused=paused), after=after)
+
+    look(1, 0.0)
+    look(1, 1.5)
+    look(2, 0.5)
+    look(4, 2.0)
+    assert list(rank.state.step_times_s) == [2.0, 1.0], "two steps between two looks share the time"
+    look(4, 4.0, paused=True)
+    look(4, 1.0)
+    look(5, 1.0)
+    assert list(rank.state.step_times_s) == [2.0, 1.0], "part of step 4 was a pause"
+    look(6, 3.0)
+    assert list(rank.state.step_times_s) == [2.0, 1.0, 3.0]
+    rank.take(processor_events.Connected(registration(1)))
+    assert rank.said(Registration)[0].step_times_s == (2.0, 1.0, 3.0)
+
+
+def test_the_first_steps_have_a_generous_limit_of_their_own() -> None:
     pace, _ = stepping([0.1] * (ENOUGH - 1))
-    assert pace.limit_s == inf and pace.due == inf
+    assert pace.limit_s == SETTINGS.hang_start_s == 1800.0
     pace, _ = stepping([0.1] * ENOUGH)
     assert pace.limit_s == 1.0, "the floor"
 

@@ -111,6 +111,19 @@ def test_a_rank_says_that_its_work_gets_on_only_while_it_does_and_an_order_is_op
     assert said_at(40) == [], "it was answered"
 
 
+def test_a_rank_whose_update_outlasts_the_freeze_says_that_it_gets_on_and_reports_its_end() -> None:
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    rank.freeze(phase=Phase.UPDATING, closed=False)
+    assert [told.closed for told in rank.said(StateReport)] == [False]
+    rank.take(Tick(Phase.UPDATING, 5, work_done=3), after=1.0)
+    assert rank.said(Working) == [Working(1, 1)]
+    rank.take(GateClosed(report(1, 1, Phase.DONE, 5)))
+    assert [(told.closed, told.state_step) for told in rank.said(StateReport)] == [(True, 5)]
+    rank.take(Tick(Phase.DONE, 5, work_done=4), after=1.0)
+    assert not rank.said(Working), "the update has ended"
+
+
 def test_a_lost_stream_is_tried_again_after_a_pause() -> None:
     rank = ProcessorBench()
     rank.hear(WELCOME)

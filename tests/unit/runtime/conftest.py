@@ -72,7 +72,14 @@ class NotedHolder:
 class Rank:
     """A rank in threads of this process: its exit is noted instead of carried out."""
 
-    def __init__(self, rank: int, world_size: int, address: str | Callable[[], str | None], save_dir: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str | Callable[[], str | None],
+        save_dir: str,
+        freeze_timeout_s: float = 5.0,
+    ) -> None:
         self.holder = NotedHolder(rank, world_size, save_dir)
         self.gate = self.holder.gate
         self.exit_code: int | None = None
@@ -84,6 +91,7 @@ class Rank:
             "job",
             self.holder,
             self.gate,
+            freeze_timeout_s=freeze_timeout_s,
             on_exit=self._note_reason,
             exit_process=self._note_exit,
         )
@@ -106,7 +114,7 @@ class Rank:
 
 
 StartController = Callable[..., ControllerProcess]
-StartRanks = Callable[[str, int], list[Rank]]
+StartRanks = Callable[..., list[Rank]]
 
 
 @pytest.fixture
@@ -141,8 +149,9 @@ def new_ranks(tmp_path: Path) -> Iterator[StartRanks]:
     before = set(threading.enumerate())
     ranks: list[Rank] = []
 
-    def start(address: str, world_size: int) -> list[Rank]:
-        new = [Rank(rank, world_size, address, str(tmp_path / "checkpoints")) for rank in range(world_size)]
+    def start(address: str, world_size: int, freeze_timeout_s: float = 5.0) -> list[Rank]:
+        root = str(tmp_path / "checkpoints")
+        new = [Rank(rank, world_size, address, root, freeze_timeout_s) for rank in range(world_size)]
         ranks.extend(new)
         for rank in new:
             assert rank.processor.wait_welcomed(LONG_S) is not None

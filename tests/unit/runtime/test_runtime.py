@@ -73,6 +73,30 @@ def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
     assert [event for event in events if event in expected][: len(expected)] == expected
 
 
+def test_an_update_that_outlasts_the_freeze_is_saved_once_it_ends(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """Rank 1 dies while rank 0, which holds the same shards, updates for longer than a freeze waits."""
+    controller = new_controller(world_size=2)
+    ranks = new_ranks(controller.address, 2, freeze_timeout_s=0.2)
+    for rank in ranks:
+        rank.train_to(3)
+    gate = ranks[0].gate
+    gate.computing(4)
+    gate.ready(4)
+    gate.begin_update(4, commit_record(4))
+    agent = AgentLink(controller.address, "job", "host", (1,), (1001,))
+    agent.worker_exit(1, 1001, "signal SIGKILL")
+    journal = tmp_path / "journal0.jsonl"
+    until(lambda: "awaiting_updates" in [line.event for line in read_story(journal)], "the controller to wait")
+    gate.end_update(4)
+    assert ranks[0].exited.wait(LONG_S)
+    (order,) = ranks[0].holder.published
+    assert order.step == 4
+    agent.close()
+    ranks[1].processor.stop()
+
+
 def test_a_recorded_run_replays_to_the_same_effects(
     new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
 ) -> None:
@@ -208,12 +232,23 @@ def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT") as error:
-            new_controller(port=port)
+            new_controller(port=port, options=("--port-wait-s", "0.3"))
     assert f"127.0.0.1:{port}" in str(error.value)
     first = new_controller(port=port)
     with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT"):
-        new_controller(port=port, journal=tmp_path / "second.jsonl")
+        new_controller(port=port, journal=tmp_path / "second.jsonl", options=("--port-wait-s", "0.3"))
     assert request_status(first.address).pid == first.pid
+
+
+def test_a_port_that_is_being_left_is_waited_for(new_controller: StartController, tmp_path: Path) -> None:
+    """A restart comes while the controller of the start before may still hold its port."""
+    first = new_controller()
+    port = int(first.address.rpartition(":")[2])
+    leaving = threading.Timer(0.5, first.terminate)
+    leaving.start()
+    second = new_controller(port=port, journal=tmp_path / "second.jsonl", term=2)
+    leaving.join()
+    assert request_status(second.address).term == 2
 
 
 def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:

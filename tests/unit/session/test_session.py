@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import ttp
+from ttp import protection
 from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.proto.messages import Welcome
 from ttp.session import find_session
 
 ON = Settings(enable=True)
@@ -68,6 +71,35 @@ def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
     other, optimizer, session = new_run(tmp_path / "whole", OFF)
     assert do_steps(other, optimizer, session, 9)[5:] == rest
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_start_shows_what_lies_where_and_what_is_survived_once_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="ttp"):
+        model, optimizer, session = new_run(tmp_path, ON)
+        ttp.ttp_to_persist(do_steps)(model, optimizer, session, 1)
+        session.close()
+    lines = caplog.messages
+    for wanted in ("on no other rank", "the job survives: 0 of 1 ranks", "replicas need more ranks"):
+        assert sum(wanted in line for line in lines) == 1, lines
+    assert not any("controller of term" in line for line in lines), "it was introduced already"
+
+
+def test_a_program_without_logging_sees_what_its_job_survives(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet, protection.log = protection.log, logging.Logger("no handler, no parent")
+    try:
+        protection.introduce(
+            Welcome(0, 1, 1.0, 3.0, "any 1 of 2 ranks", ("b:1",), 1, ("rank 0 on node a",), ("beware",))
+        )
+    finally:
+        protection.log = quiet
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "ttp: rank 0 on node a",
+        "ttp: protected by a controller with 1 standby; the job survives: any 1 of 2 ranks",
+        "ttp: warning: beware",
+    ]
 
 
 def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:

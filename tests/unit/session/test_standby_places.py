@@ -10,7 +10,8 @@ import pytest
 
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
-from ttp.standby import MOST_STANDBYS, controller_key, standby_key, standby_place, start_standby, term_of
+from ttp.meeting import controller_key
+from ttp.standby import MOST_STANDBYS, standby_key, standby_place, start_standby, term_of
 
 
 def places(nodes: list[int], **variables: str) -> dict[int, tuple[int, int]]:

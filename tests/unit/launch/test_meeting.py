@@ -1,0 +1,58 @@
+"""The ranks of a start find rank 0's controller, or learn at once why there is none."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ttp import meeting
+from ttp.errors import ControllerError
+
+
+class Clock:
+    """Time that passes by sleeping; `at` makes something happen at a moment."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+        self.at: dict[float, object] = {}
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        for moment in [moment for moment in self.at if moment <= self.now]:
+            self.at.pop(moment)()  # type: ignore[operator]
+
+
+def find(store: HashStore, clock: Clock, timeout_s: float = 300.0) -> str:
+    return meeting.find(store, 7, 3, timeout_s, clock=lambda: clock.now, sleep=clock.sleep)
+
+
+def test_a_controller_that_is_published_late_is_found() -> None:
+    store, clock = HashStore(), Clock()
+    clock.at[20.0] = lambda: meeting.publish(store, 7, "host:8000", 12)
+    assert find(store, clock) == "host:8000" and clock.now < 21.5
+
+
+def test_the_wait_is_made_of_short_slices() -> None:
+    """A signal's handler runs between them: Ctrl-C during the start is answered within a second."""
+    store, clock = HashStore(), Clock()
+    with pytest.raises(ControllerError, match="within 300 s"):
+        find(store, clock)
+    assert max(clock.slept) <= 1.0 and 300 <= clock.now < 302
+
+
+def test_rank_0s_reason_stops_all_others_within_a_second() -> None:
+    store, clock = HashStore(), Clock()
+    clock.at[10.0] = lambda: meeting.publish_failure(store, 7, "port 8000 is taken")
+    with pytest.raises(ControllerError, match="rank 3: rank 0 could not start the controller: port 8000 is taken"):
+        find(store, clock)
+    assert clock.now <= 11.5
+
+
+def test_another_starts_entries_are_not_taken_for_this_ones() -> None:
+    store, clock = HashStore(), Clock()
+    meeting.publish(store, 6, "old:1", 1)
+    meeting.publish_failure(store, 6, "old trouble")
+    with pytest.raises(ControllerError, match="did not publish"):
+        find(store, clock, 5.0)

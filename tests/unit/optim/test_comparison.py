@@ -1,0 +1,63 @@
+"""Replicas are told apart by sums over their bits, and the difference is put into words."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ttp.optim.comparison import Divergence, differing_shards, divergences, text
+from ttp.optim.layout import Layout, ParamSpec
+from ttp.optim.sums import mixed, sums_of
+
+LAYOUT = Layout.build([ParamSpec("w", (1000,)), ParamSpec("b", (10,))], 4)
+
+
+def test_equal_sums_are_no_difference() -> None:
+    assert differing_shards([[5], [6], [5], [6]], LAYOUT) == ()
+
+
+def test_only_the_holders_of_a_shard_are_compared() -> None:
+    assert differing_shards([[5], [6], [7], [6]], LAYOUT) == (0,)
+    ring = Layout.build([ParamSpec("w", (1000,))], 3, ring=True)
+    held = [ring.held(rank) for rank in range(3)]
+    sums = [[10 * shard + (shard == 1 and rank == 1) for shard in held[rank]] for rank in range(3)]
+    assert differing_shards(sums, ring) == (1,)
+
+
+def test_the_tensor_and_its_holders_are_named() -> None:
+    whole, altered = ("optim.state.w.exp_avg", 0, 512, 1), ("optim.state.w.exp_avg", 0, 512, 2)
+    same = ("model.w", 0, 512, 9)
+    told = [{0: [same, whole]}, {}, {0: [same, altered]}, {}]
+    (found,) = divergences(300, (0,), told, LAYOUT)
+    assert found == Divergence(300, "optim.state.w.exp_avg", 0, 512, ((0,), (2,)))
+    said = text([found])
+    assert said.startswith("step 300: replicas differ in optim.state.w.exp_avg[0:512]: rank 0 against rank 2;"), said
+
+
+def test_a_long_list_is_cut_and_counted() -> None:
+    found = [Divergence(1, f"k{i}", 0, 1, ((0, 1), (2,))) for i in range(9)]
+    assert "k3[0:1] and 5 more: ranks 0, 1 against rank 2" in text(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_any_one_altered_bit_alters_the_sum(dtype: torch.dtype) -> None:
+    """At any place, chunk borders included; the seed is printed."""
+    seed = random.SystemRandom().randrange(2**31)
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(140_001, generator=generator) * 100).to(dtype)
+    before = sums_of([values])
+    raw = values.view(torch.uint8)
+    for place in (0, 65_535, 65_536, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(40))):
+        bit = 1 << rng.randrange(8)
+        raw[place] ^= bit
+        assert not torch.equal(sums_of([values]), before), f"seed {seed}, byte {place}, bit {bit}"
+        raw[place] ^= bit
+    assert torch.equal(sums_of([values]), before), f"seed {seed}"
+
+
+def test_the_order_of_tensors_counts() -> None:
+    one, two = torch.ones(3), torch.ones(4)
+    assert not torch.equal(mixed(sums_of([one, two])), mixed(sums_of([two, one])))

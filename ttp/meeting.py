@@ -1,0 +1,65 @@
+"""How the ranks of a start find their controller: through the store that they met in.
+
+Owns the store's keys and the waiting. Rank 0 publishes the controller's address, or why there is none, so that nobody waits
+for what will not come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ttp.errors import ControllerError
+
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 1.0
+"""Between two looks into the store, doubled from the first to the longest: ten thousand ranks look, too."""
+
+
+def controller_key(round_number: int) -> str:
+    """Return the store's key for the controller of a start; `ttprun` looks there too. Value: `host:port pid`."""
+    return f"ttp/controller/{round_number}"
+
+
+def failure_key(round_number: int) -> str:
+    """Return the store's key for the reason why there is no controller."""
+    return f"ttp/controller_failed/{round_number}"
+
+
+def publish(store: Store, round_number: int, address: str, pid: int) -> None:
+    """Tell all ranks of this start where the controller listens (rank 0)."""
+    store.set(controller_key(round_number), f"{address} {pid}")
+
+
+def publish_failure(store: Store, round_number: int, reason: str) -> None:
+    """Tell all ranks of this start that there will be no controller (rank 0)."""
+    store.set(failure_key(round_number), reason)
+
+
+def find(
+    store: Store,
+    round_number: int,
+    rank: int,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Wait for the controller's address (every rank but 0). A signal ends the wait at once: the store's own would not.
+
+    Raises ControllerError with rank 0's reason, or after `timeout_s`.
+    """
+    deadline, pause_s = clock() + timeout_s, FIRST_LOOK_S
+    while not store.check([controller_key(round_number)]):
+        if store.check([failure_key(round_number)]):
+            reason = store.get(failure_key(round_number)).decode()
+            raise ControllerError(f"rank {rank}: rank 0 could not start the controller: {reason}")
+        if clock() >= deadline:
+            raise ControllerError(
+                f"rank {rank}: rank 0 did not publish a controller within {timeout_s:.0f} s; look into rank 0's log"
+            )
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+    address: str = store.get(controller_key(round_number)).decode().split()[0]
+    return address
