@@ -7,7 +7,7 @@ KILL_RANK ?=
 SEED ?=
 DEMO_ARGS ?=
 
-.PHONY: demo test check unit chaos bench soak proto clean help
+.PHONY: demo test check unit chaos bench soak proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
@@ -15,6 +15,7 @@ help:
 	@echo "make chaos                        many real kills at random moments"
 	@echo "make soak [SEED=0]                a hundred thousand simulated jobs, by seed"
 	@echo "make bench                        benchmarks"
+	@echo "make docs                         the generated tables of docs/protocol.md"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make: $(PYTHON) is Python %d.%d: wanted 3.11 or newer; run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
@@ -47,6 +48,9 @@ soak: $(STAMP)
 
 proto: $(STAMP)
 	proto/generate.sh
+
+docs: $(STAMP)
+	@$(PY) -m tests.document
 
 clean:
 	rm -rf $(VENV) output build dist *.egg-info

@@ -8,6 +8,7 @@ what they report and write is made up, and of the size that real ranks send.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -22,6 +23,7 @@ from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import decode_downward, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.messages import (
+    AgentHello,
     Downward,
     Exit,
     Freeze,
@@ -33,6 +35,7 @@ from ttp.proto.messages import (
     RollForward,
     ShareResult,
     StateReport,
+    Successors,
     Upward,
     Welcome,
     WorkerExit,
@@ -71,14 +74,22 @@ class Stream:
     def __init__(self, client: Client, ranks: tuple[int, ...]) -> None:
         self.client, self.ranks = client, ranks
         self.frozen: list[StateReport] = []
-        self._channel = grpc.aio.insecure_channel(client.address, options=CLIENT_OPTIONS)
-        self._call: Any = ControlStub(self._channel).Attach()
         self._lock = asyncio.Lock()  # gRPC takes one write of a stream at a time
         beats = [Heartbeat(rank, Phase.COMPUTE, client.world.step) for rank in ranks]
         self._beat = client.envelope(*beats)
 
     async def open(self) -> None:
-        greeting = decode_downward(await self._call.read())
+        """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
+        while True:
+            self._channel = grpc.aio.insecure_channel(self.client.address, options=CLIENT_OPTIONS)
+            self._call: Any = ControlStub(self._channel).Attach()
+            try:
+                greeting = decode_downward(await self._call.read())
+                break
+            except grpc.aio.AioRpcError as error:
+                self.client.retries += 1
+                print(f"a stream could not be opened and is tried again: {error.code()}", file=sys.stderr)
+                await self._channel.close()
         assert greeting.message is None
         self.reader = asyncio.create_task(self._read())
 
@@ -90,7 +101,8 @@ class Stream:
 
     async def put(self, envelope: pb.UpwardEnvelope) -> None:
         async with self._lock:
-            await self._call.write(envelope)
+            with contextlib.suppress(*((asyncio.InvalidStateError,) if self.client.closing else ())):
+                await self._call.write(envelope)
 
     async def _read(self) -> None:
         while (envelope := await self._call.read()) is not grpc.aio.EOF:
@@ -116,6 +128,8 @@ class Client:
     hold: Stream | None = None
     """The stream whose reports are kept back until the command `last`."""
     beating: asyncio.Task[None] | None = None
+    closing: bool = False
+    retries: int = 0
 
     def envelope(self, *messages: Upward) -> pb.UpwardEnvelope:
         return encode_upward(self.world.job_id, 1, messages)
@@ -147,6 +161,11 @@ class Client:
                 await self.streams[number % len(self.streams)].beat()
             beats = due
             await asyncio.sleep(BEAT_SLICE_S)
+
+    async def ping(self) -> None:
+        """Ask what the controller answers once it has come to it: everything that was said before has been heard then."""
+        tell("pinged")
+        await self.streams[0].say(AgentHello("pinging", (), ()))
 
     async def arm(self, dead: int, holds: bool) -> None:
         """Get ready for the death of `dead`; with `holds`, this client's last stream answers on command only."""
@@ -192,6 +211,10 @@ class Client:
 
     async def take(self, stream: Stream, ranks: tuple[int, ...], message: Downward, nbytes: int) -> None:
         mine = len(ranks)
+        if isinstance(message, Successors):
+            tell("ponged")
+        if not mine:
+            return
         if type(message) in self.arrivals:
             self.arrivals[type(message)].note(mine)
         match message:
@@ -210,6 +233,7 @@ class Client:
                 tell("publish_order", bytes=nbytes, results=len(message.results))
 
     async def close(self) -> None:
+        self.closing = True
         if self.beating is not None:
             self.beating.cancel()
         for stream in self.streams:
@@ -236,6 +260,8 @@ async def main() -> None:
                 await client.register()
             case "beat":
                 client.beating = asyncio.create_task(client.beat())
+            case "ping":
+                await client.ping()
             case "arm":
                 await client.arm(**command)
             case "die":

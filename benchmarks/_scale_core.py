@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks._scale_world import STEP, World, file_entry, registration, report
 from ttp.controller import machine
 from ttp.controller.__main__ import GC_THRESHOLDS
-from ttp.controller.events import ControllerSettings, Effect, Event, Received, Send
+from ttp.controller.events import Beats, ControllerSettings, Effect, Event, Received, Send
 from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import (
     Heartbeat,
@@ -78,7 +78,12 @@ def measure(size: int) -> float:
     note("registrations, assembling", bench.run(Received(registration(world, rank)) for rank in range(size)), last=True)
     assert bench.state.stage is Stage.RUNNING
     beats = (Received(Heartbeat(rank % size, Phase.COMPUTE, STEP)) for rank in range(SAMPLES))
-    note("heartbeats", bench.run(beats))
+    note("heartbeats, one by one", bench.run(beats))
+    together = (
+        Beats(tuple(Heartbeat((first + rank) % size, Phase.COMPUTE, STEP) for rank in range(world.ranks_per_stream)))
+        for first in range(0, SAMPLES, world.ranks_per_stream)
+    )
+    note(f"heartbeats, {world.ranks_per_stream} together", bench.run(together))
     note("death to Freeze", bench.run([Received(WorkerExit(DEAD, 1000 + DEAD, "signal SIGKILL", 0.0))]))
     alive = [rank for rank in range(size) if rank != DEAD]
     freeze_id = bench.state.freeze_id

@@ -1,108 +1,246 @@
-"""How soon a worker's death is known: the death watch beside waitpid, for small and big processes; and what looking costs.
+"""How soon a worker's death is known: the controller's verdict beside waitpid and the closing of a socket, for small and big workers.
 
-Kills real processes that hold so much memory, and prints median and 99th percentile of the time from SIGKILL until the
-watch reports the rank and until the parent's wait returns. Then the processor time of watching so many workers.
-Linux. Exit status 1 when the watch's 99th percentile is above the limit.
+Kills real processes that hold so much memory. Each has the death watch and the line to a real controller (a process of its own)
+that the launcher would have, and a fresh controller each, as a death ends a start of the job. Prints median, 99th percentile
+and worst of the time from SIGKILL until: the death watch reports; the controller has judged (its journal's line); the Freeze is at
+another rank; the worker's peer sees its socket close; waitpid returns. Then what watching costs in processor time.
+Linux. Wall times. Exit status 1 when the verdict's 99th percentile is above the limit for any size.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from ttp.controller.agent_link import AgentLink
+from ttp.controller.journal import read_story
+from ttp.controller.process import start_controller
 from ttp.launch.deathwatch import POLL_S, Death, DeathWatch
+from ttp.proto.codec import DownwardParcel
+from ttp.proto.messages import Freeze, Registration, ShardGroup, Welcome
+from ttp.proto.stream import ControlStream
 
 LIMIT_MS = 50.0
-HOLD = "import sys; x = bytearray(b'x') * int(sys.argv[1]); print(flush=True); sys.stdin.read()"
+WAIT_S = 60.0
+HOUR_S = 3600.0
+SPARE_MIB = 6 << 10
+"""Memory that must be left on the machine while a worker holds its own."""
+HOLD = """
+import socket, sys
+x = bytearray(b'x') * int(sys.argv[1])
+line = socket.create_connection(('127.0.0.1', int(sys.argv[2])))
+line.sendall(b'.')
+sys.stdin.read()
+"""
+NAMES = {
+    "watch": "death watch",
+    "verdict": "controller's verdict",
+    "freeze": "Freeze at another rank",
+    "socket": "socket closed",
+    "waitpid": "waitpid",
+}
 
 
-def start(nbytes: int) -> subprocess.Popen[bytes]:
-    """Start a process that has touched so many bytes, and return when it has."""
-    child = subprocess.Popen([sys.executable, "-c", HOLD, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.readline()
-    return child
+class Worker:
+    """A process that has touched so many bytes and has a connection to this one."""
+
+    def __init__(self, nbytes: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            arguments = [str(nbytes), str(server.getsockname()[1])]
+            self.child = subprocess.Popen([sys.executable, "-c", HOLD, *arguments], stdin=subprocess.PIPE)
+            self.line, _ = server.accept()
+        self.line.recv(1)
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def until_closed(self) -> None:
+        with self.line:
+            self.line.recv(1)
+
+    def until_waitable(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def end(self) -> None:
+        with self.child as child:
+            child.kill()
 
 
-def one_kill(nbytes: int, poll_s: float) -> tuple[float, float]:
-    """Kill one process; return seconds until the watch's report and until waitpid."""
-    child = start(nbytes)
-    reported = threading.Event()
+class Ranks:
+    """The two ranks of a job, on one stream: 0 lives, 1 is the worker."""
+
+    def __init__(self, address: str, worker_pid: int) -> None:
+        self.welcomed, self.frozen = threading.Event(), threading.Event()
+        self.frozen_at = 0.0
+        self._pids = (os.getpid(), worker_pid)
+        self.stream = ControlStream(address, "bench", self)
+        self.stream.start()
+
+    def stream_opened(self, stream: ControlStream) -> None:
+        groups = (ShardGroup("g", "shard 0 of 1", 1),)
+        stream.send(
+            *(Registration(r, 2, "host", pid, groups, 0, ("/nowhere",), "{}") for r, pid in enumerate(self._pids))
+        )
+
+    def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
+        match parcel.message:
+            case Welcome():
+                self.welcomed.set()
+            case Freeze() if parcel.ranks:
+                self.frozen_at = time.monotonic()
+                self.frozen.set()
+
+    def stream_closed(self, stream: ControlStream, reason: str) -> None: ...
+
+
+def one_kill(nbytes: int, poll_s: float) -> dict[str, float]:
+    """Kill one worker of so many bytes; return seconds until each sign of it."""
+    worker = Worker(nbytes)
     times: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal.jsonl"
+        controller = start_controller(
+            job_id="bench", term=1, world_size=2, journal=journal, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S,
+            options=("--freeze-timeout-s", str(WAIT_S)),
+        )  # fmt: skip
+        link = AgentLink(controller.address, "bench", "host", (1,), (worker.pid,))
+        ranks = Ranks(controller.address, worker.pid)
+        threads = [
+            _timed(times, "socket", worker.until_closed),
+            _timed(times, "waitpid", worker.until_waitable),
+        ]
+        reported = threading.Event()
 
-    def report(death: Death) -> None:
-        times.setdefault("watch", time.perf_counter())
-        reported.set()
+        def report(death: Death) -> None:
+            times.setdefault("watch", time.monotonic())
+            link.worker_exit(death.rank, death.pid, death.text)
+            reported.set()
 
-    def reap() -> None:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        times["wait"] = time.perf_counter()
+        watch = DeathWatch({1: worker.pid}, report, poll_s=poll_s)
+        try:
+            _demand(ranks.welcomed, "the welcome")
+            _until(lambda: link.attached, "the launcher's line")
+            watch.start()
+            time.sleep(0.05)  # the watch runs, and nothing else does
+            begin = time.monotonic()
+            os.kill(worker.pid, signal.SIGKILL)
+            _demand(reported, "the death watch's report")
+            _demand(ranks.frozen, "the freeze")
+            times["freeze"] = ranks.frozen_at
+            _until(lambda: _verdict(journal) > 0, "the controller's verdict")
+            times["verdict"] = _verdict(journal)
+            for thread in threads:
+                thread.join(WAIT_S)
+        finally:
+            watch.stop()
+            worker.end()
+            link.close(0.0)
+            ranks.stream.close()
+            controller.process.kill()
+            controller.wait(WAIT_S)
+    return {name: at - begin for name, at in times.items()}
 
-    waiter = threading.Thread(target=reap)
-    waiter.start()
-    watch = DeathWatch({0: child.pid}, report, poll_s=poll_s)
-    watch.start()
-    begin = time.perf_counter()
-    os.kill(child.pid, signal.SIGKILL)
-    reported.wait()
-    waiter.join()
-    watch.stop()
-    with child:
-        child.wait()
-    return times["watch"] - begin, times["wait"] - begin
+
+def _timed(times: dict[str, float], name: str, wait: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        wait()
+        times[name] = time.monotonic()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
 
 
-def summary(name: str, seconds: list[float]) -> str:
+def _verdict(journal: Path) -> float:
+    return next((line.monotonic_s for line in read_story(journal) if line.event == "death_seen"), 0.0)
+
+
+def _demand(event: threading.Event, what: str) -> None:
+    if not event.wait(WAIT_S):
+        raise TimeoutError(f"waited {WAIT_S} s in vain for {what}")
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {WAIT_S} s in vain for {what}")
+        time.sleep(0.005)
+
+
+def summary(name: str, seconds: Sequence[float]) -> str:
     ms = sorted(1e3 * value for value in seconds)
-    return f"{name}: median {statistics.median(ms):7.2f} ms, p99 {percentile(ms, 0.99):7.2f} ms, worst {ms[-1]:7.2f} ms"
+    return (
+        f"{name:24} median {statistics.median(ms):8.2f} ms, p99 {percentile(ms, 0.99):8.2f} ms, worst {ms[-1]:8.2f} ms"
+    )
 
 
-def percentile(ordered: list[float], fraction: float) -> float:
+def percentile(ordered: Sequence[float], fraction: float) -> float:
     """Return the smallest value that at least `fraction` of them do not exceed."""
     return ordered[math.ceil(fraction * len(ordered)) - 1]
 
 
+def available_mib() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) >> 10
+    raise ValueError("no MemAvailable in /proc/meminfo")
+
+
 def watching_cost(workers: int, poll_s: float, duration_s: float) -> float:
     """Return the part of one core that watching so many idle workers takes."""
-    children = [start(0) for _ in range(workers)]
-    watch = DeathWatch({rank: child.pid for rank, child in enumerate(children)}, lambda death: None, poll_s=poll_s)
+    held = [Worker(0) for _ in range(workers)]
+    watch = DeathWatch({rank: worker.pid for rank, worker in enumerate(held)}, lambda death: None, poll_s=poll_s)
     before = time.process_time()
     watch.start()
     time.sleep(duration_s)
     used = time.process_time() - before
     watch.stop()
-    for child in children:
-        with child:
-            child.kill()
+    for worker in held:
+        worker.line.close()
+        worker.end()
     return used / duration_s
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=50, help="processes to kill for each size")
-    parser.add_argument("--mib", type=int, nargs="+", default=[0, 512], help="resident sizes")
+    parser.add_argument("--mib", type=int, nargs="+", default=[0, 1024, 8192], help="resident sizes")
+    parser.add_argument("--kills", type=int, nargs="+", default=[40, 25, 6], help="processes to kill for each size")
     parser.add_argument("--poll", type=float, default=POLL_S, help="seconds between two looks")
     parser.add_argument("--limit-ms", type=float, default=LIMIT_MS)
     options = parser.parse_args(arguments)
+    if len(options.kills) != len(options.mib):
+        parser.error(
+            f"{len(options.mib)} sizes and {len(options.kills)} numbers of kills: wanted one number for each size"
+        )
+    logging.getLogger("ttp.launch").setLevel(logging.ERROR)  # what the controller tells the launcher
     worst_ms = 0.0
-    for mib in options.mib:
-        pairs = [one_kill(mib << 20, options.poll) for _ in range(options.kills)]
-        watched = [pair[0] for pair in pairs]
-        worst_ms = max(worst_ms, percentile(sorted(1e3 * value for value in watched), 0.99))
-        print(f"{options.kills} kills at {mib} MiB resident")
-        print("  " + summary("death watch", watched))
-        print("  " + summary("waitpid    ", [pair[1] for pair in pairs]))
+    for mib, kills in zip(options.mib, options.kills, strict=True):
+        if (free := available_mib()) < mib + SPARE_MIB:
+            print(f"{mib} MiB resident: left out, {free} MiB are available, wanted {mib + SPARE_MIB}", flush=True)
+            continue
+        found = [one_kill(mib << 20, options.poll) for _ in range(kills)]
+        print(f"{kills} kills at {mib} MiB resident, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        for name, text in NAMES.items():
+            print("  " + summary(text, [times[name] for times in found]), flush=True)
+        worst_ms = max(worst_ms, percentile(sorted(1e3 * times["verdict"] for times in found), 0.99))
     for workers in (1, 8):
         print(f"watching {workers} workers takes {100 * watching_cost(workers, options.poll, 5.0):.2f} % of a core")
     if worst_ms > options.limit_ms:
-        print(f"death watch: p99 {worst_ms:.1f} ms is above the limit of {options.limit_ms:.1f} ms")
+        print(f"controller's verdict: p99 {worst_ms:.1f} ms is above the limit of {options.limit_ms:.1f} ms")
         return 1
     return 0
 

@@ -42,9 +42,10 @@ class AgentLink:
         self._heard = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
-        self._lock = threading.Lock()  # guards _stream, _attached, _exits, _closing, _controllers, _heard
+        self._lock = threading.Lock()  # guards _stream, _attached, _led, _exits, _closing, _controllers, _heard
         self._stream: ControlStream | None = None
         self._attached = False
+        self._led = False  # the controller of this stream has said something
         self._exits: list[WorkerExit] = []
         self._closing = False
         self._ended = threading.Event()  # the current stream has ended
@@ -53,6 +54,16 @@ class AgentLink:
         self._fence = 0
         self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
         self._thread.start()
+
+    @property
+    def attached(self) -> bool:
+        """Say whether an active controller is on the line now.
+
+        One that was killed or has been silent for a lease is not, nor is a standby that no rank has come to: it takes the
+        stream but says nothing on it.
+        """
+        with self._lock:
+            return self._attached and self._led
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` while the kernel frees it."""
@@ -130,7 +141,7 @@ class AgentLink:
     def stream_opened(self, stream: ControlStream) -> None:
         with self._lock:
             if stream is self._stream and not self._closing:
-                self._attached = True
+                self._attached, self._led = True, False
                 self._last_reason = ""
                 self._say(stream, self._hello, *self._exits)
 
@@ -141,6 +152,7 @@ class AgentLink:
             if stream is not self._stream:
                 return
             self._heard = time.monotonic()
+            self._led = True
             self._fence = max(self._fence, stream.term)
         match parcel.message:
             case Successors(addresses=addresses, lease_s=lease_s):

@@ -30,11 +30,25 @@ from ttp.proto.messages import (
     Published,
     Registration,
     Upward,
+    Welcome,
     WorkerExit,
+    WriteOrder,
 )
 from ttp.proto.status import JobStatus, PublishedCheckpoint
 
-from .events import ControllerSettings, Effect, Event, Finish, Received, Send, StreamClosed, Supersede, Tell, Tick
+from .events import (
+    Beats,
+    ControllerSettings,
+    Effect,
+    Event,
+    Finish,
+    Received,
+    Send,
+    StreamClosed,
+    Supersede,
+    Tell,
+    Tick,
+)
 from .events import Journal as JournalEffect
 from .journal import Journal
 from .state import Stage
@@ -140,7 +154,9 @@ class Driver:
         while not self._finished:
             due = min(next_tick, next_beat, self._deadline())
             with contextlib.suppress(queue.Empty):
-                self._take(self._queue.get(timeout=max(0.0, due - self._clock())))
+                item = self._queue.get(timeout=max(0.0, due - self._clock()))
+                self._journal.driver_busy()
+                self._take(item)
             now = self._clock()
             if now >= due:  # also when messages keep coming
                 next_tick = now + TICK_S
@@ -151,6 +167,9 @@ class Driver:
             self._flush()
             if self._journal.wants_state:
                 self._journal.starting_state(self._state)
+            if self._queue.empty():
+                self._journal.driver_idle()
+        self._journal.driver_idle()
         self._on_finish(self._finished)
 
     def _deadline(self) -> float:
@@ -161,8 +180,7 @@ class Driver:
     def _take(self, item: Item) -> None:
         match item:
             case Said(link, parcel):
-                for message in parcel.messages:
-                    self._hear(link, message)
+                self._hear_all(link, parcel.messages)
             case Ended(link):
                 self._drop(link)
             case StatusAsked(reply):
@@ -176,8 +194,33 @@ class Driver:
             case _:
                 assert_never(item)
 
+    def _hear_all(self, link: Link, messages: Sequence[Upward]) -> None:
+        """What one envelope says, in order; heartbeats that stand side by side are one event."""
+        beats: list[Heartbeat] = []
+        for message in messages:
+            if isinstance(message, Heartbeat):
+                if self._is_routed(link, message):
+                    self._beats[message.rank] = message
+                    beats.append(message)
+                continue
+            self._hear_beats(beats)
+            self._hear(link, message)
+        self._hear_beats(beats)
+
+    def _hear_beats(self, beats: list[Heartbeat]) -> None:
+        if beats:
+            self._step(Received(beats[0]) if len(beats) == 1 else Beats(tuple(beats)), self._clock())
+            beats.clear()
+
+    def _is_routed(self, link: Link, message: Upward) -> bool:
+        """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
+        assert not isinstance(message, AgentHello)
+        if message.rank not in self._routes:
+            link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
+        return self._routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
+
     def _hear(self, link: Link, message: Upward) -> None:
-        """Route, then let the machine know. A rank speaks on the stream on which it registered last, and on no other."""
+        """Route, then let the machine know."""
         match message:
             case Registration():
                 if not self._route(link, message):
@@ -187,14 +230,8 @@ class Driver:
             case WorkerExit():
                 pass
             case _:
-                if message.rank not in self._routes:
-                    link.reject(
-                        f"rank {message.rank} said {type(message).__name__} before it registered; register first"
-                    )
-                if self._routes.get(message.rank) is not link:
-                    return  # a leftover of a stream that the rank has given up
-                if isinstance(message, Heartbeat):
-                    self._beats[message.rank] = message
+                if not self._is_routed(link, message):
+                    return
         self._step(Received(message), self._clock())
 
     def _route(self, link: Link, registration: Registration) -> bool:
@@ -265,6 +302,10 @@ class Driver:
 
     def _send(self, ranks: tuple[int, ...], message: Downward) -> None:
         """Gather it for the streams of these ranks: `_flush` makes one envelope a stream of all that one input caused."""
+        if len(ranks) == 1 and isinstance(message, WriteOrder | Welcome):  # what each rank gets its own of
+            if (link := self._routes.get(ranks[0])) is not None:
+                self._outgoing.setdefault(link, []).append((ranks, message))
+            return
         by_link: dict[Link, list[int]] = {}
         for rank in ranks:
             if rank in self._routes:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ttp.proto.messages import Cause, CauseKind, Heartbeat, StateReport
 
-from .events import Effect, Fields, Journal
+from .events import Beats, Effect, Fields, Journal
 from .progress import advance, outlived, rested, standstill, suspects
 from .rounds import begin_fault
 from .state import ControllerState, Stage
@@ -18,13 +18,22 @@ from .state import ControllerState, Stage
 
 def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
     """A rank said where it is. While frozen that can only disprove a hang."""
+    return beats(state, Beats((message,)), now, out)
+
+
+def beats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -> ControllerState:
+    """Several ranks said where they are."""
     if state.stage is not Stage.RUNNING:
-        return _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
-    before = state.pace
-    pace = advance(before, message, now, state.settings)
-    if before.noted and not pace.noted:
-        out.append(Journal("moving_again", {"rank": message.rank, "after_s": round(now - before.moved_at, 3)}))
-    return replace(state, pace=pace)
+        for message in event.messages:
+            state = _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
+        return state
+    before = pace = state.pace
+    for message in event.messages:
+        after = advance(pace, message, now, state.settings)
+        if pace.noted and not after.noted:
+            out.append(Journal("moving_again", {"rank": message.rank, "after_s": round(now - pace.moved_at, 3)}))
+        pace = after
+    return state if pace is before else replace(state, pace=pace)
 
 
 def look(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

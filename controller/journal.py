@@ -29,6 +29,12 @@ SEGMENT_BYTES = 64 << 20
 BATCH_LINES = 512
 """At most so many lines between two flushes; under less load every line is flushed."""
 
+PATIENCE_S = 0.25
+"""How long a batch of lines waits for the driver to be idle. Python runs one thread at a time: with 10,000 ranks' reports still
+to be written down, a decision would take twice as long."""
+LINES_AT_ONCE = 32
+"""So many are written between two looks whether the driver is busy."""
+
 
 @dataclass(frozen=True, slots=True)
 class JournalLine:
@@ -67,8 +73,18 @@ class Journal:
         self._input_bytes = 0
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._complained = False
+        self._idle = threading.Event()  # set while the driver has nothing to do
+        self._idle.set()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
+
+    def driver_busy(self) -> None:
+        """The driver has begun to work: lines wait until it says that it is idle, or for PATIENCE_S."""
+        self._idle.clear()
+
+    def driver_idle(self) -> None:
+        """The driver waits for the next input."""
+        self._idle.set()
 
     def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
         """Add one line to the story."""
@@ -91,6 +107,7 @@ class Journal:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and close the files, or give up after `timeout_s` (a hung file system)."""
+        self._idle.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -118,7 +135,10 @@ class Journal:
                 print(f"ttp-controller: the journal {self._story.name} lost lines: {error}", file=sys.stderr)
 
     def _write_all(self, batch: list[tuple[str, Any]]) -> None:
-        for kind, content in batch:
+        waited = not self._idle.wait(PATIENCE_S)
+        for number, (kind, content) in enumerate(batch):
+            if number % LINES_AT_ONCE == 0 and not waited:
+                waited = not self._idle.wait(PATIENCE_S)
             self._write(kind, content)
         self._story.flush()
         self._inputs.flush()

@@ -12,10 +12,10 @@ from math import inf
 from ttp.errors import ProtocolError
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 
-from .events import ControllerSettings, Effect, Event, Journal, Received
+from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import empty, forgive, hear, sweep
+from .membership import empty, forgive, hear, hear_unsuspected, sweep
 from .presence import die, suspicion
 from .progress import limit, unknown
 from .publishing import silent_while_publishing
@@ -60,6 +60,10 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     if isinstance(event, Received):
         _check_rank(state, event.message)
         state = _hear(state, event.message, now, out)
+    elif isinstance(event, Beats):
+        for message in event.messages:
+            _check_rank(state, message)
+        state = _hear_beats(state, event, now, out)
     state = handler(state, subject, now, out)
     deadline = next_deadline(state)
     if deadline is not None and now >= deadline:
@@ -151,6 +155,16 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
         if 1 < state.members.suspects == state.members.alive:  # all were silent: the controller itself was cut off
             members = forgive(members, now, state.settings)
     return replace(state, members=members)
+
+
+def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effect]) -> ControllerState:
+    """All of them at once, unless one clears a suspicion."""
+    members = hear_unsuspected(state.members, {message.rank for message in beats.messages}, now)
+    if members is not None:
+        return replace(state, members=members)
+    for message in beats.messages:
+        state = _hear(state, message, now, out)
+    return state
 
 
 def _expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

@@ -7,6 +7,7 @@ a death means: transitions do. A rank is *suspect* when its stream broke or most
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -98,6 +99,16 @@ def hear(members: Membership, rank: int, now: float) -> Membership:
     if member.suspect:
         return update(members, rank, changed)
     return replace(members, table=members.table.put(rank, changed))
+
+
+def hear_unsuspected(members: Membership, ranks: Iterable[int], now: float) -> Membership | None:
+    """Note that these ranks said something, with each part of the table copied once; None when one of them is suspect."""
+    table = members.table
+    heard = {rank: table[rank] for rank in ranks}
+    if any(member.suspect for member in heard.values()):
+        return None
+    attached = {rank: replace(member, heard=now) for rank, member in heard.items() if member.attached}
+    return replace(members, table=table.put_all(attached))
 
 
 def attach(members: Membership, registration: Registration, now: float, settings: ControllerSettings) -> Membership:

@@ -31,13 +31,18 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> Plan:
     for group, holders in choices:
         count = max(1, min(len(holders), -(-group.nbytes // SMALLEST_PART_BYTES)))
         heap = [(loads[rank], rank) for rank in holders]
-        heapq.heapify(heap)
+        if len(heap) > 1:
+            heapq.heapify(heap)
         for index in range(count):
             load, rank = heap[0]
             loads[rank] = load + group.nbytes / count
-            heapq.heapreplace(heap, (loads[rank], rank))
+            if index + 1 < count:
+                heapq.heapreplace(heap, (loads[rank], rank))
             given.setdefault(rank, []).append(Part(group.group_id, index, count))
-    return {rank: tuple(sorted(given[rank], key=_order)) for rank in sorted(given)}
+    return {
+        rank: tuple(sorted(parts, key=_order)) if len(parts) > 1 else tuple(parts)
+        for rank, parts in sorted(given.items())
+    }
 
 
 def hand_over(parts: Iterable[Part], holders: Mapping[str, tuple[int, ...]], loads: Mapping[int, int]) -> Plan | None:

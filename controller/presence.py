@@ -152,8 +152,9 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 
 
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
+    """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, and the standbys."""
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
-    if state.successors:
+    if state.stage is not Stage.STANDBY:  # one that leads nobody must not be taken for the active controller
         out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
     return replace(state, agents=state.agents | {message.host})
 
@@ -254,6 +255,7 @@ def fault_line(message: FaultReport) -> Journal:
 
 
 def finished(state: ControllerState, message: Finished, now: float, out: list[Effect]) -> ControllerState:
+    """A rank's training is over; it stays as a holder until all are done."""
     member = state.members.table[message.rank]
     if member.finished:
         return state

@@ -40,8 +40,8 @@ def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> C
 def _order_publish(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Order it from the lowest live rank that has the step.
 
-    A rank whose disk failed it comes after those, and a rank without the step last: all that is to be published is
-    written, so it needs no state any more.
+    A rank whose disk failed it comes after those, and a rank without the step last: the shards are written, so it needs no
+    optimizer state any more. It does need the host state of that step, and fails the order when it does not have it.
     """
     dump = state.dump
     assert dump is not None and dump.order is not None

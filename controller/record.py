@@ -18,6 +18,7 @@ TYPE_KEY = "$"
 """Marks an object that is not a plain JSON value; its value names the kind or the type."""
 
 _PLAIN = (str, int, bool, type(None))
+_JSON_AS_IT_IS = frozenset(_PLAIN)
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -72,6 +73,10 @@ def plain_json(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
+        if _JSON_AS_IT_IS.issuperset(
+            map(type, value)
+        ):  # a fact of 10,000 ranks: the thread that decides waits for this one
+            return value
         return [plain_json(item) for item in value]
     if isinstance(value, frozenset):
         return [plain_json(item) for item in sorted(value)]

@@ -25,8 +25,8 @@ from ttp.proto.messages import (
     Written,
 )
 
-from .events import Effect, StreamClosed, Tick
-from .hangs import beat, report_disproves
+from .events import Beats, Effect, StreamClosed, Tick
+from .hangs import beat, beats, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
 from .rolling import got_on, roll_failed, rolled
@@ -48,22 +48,26 @@ _OVER = (Stage.OVER,)
 
 
 def state_report(state: ControllerState, message: StateReport, now: float, out: list[Effect]) -> ControllerState:
+    """What a rank holds behind its closed gate."""
     if message.freeze_id != state.freeze_id:
         return state
     return take_report(report_disproves(state, message, now, out), message, out)
 
 
 def rolled_forward(state: ControllerState, message: RolledForward, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has finished the decided step's update."""
     if message.freeze_id != state.freeze_id:
         return state
     return rolled(state, message.rank, message.state_step, now, out)
 
 
 def share_written(state: ControllerState, message: Written, now: float, out: list[Effect]) -> ControllerState:
+    """A writer's parts are durable."""
     return written(state, message, now, out) if message.freeze_id == state.freeze_id else state
 
 
 def checkpoint_published(state: ControllerState, message: Published, now: float, out: list[Effect]) -> ControllerState:
+    """The checkpoint is visible: the ranks leave."""
     return published(state, message, now, out) if message.freeze_id == state.freeze_id else state
 
 
@@ -82,10 +86,12 @@ def step_failed(state: ControllerState, message: StepFailed, now: float, out: li
 
 
 def working(state: ControllerState, message: Working, now: float, out: list[Effect]) -> ControllerState:
+    """An order gets on: the wait for answers begins anew."""
     return got_on(state, message.rank, now) if message.freeze_id == state.freeze_id else state
 
 
 def update_gets_on(state: ControllerState, message: Working, now: float, out: list[Effect]) -> ControllerState:
+    """An update that its freeze waits for gets on."""
     return still_updating(state, message.rank, now) if message.freeze_id == state.freeze_id else state
 
 
@@ -107,6 +113,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     (_BEFORE, WorkerExit, note_exit),
     (_BEFORE, Tick, noted),
     ((Stage.GATHERING,), Heartbeat, noted),
+    ((Stage.GATHERING,), Beats, noted),
     ((Stage.GATHERING,), FaultReport, note_fault),
     ((Stage.GATHERING,), Finished, finished),
     # Answers to what an earlier controller had ordered.
@@ -117,7 +124,9 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((*_START, *_CALM, *_FAULT, *_END), WorkerExit, worker_exit),
     ((*_START, *_CALM, *_FAULT, *_END), Tick, noted),
     ((*_CALM, *_FREEZE), Heartbeat, beat),
+    ((*_CALM, *_FREEZE), Beats, beats),
     ((*_ORDERED, *_END), Heartbeat, noted),
+    ((*_ORDERED, *_END), Beats, noted),
     (_START, FaultReport, early_fault),
     ((*_CALM, *_FAULT), FaultReport, fault_report),
     ((*_START, *_CALM, *_FAULT, *_END), Finished, finished),
@@ -139,7 +148,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     *(
         (_OVER, kind, late)
         for kind in (
-            Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, FaultReport, Finished, StateReport,
+            Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, Beats, FaultReport, Finished, StateReport,
             RolledForward, Written, Published, StepFailed, Working,
         )
     ),

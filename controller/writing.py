@@ -64,8 +64,13 @@ def _writing_s(state: ControllerState, plan: Plan) -> float:
     """How long the largest share may take on a slow disk: a rank answers only when all of its order is durable."""
     assert state.coverage is not None
     nbytes = {group.group_id: group.nbytes for group in state.coverage.groups}
-    shares = [sum(nbytes.get(part.group_id, 0) / part.count for part in parts) for parts in plan.values()]
-    return max(shares, default=0.0) / SLOW_DISK_BYTES_PER_S
+    largest = 0.0
+    for parts in plan.values():  # plain loops: this runs once a rank between the last report and the orders
+        share = 0.0
+        for part in parts:
+            share += nbytes.get(part.group_id, 0) / part.count
+        largest = max(largest, share)
+    return largest / SLOW_DISK_BYTES_PER_S
 
 
 def written(state: ControllerState, answer: Written, now: float, out: list[Effect]) -> ControllerState:

@@ -64,6 +64,9 @@ TICK_S = 0.2
 AT_ONCE_S = 0.02
 """A freeze that takes longer goes to the work thread."""
 
+FREEZE_TIMEOUT_S = 5.0
+"""A gate that has not closed by then is reported as such: the update in progress is stuck."""
+
 FLUSH_TIMEOUT_S = 2.0
 """A process that exits waits this long for its own streams: the training thread may be stuck with their locks held."""
 
@@ -111,7 +114,7 @@ class Processor:
         holder: StateHolder,
         gate: Gate,
         *,
-        freeze_timeout_s: float = 5.0,
+        freeze_timeout_s: float = FREEZE_TIMEOUT_S,
         watch_parent: bool = False,
         on_exit: Callable[[str], None] | None = None,
         stacks_path: Path | None = None,

@@ -48,6 +48,7 @@ def roll_forward(state: ProcessorState, message: RollForward, now: float, out: l
 
 
 def roll_forward_done(state: ProcessorState, event: RollForwardDone, now: float, out: list[Effect]) -> ProcessorState:
+    """The update is finished: answer, or report afresh when a newer freeze has asked since."""
     if state.applying is None:
         raise ProtocolError(f"rank {state.settings.rank}: rolled forward to {event.state_step} without an order")
     state = replace(state, applying=None, state_step=event.state_step)
@@ -59,10 +60,12 @@ def roll_forward_done(state: ProcessorState, event: RollForwardDone, now: float,
 
 
 def write(state: ProcessorState, message: WriteOrder, now: float, out: list[Effect]) -> ProcessorState:
+    """Write the ordered parts; one that was written already is answered from memory."""
     return _take_order(state, message, WriteShare(message), out)
 
 
 def publish(state: ProcessorState, message: PublishOrder, now: float, out: list[Effect]) -> ProcessorState:
+    """Publish the attempt; one that was published already is answered from memory."""
     return _take_order(state, message, PublishCheckpoint(message), out)
 
 
@@ -82,12 +85,14 @@ def _take_order(
 
 
 def write_done(state: ProcessorState, event: WriteDone, now: float, out: list[Effect]) -> ProcessorState:
+    """Say that the parts are durable, unless the controller has asked afresh since."""
     order = event.order
     answer = Written(state.settings.rank, order.freeze_id, order.tmp_name, order.parts, event.result)
     return _answer(state, order, answer, out)
 
 
 def publish_done(state: ProcessorState, event: PublishDone, now: float, out: list[Effect]) -> ProcessorState:
+    """Say that the checkpoint is visible, unless the controller has asked afresh since."""
     order = event.order
     answer = Published(state.settings.rank, order.freeze_id, order.step, event.path)
     return _answer(state, order, answer, out)

@@ -187,6 +187,7 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
 
 
 def local_fault(state: ProcessorState, event: LocalFault, now: float, out: list[Effect]) -> ProcessorState:
+    """Tell the controller what befell this rank, and give it its time to react."""
     report = FaultReport(state.settings.rank, event.cause, event.detail)
     if state.link is Link.UP:
         out.append(Send(report))
@@ -225,6 +226,7 @@ def _tell_notice(state: ProcessorState, when: str, now: float, out: list[Effect]
 
 
 def train_returned(state: ProcessorState, event: TrainReturned, now: float, out: list[Effect]) -> ProcessorState:
+    """Tell the controller that training is over here; this rank stays as a holder."""
     if state.finished:
         raise ProtocolError(f"rank {state.settings.rank}: training returned twice")
     if state.link is Link.UP:
@@ -293,6 +295,7 @@ def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> P
 
 
 def dismissed(state: ProcessorState, message: Dismiss, now: float, out: list[Effect]) -> ProcessorState:
+    """Every rank has finished: let the training thread go."""
     if not state.finished:
         out.append(Log("dismissed although training has not returned here; ignored"))
         return state

@@ -115,6 +115,8 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """A rank lives, and where it is in its step."""
+
     rank: int
     phase: Phase
     step: int
@@ -255,6 +257,8 @@ class RollForward:
 
 @dataclass(frozen=True, slots=True)
 class RolledForward:
+    """The ordered update is finished."""
+
     rank: int
     freeze_id: int
     state_step: int
@@ -274,6 +278,8 @@ class WriteOrder:
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """The ordered parts are durable (fsync)."""
+
     rank: int
     freeze_id: int
     tmp_name: str
@@ -297,6 +303,8 @@ class PublishOrder:
 
 @dataclass(frozen=True, slots=True)
 class Published:
+    """The checkpoint is visible at `path`."""
+
     rank: int
     freeze_id: int
     step: int
@@ -345,7 +353,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Successors:
-    """Tells an agent where to go when this controller falls silent for `lease_s`."""
+    """Tells an agent where to go when this controller falls silent for `lease_s`; none: it waits for this one's return."""
 
     addresses: tuple[str, ...]
     lease_s: float

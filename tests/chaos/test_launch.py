@@ -304,6 +304,7 @@ def note(name, text=""):
     (out / f".{name}").rename(out / name)
 
 class Link:
+    attached = True
     def __init__(self, address, job_id, pids):
         self.address = address
         note(f"link-{address}", f"{job_id} {sorted(pids)}")

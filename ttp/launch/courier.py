@@ -45,6 +45,10 @@ class ControllerEntry:
 class Link(Protocol):
     """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call blocks."""
 
+    @property
+    def attached(self) -> bool:
+        """Say whether an active controller is on the line now."""
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
@@ -92,9 +96,9 @@ class Courier:
 
     @property
     def connected(self) -> bool:
-        """Say whether this start of the job has a controller that the launcher reached."""
+        """Say whether an active controller is on the line now: not before one was found, nor after it was lost."""
         with self._lock:
-            return self._link is not None
+            return self._link is not None and self._link.attached
 
     def report(self, death: Death) -> None:
         """Tell the controller, now or as soon as there is one."""

@@ -29,7 +29,11 @@ LEAVE_GRACE_S = 5.0
 """Between the first worker that left with its state safe and the last: all are told at once."""
 
 UNLED_S = 10.0
-"""How long workers without a controller are held: nobody can lead them to a checkpoint."""
+"""How long workers without a controller are held: nobody can lead them to a checkpoint. A standby takes over within a second
+when the controller died, and within two leases when it was only silent."""
+
+LOOK_S = 0.25
+"""Between two looks whether the held workers have a controller."""
 
 EXPIRED_GRACE_S = 5.0
 """After the deadline, between SIGTERM and SIGKILL: survivors have had all their time."""
@@ -81,7 +85,7 @@ class Round:
 
     @property
     def has_controller(self) -> bool:
-        """Say whether the workers of this start are under a controller that the launcher reached."""
+        """Say whether an active controller leads the workers of this start now, as far as the launcher hears."""
         return self._courier.connected
 
     def living(self) -> list[int]:
@@ -109,8 +113,8 @@ class Round:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
 
         That is: the fault's deadline has passed (the first call fixes it); a worker has left on the controller's
-        word, and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or there is
-        no controller that could lead them, UNLED_S after the fault. `why` names a cause that is not a death on this
+        word, and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or for
+        UNLED_S there has been no controller that could lead them. `why` names a cause that is not a death on this
         node. A signal to the launcher comes out as torch's SignalException.
         """
         fault = self._begin(why)
@@ -126,11 +130,6 @@ class Round:
 
     def _wait_for_survivors(self, fault: Fault) -> str:
         """Return empty when all have ended, else why they are not waited for any longer."""
-        if not self.has_controller and self._left_s(fault) > UNLED_S:
-            if self._watch.wait_all(UNLED_S):
-                return ""
-            if not self.has_controller:
-                return f"no controller leads the ranks, {UNLED_S:.0f} s have passed"
 
         def persisted(deaths: Mapping[int, Death]) -> bool:
             return any(death.status in SAVED_EXIT_CODES for death in deaths.values())
@@ -138,7 +137,14 @@ class Round:
         def all_ended(deaths: Mapping[int, Death]) -> bool:
             return all(rank in deaths and deaths[rank].settled for rank in self._pids)
 
-        self._watch.wait(self._left_s(fault), lambda deaths: persisted(deaths) or all_ended(deaths))
+        led_s = time.monotonic()
+        while (left_s := self._left_s(fault)) > 0:
+            if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or all_ended(deaths)):
+                break
+            if self.has_controller:
+                led_s = time.monotonic()
+            elif time.monotonic() - led_s >= UNLED_S:
+                return f"no controller has led the ranks for {UNLED_S:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if self._watch.wait_all(grace_s):
             return ""

@@ -13,6 +13,7 @@ from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key
+from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
 
@@ -24,6 +25,7 @@ class FakeLink:
         self.told: list[tuple[int, int, str]] = []
         self.standbys: list[str] = []
         self.closed = False
+        self.attached = True
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         self.told.append((rank, pid, text))
@@ -117,6 +119,37 @@ def test_a_new_controller_under_the_same_key_is_told_all_and_the_old_link_closed
     store.set(controller_key(7), "other:9000 13")
     until(lambda: "other:9000" in switchboard.links and switchboard.links["host:8000"].closed)
     assert switchboard.links["other:9000"].told == [(1, 71, "exiting")]
+
+
+def test_a_controller_that_was_lost_is_known_but_not_connected(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """The link waits for it or for a standby: while it waits nobody leads the ranks, and deaths are kept for whoever comes."""
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    link = switchboard.links["host:8000"]
+    link.attached = False
+    assert not courier.connected and courier.entry == ControllerEntry("host:8000", 12)
+    courier.report(death("signal SIGKILL"))
+    assert link.told == [(1, 71, "signal SIGKILL")], "the link says it again to every later controller"
+    link.attached = True
+    assert courier.connected
+
+
+def test_the_link_learns_of_the_standbys_of_this_round(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """Also of one that is published later, and of none of another round: it is where the controller is replaced from."""
+    store.set(standby_key(6, 1), "old:1")
+    store.set(standby_key(7, 1), "one:8001")
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    link = switchboard.links["host:8000"]
+    until(lambda: link.standbys == ["one:8001"])
+    store.set(standby_key(7, 2), "two:8002")
+    until(lambda: link.standbys == ["one:8001", "two:8002"])
 
 
 def test_an_unreachable_controller_is_known_but_not_connected(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller import coverage, rounds
+from ttp.controller import coverage, machine, rounds
+from ttp.controller.events import Beats, Effect, Received
 from ttp.controller.rank_table import RankTable
-from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, ShardGroup
+from ttp.errors import ProtocolError
+from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, Registration, ShardGroup
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1000])
@@ -64,3 +67,53 @@ def test_peers_errors_beyond_a_number_are_journaled_but_not_kept(monkeypatch: py
     assert job.state.fault is not None
     cause = rounds.root_cause(job.state.fault.causes)
     assert cause == Cause(CauseKind.EXITED, (3,), "signal SIGKILL")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) -> None:
+    """The same state and the same story: calm, stalled, suspected, frozen for a hang, or with a dead rank among them.
+
+    One that thaws a hang is followed by beats of a running job; in a batch they were still said behind the freeze.
+    """
+    rng = random.Random(seed)
+    job = ControllerBench()
+    place = {rank: 1 for rank in range(4)}
+    for _ in range(rng.randrange(40)):
+        rank = rng.randrange(4)
+        place[rank] += rng.randrange(2)
+        job.now += rng.choice((0.01, 0.2))
+        job.say(Heartbeat(rank, rng.choice(tuple(Phase)), place[rank], waiting=rng.random() < 0.3))
+    match seed % 4:
+        case 1:
+            job.close(1)
+        case 2:
+            job.say(killed(2))
+        case 3:
+            state = job.state
+            cause = Cause(CauseKind.HUNG, (), "nobody gets on")
+            frozen = rounds.begin_fault(state, (), cause, job.now, [])
+            assert frozen.fault is not None
+            job.state = replace(frozen, fault=replace(frozen.fault, unproven=cause))
+    beats = tuple(
+        Heartbeat(
+            rank, rng.choice(tuple(Phase)), place[rank] + rng.randrange(2), rng.random() < 0.5, rng.random() < 0.2
+        )
+        for rank in rng.sample(range(4), 3)
+    )
+    before, now = job.state, job.now + 0.01
+    together, told = machine.transition(before, Beats(beats), now)
+    one_by_one, each = before, list[Effect]()
+    for beat in beats:
+        one_by_one, effects = machine.transition(one_by_one, Received(beat), now)
+        each += effects
+    if seed % 4 == 3:
+        together, one_by_one = replace(together, pace=before.pace), replace(one_by_one, pace=before.pace)
+    assert together == one_by_one, f"seed {seed}"
+    assert list(told) == each, f"seed {seed}"
+
+
+def test_a_batch_with_a_rank_of_another_world_is_refused_whole() -> None:
+    """An event that raises changes nothing."""
+    job = ControllerBench()
+    with pytest.raises(ProtocolError, match="Heartbeat of rank 9, the world has ranks 0 to 3"):
+        machine.transition(job.state, Beats((Heartbeat(0, Phase.DONE, 1), Heartbeat(9, Phase.DONE, 1))), job.now)

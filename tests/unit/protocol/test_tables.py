@@ -15,7 +15,7 @@ from ttp.proto import messages as m
 
 
 def controller_kinds() -> set[type]:
-    return {*typing.get_args(m.Upward), controller_events.StreamClosed, controller_events.Tick}
+    return {*typing.get_args(m.Upward), controller_events.Beats, controller_events.StreamClosed, controller_events.Tick}
 
 
 def processor_kinds() -> set[type]:
@@ -27,9 +27,10 @@ def test_what_the_controllers_table_leaves_out() -> None:
     before he has registered."""
     absent = {(s.value, k.__name__) for s in Stage for k in controller_kinds() if (s, k) not in controller.TRANSITIONS}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
-    later = {m.StateReport, m.Heartbeat, m.FaultReport, m.Finished, m.Working}
+    beats = {m.Heartbeat, controller_events.Beats}
+    later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working}
     assert absent == {
-        *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, m.Heartbeat)),
+        *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, *beats)),
         *(("running", kind.__name__) for kind in answers),
         *(("standby", kind.__name__) for kind in (*answers, *later)),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
 
+from ttp.controller import journal as journals
 from ttp.controller.events import ControllerSettings, Event, Received, StreamClosed, Tick
 from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
 from ttp.controller.machine import initial, transition
@@ -99,3 +101,34 @@ def test_a_file_that_names_foreign_types_builds_nothing() -> None:
         from_json({"$": "ttp.proto.messages:Nothing"})
     with pytest.raises(TypeError, match="cannot go into the journal"):
         to_json(object())
+
+
+def test_lines_wait_for_a_busy_driver_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that never rests gets its story written all the same, every line and in order."""
+    monkeypatch.setattr(journals, "PATIENCE_S", 3600.0)
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.driver_busy()
+    for number in range(3 * journals.LINES_AT_ONCE):
+        journal.story(0.0, number, "decided", {})
+    assert not list(read_story(path)), "written while the driver was busy"
+    monkeypatch.setattr(journals, "PATIENCE_S", 0.001)
+    journal.driver_idle()
+    journal.driver_busy()
+    journal.story(0.0, -1, "published", {})
+    deadline = time.monotonic() + 30.0
+    while not (lines := list(read_story(path))) or lines[-1].event != "published":
+        assert time.monotonic() < deadline, "the journal waits for a driver that never rests"
+        time.sleep(0.005)
+    assert [line.monotonic_s for line in lines] == [*range(3 * journals.LINES_AT_ONCE), -1]
+    journal.close()
+
+
+def test_closing_does_not_wait_for_the_driver(tmp_path: Path) -> None:
+    """What it said last is written, busy or not."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.driver_busy()
+    journal.story(0.0, 1.0, "finished", {})
+    journal.close()
+    assert [line.event for line in read_story(path)] == ["finished"]

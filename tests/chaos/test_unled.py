@@ -1,0 +1,36 @@
+"""The only controller is killed, and then a rank: nobody can lead the survivors, and the job does not wait as if somebody could."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.chaos.conftest import arguments
+from ttp.chaos.job import Job
+from ttp.launch.round import EXPIRED_GRACE_S, UNLED_S
+
+STEPS = "--training_config.training_iters=400"
+TOTAL_TIMEOUT_S = 600.0
+
+
+def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_timeout(tmp_path: Path) -> None:
+    """Training goes on unprotected; at the next fault a survivor that never ends by itself is ended soon, and all restart."""
+    environ = {"TTP_STANDBYS": "0", "TTP_OT": str(TOTAL_TIMEOUT_S)}
+    with Job(tmp_path / "job", ranks=2, overrides=arguments(STEPS), environ=environ) as job:
+        job.wait_for_step(3)
+        (controller,) = job.controller_pids().values()
+        os.kill(controller, signal.SIGKILL)
+        job.wait_for_step(job.last_step() + 3)
+        job.kill(0, signal.SIGSTOP)
+        job.kill(1)
+        killed = time.monotonic()
+        job.wait_for(lambda: len(job.journals()) > 1, "the next start", TOTAL_TIMEOUT_S / 4)
+        seconds = time.monotonic() - killed
+        assert job.wait(200) == 0, job.console_tail(80)
+    console = (job.output_dir / "console.log").read_text()
+    assert f"no controller has led the ranks for {UNLED_S:.0f} s" in console, job.console_tail(400)
+    assert seconds > UNLED_S + EXPIRED_GRACE_S, "the stopped rank was given its time"
+    assert job.final()["step"] == 400
+    assert job.leftovers() == []

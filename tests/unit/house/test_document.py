@@ -1,0 +1,33 @@
+"""docs/protocol.md says what the code does: its generated tables are fresh, and its times are the code's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import document
+from ttp.controller.state import Stage
+from ttp.controller.transitions import TRANSITIONS
+
+TEXT = document.DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_generated_tables_are_not_stale() -> None:
+    """`make docs` writes them anew."""
+    assert document.parts(TEXT) == document.NAMES
+    assert document.render(TEXT) == TEXT, "docs/protocol.md is stale: run make docs"
+
+
+def test_a_changed_transition_makes_the_document_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: one pair less, and the tables differ."""
+    monkeypatch.delitem(TRANSITIONS, next(pair for pair in TRANSITIONS if pair[0] is Stage.RUNNING))
+    assert document.render(TEXT) != TEXT
+
+
+def test_every_time_of_the_code_is_listed_with_its_value_and_nothing_else_is() -> None:
+    """A new constant needs its reason in the document; a changed one needs it anew."""
+    wanted = document.timing_constants()
+    assert len(wanted) > 40
+    listed = document.listed_constants(TEXT)
+    assert {key: listed.get(key) for key in wanted} == wanted
+    extra = sorted(set(listed) - set(wanted))
+    assert not extra, f"listed but not in the code: {extra}"

@@ -1,0 +1,158 @@
+"""How long survivors are held: by real processes, under a controller that comes and goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ttp.launch import round as rounds
+from ttp.launch.rendezvous import JobStore
+from ttp.launch.round import Launching, Round
+from ttp.meeting import controller_key
+
+DEADLINE_S = 30.0
+
+
+class LineToController:
+    """A link whose controller can be taken away."""
+
+    def __init__(self) -> None:
+        self.attached = True
+
+    def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
+
+    def add_controllers(self, addresses: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Start:
+    """Two workers on this node, and their round."""
+
+    def __init__(self, total_timeout_s: float, controller: bool) -> None:
+        self.line = LineToController()
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if controller:
+            self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
+        code = "import sys; sys.exit(int(sys.stdin.readline()))"
+        self.workers = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
+        self.round = Round(
+            Launching(
+                total_timeout_s=total_timeout_s,
+                poll_s=0.002,
+                open_link=lambda address, job_id, pids: self.line,
+                request_shutdown=lambda address: None,
+            ),
+            job_id="job",
+            job_store=JobStore("127.0.0.1", self.store.port, 0),
+            start_id="none-of-the-kind",
+            pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
+            nodes=1,
+            hosts_rank_zero=False,
+        )
+        if controller:
+            self.until_led()
+        self.held = threading.Thread(target=self.round.hold)
+
+    def until_led(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.round.has_controller:
+            assert time.monotonic() < deadline, "the controller was not found"
+            time.sleep(0.005)
+
+    def fail_one(self) -> None:
+        """Kill rank 1 and hold rank 0 from then on."""
+        self.workers[1].send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.round.failed():
+            assert time.monotonic() < deadline, "the death was not seen"
+            time.sleep(0.005)
+        self.held.start()
+
+    def leave(self, status: int) -> None:
+        stdin = self.workers[0].stdin
+        assert stdin is not None
+        stdin.write(f"{status}\n".encode())
+        stdin.flush()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.held.join(DEADLINE_S)
+        self.round.close()
+        for worker in self.workers:
+            with worker:
+                worker.wait()
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    caplog.set_level(logging.INFO, "ttp.launch")
+
+
+@pytest.fixture
+def led(short_times: None) -> Iterator[Start]:
+    start = Start(60.0, controller=True)
+    yield start
+    start.close()
+
+
+def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:
+    """Several times as long as they would be without one."""
+    led.fail_one()
+    led.held.join(2.0)
+    assert led.held.is_alive()
+    led.leave(75)
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive() and led.round.living() == []
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_survivors_whose_controller_was_lost_are_not_held_for_the_whole_timeout(
+    led: Start, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the fault or in the middle of it: after it nobody can lead them to a checkpoint."""
+    if lost == "before":
+        led.line.attached = False
+    led.fail_one()
+    led.line.attached = False
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive() and led.round.living() == [0]
+    assert "no controller has led the ranks for 1 s" in caplog.text
+
+
+def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(led: Start) -> None:
+    """A standby takes over: the time without a controller counts from when the last one was heard."""
+    led.fail_one()
+    for _ in range(4):
+        led.line.attached = False
+        led.held.join(0.2)
+        led.line.attached = True
+        led.held.join(0.2)
+    assert led.held.is_alive()
+    led.leave(75)
+
+
+def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
+    short_times: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script without a session: nothing can be saved."""
+    start = Start(60.0, controller=False)
+    try:
+        start.fail_one()
+        start.held.join(DEADLINE_S)
+        assert not start.held.is_alive() and start.round.living() == [0]
+    finally:
+        start.close()
+    assert "no controller has led the ranks" in caplog.text

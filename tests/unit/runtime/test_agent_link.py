@@ -1,0 +1,105 @@
+"""The launcher's line to real controllers that are killed, stopped and replaced: `attached` says whether one leads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.controller.agent_link import AgentLink
+from ttp.controller.journal import read_story
+from ttp.proto.transport import open_channel
+
+from .conftest import LONG_S, StartController
+from .test_server import RawStream, registration
+
+OpenLink = Callable[[str], AgentLink]
+
+
+@pytest.fixture
+def new_link() -> Iterator[OpenLink]:
+    links: list[AgentLink] = []
+
+    def open_link(address: str) -> AgentLink:
+        links.append(AgentLink(address, "job", "host", (0, 1), (100, 101)))
+        return links[-1]
+
+    yield open_link
+    for link in links:
+        link.close()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.005)
+
+
+def test_a_killed_controller_without_a_standby_is_not_attached_any_more(
+    new_controller: StartController, new_link: OpenLink
+) -> None:
+    """The link object lives on and tries again: that alone must not count as a controller."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    until(lambda: link.attached, "the first word of the controller")
+    controller.process.kill()
+    until(lambda: not link.attached, "the end of the line")
+    link.worker_exit(1, 101, "signal SIGKILL")
+    assert not link.attached
+
+
+def test_a_stopped_controller_is_not_attached_after_its_lease(
+    new_controller: StartController, new_link: OpenLink
+) -> None:
+    """Its connection stays open; it comes back when it goes on."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    until(lambda: link.attached, "the first word of the controller")
+    os.kill(controller.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not link.attached, "the end of the lease")
+    finally:
+        os.kill(controller.pid, signal.SIGCONT)
+    until(lambda: link.attached, "the controller that goes on")
+
+
+def test_an_idle_standby_is_not_taken_for_a_controller(new_controller: StartController, new_link: OpenLink) -> None:
+    """It takes the stream, but leads nobody: with it alone the workers are unled."""
+    standby = new_controller(world_size=2, standby=1, term=2, heartbeat_s=0.05, lease_s=0.3)
+    link = new_link(standby.address)
+    until(lambda: link._attached, "the standby's greeting")
+    with open_channel(standby.address) as channel:
+        RawStream(channel)  # a second greeting: several heartbeats of an active controller have passed since the first
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert not link.attached
+        time.sleep(0.01)
+
+
+def test_a_standby_that_ranks_came_to_is_attached_and_told_of_the_deaths(
+    new_controller: StartController, new_link: OpenLink, tmp_path: Path
+) -> None:
+    """The controller is killed after it was told of a death; the standby hears of it as well, and the line is up again."""
+    first = new_controller(world_size=2)
+    standby = new_controller(world_size=2, standby=1, term=2)
+    link = new_link(first.address)
+    link.add_controllers([standby.address])
+    until(lambda: link.attached, "the first word of the controller")
+    link.worker_exit(1, 101, "signal SIGKILL")
+    first.process.kill()
+    until(lambda: not link.attached, "the end of the line")
+    with open_channel(standby.address) as channel:
+        stream = RawStream(channel)
+        stream.say(registration(0, 2))
+        until(lambda: link.attached, "the standby's first word")
+
+        def death_was_told() -> bool:
+            lines = list(read_story(tmp_path / "journal1.jsonl"))
+            return any(line.event == "death_seen" and line.fields["rank"] == 1 for line in lines)
+
+        until(death_was_told, "the death, said again")

@@ -1,0 +1,66 @@
+"""A standby lives as long as the rank or the launcher that it was started for, and while it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ttp.controller.agent_link import request_status
+from ttp.controller.guardians import Guardians
+
+from .conftest import LONG_S, StartController
+
+Child = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    """Two processes that wait to be told to end."""
+    made = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    yield made
+    for child in made:
+        with child:
+            child.kill()
+
+
+def end(child: Child) -> None:
+    child.kill()
+    child.wait(LONG_S)
+
+
+def test_one_guardian_is_enough(children: list[Child]) -> None:
+    """The rank may die while its launcher lives, and the other way round."""
+    guardians = Guardians(tuple(child.pid for child in children))
+    assert guardians.alive()
+    end(children[0])
+    assert guardians.alive()
+    end(children[1])
+    assert not guardians.alive() and not guardians.alive()
+
+
+def test_a_guardian_that_is_gone_already_does_not_count(children: list[Child]) -> None:
+    """A process that has been reaped has no number any more."""
+    end(children[0])
+    assert not Guardians((children[0].pid,)).alive()
+    assert Guardians((children[0].pid, children[1].pid)).alive()
+
+
+def test_without_guardians_nobody_is_ever_gone() -> None:
+    """A controller that was started by hand waits as long as it is left."""
+    assert Guardians(()).alive()
+    assert Guardians((os.getpid(),)).alive()
+
+
+def test_an_idle_standby_ends_after_its_guardians(new_controller: StartController, children: list[Child]) -> None:
+    """Not before both are gone; then without being told."""
+    pids = tuple(child.pid for child in children)
+    standby = new_controller(standby=1, term=2, guardians=pids, options=("--orphan-timeout-s", "0.2"))
+    end(children[0])
+    assert request_status(standby.address).stage == "standby"
+    assert standby.wait(1.5) is None, "one guardian lives"
+    end(children[1])
+    assert standby.wait(LONG_S) == 0

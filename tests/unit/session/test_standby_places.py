@@ -1,0 +1,99 @@
+"""Where standbys are started, under which terms and keys, and that one of them is a controller that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ttp.config import Settings
+from ttp.controller.agent_link import request_status
+from ttp.meeting import controller_key
+from ttp.standby import MOST_STANDBYS, standby_key, standby_place, start_standby, term_of
+
+
+def places(nodes: list[int], **variables: str) -> dict[int, tuple[int, int]]:
+    """Return (node, place) of every rank that starts a standby, as the launcher's variables have it; `nodes`: ranks on each."""
+    found, rank = {}, 0
+    for node, size in enumerate(nodes):
+        for local_rank in range(size):
+            environ = {
+                "GROUP_RANK": str(node),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                "WORLD_SIZE": str(sum(nodes)),
+                **variables,
+            }
+            if place := standby_place(Settings.from_env(environ), rank, sum(nodes)):
+                found[rank] = (node, place)
+            rank += 1
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_on_a_single_node_one_other_rank_starts_the_only_standby(size: int) -> None:
+    """The controller is rank 0's; there is no other node, so that at least the death of a process is survived."""
+    assert places([size]) == {1: (0, 1)}
+    assert places([size], TTP_STANDBYS="5") == {1: (0, 1)}
+
+
+@pytest.mark.parametrize("nodes", [[1, 1], [4, 4], [2, 8], [8, 1, 4], [4] * 16, [1] * 100])
+@pytest.mark.parametrize("wanted", [1, 2, 3, MOST_STANDBYS])
+def test_on_several_nodes_each_standby_has_a_node_of_its_own_and_none_is_the_controllers(
+    nodes: list[int], wanted: int
+) -> None:
+    """The loss of a node takes one controller at most, while there are nodes enough."""
+    found = places(nodes, TTP_STANDBYS=str(wanted))
+    count = min(wanted, len(nodes) - 1)
+    assert sorted(place for _, place in found.values()) == list(range(1, count + 1))
+    hosts = [node for node, _ in found.values()]
+    assert len(set(hosts)) == count and 0 not in hosts
+    assert all(rank == sum(nodes[:node]) for rank, (node, _) in found.items()), "the first rank of its node"
+
+
+def test_nobody_starts_a_standby_when_told_not_to_or_when_alone() -> None:
+    """A lone rank's controller outlives nobody who could use it."""
+    assert places([1]) == places([4], TTP_STANDBYS="0") == places([2, 2], TTP_STANDBYS="0") == {}
+
+
+def test_terms_rise_from_place_to_place_and_from_start_to_start() -> None:
+    """So that every later controller fences all before it; keys tell them apart in the store."""
+    terms = [term_of(start, place) for start in range(4) for place in range(MOST_STANDBYS + 1)]
+    assert terms == sorted(set(terms)) and terms[0] > 0
+    keys = {standby_key(start, place) for start in range(3) for place in range(1, 4)}
+    assert len(keys | {controller_key(start) for start in range(3)}) == 12
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return Settings(job_id="job", host="127.0.0.1", round_number=2)
+
+
+@pytest.fixture
+def log_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "log"
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_a_standby_waits_under_its_own_term_and_address(settings: Settings, log_dir: Path, one_node: bool) -> None:
+    """It listens for every node's ranks where there are several, and leaves when it is told to."""
+    standby = start_standby(replace(settings, one_node=one_node), 1, 4, log_dir)
+    assert standby is not None
+    try:
+        status = request_status(standby.address, job_id="job")
+        assert (status.stage, status.term, status.world_size) == ("standby", term_of(2, 1), 4)
+        assert status.pid == standby.pid and (log_dir / "standby_2_1.jsonl").exists()
+    finally:
+        standby.terminate()
+        assert standby.wait(30.0) == 0
+
+
+def test_a_standby_that_cannot_be_started_costs_the_job_nothing(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its log's folder cannot be made: a warning names the place and the reason."""
+    (tmp_path / "file").touch()
+    assert start_standby(settings, 1, 4, tmp_path / "file" / "log") is None
+    assert "standby controller 1 could not be started" in caplog.text
