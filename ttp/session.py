@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttp import error_file
 from ttp.chaos.disk import dump_faults
 from ttp.chaos.inject import injector, meant_for, parse_faults
 from ttp.checkpoint import load, writer
@@ -100,6 +101,7 @@ def start(
         raise ConfigError(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
+    error_file.install()
     session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env())
     _current = session
     return session

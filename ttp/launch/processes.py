@@ -61,12 +61,18 @@ def status_text(status: int | Lost) -> str:
     """Name an exit status for people: `signal SIGKILL`, `exit code 1`."""
     if isinstance(status, Lost):
         return status.value
-    if status >= 0:
-        return f"exit code {status}"
+    if status < 0:
+        return f"signal {_signal_name(-status)}"
+    if 128 < status <= 128 + signal.SIGRTMAX:
+        return f"exit code {status} (what a shell makes of {_signal_name(status - 128)})"
+    return f"exit code {status}"
+
+
+def _signal_name(number: int) -> str:
     try:
-        return f"signal {signal.Signals(-status).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-status}"
+        return str(number)
 
 
 def read_stat(pid: int) -> ProcessStat | None:

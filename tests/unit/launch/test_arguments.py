@@ -8,9 +8,14 @@ import pytest
 from torch.distributed import run as torchrun
 
 from ttp.launch.arguments import make_parser
-from ttp.launch.main import choose_rendezvous, store_host
+from ttp.launch.main import store_host
+from ttp.launch.topology import choose_rendezvous
 
-OWN_FLAGS = ["--ttp-death-poll", "--ttp-ot", "--ttp_death_poll", "--ttp_ot"]
+OWN_FLAGS = [
+    "--rank-table-file", "--rank_table_file", "--ttp-death-poll", "--ttp-futile-starts", "--ttp-ot", "--ttp_death_poll",
+    "--ttp_futile_starts", "--ttp_ot",
+]  # fmt: skip
+OWN_DEFAULTS = {"ttp_ot": None, "ttp_death_poll": 0.002, "ttp_futile_starts": 3, "rank_table_file": None}
 LINES = [
     ["train.py"],
     ["--standalone", "--nproc-per-node", "4", "train.py", "--lr", "1"],
@@ -50,7 +55,7 @@ def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatc
     monkeypatch.setenv("ENABLE_TTP", enabled)
     ours = vars(make_parser().parse_args(line))
     theirs = vars(torchrun.get_args_parser().parse_args(line))
-    assert ours.pop("ttp_ot") is None and ours.pop("ttp_death_poll") == 0.002
+    assert {name: ours.pop(name) for name in OWN_DEFAULTS} == OWN_DEFAULTS
     if "--max-restarts" not in line:
         assert theirs["max_restarts"] == 0
         theirs["max_restarts"] = 3 if enabled == "True" else 0
