@@ -167,8 +167,8 @@ class HoldAgent(LocalElasticAgent):
             self._remaining_restarts = 0
             log.error("not restarting: %s", what)
         else:
-            pause = f", in {futile.wait_s:g} s" if futile.wait_s else ""
-            log.warning("restarting (%d of %d restarts)%s: %s", self._restarts, max_restarts, pause, what)
+            pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
+            log.warning("restarting (%d of %d restarts): %s%s", self._restarts, max_restarts, what, pause)
             time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException
 
     def _futility_of(self, round_: Round) -> Verdict:

@@ -43,7 +43,7 @@ class FutileStarts:
             return Verdict(False, 0.0, "")
         self._in_a_row += 1
         count = "this start" if self._in_a_row == 1 else f"{self._in_a_row} starts in a row"
-        text = f"{count} ended before the first new step"
+        text = f"{count} ended before a first new step was told of"
         if self._most and self._in_a_row >= self._most:
             return Verdict(True, 0.0, f"{text}: another one would end the same way (--ttp-futile-starts {self._most})")
         return Verdict(False, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._in_a_row - 1)), text)

@@ -25,6 +25,7 @@ class Lost(enum.Enum):
 LOST = Lost.LOST
 
 _POLL_S = 0.02
+_SWEEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,12 @@ def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s
         _signal(pid, signal.SIGTERM)
     if found:
         _wait_for(found, grace_s, _still_there)
-        for pid in members():
-            _signal(pid, signal.SIGKILL)
+        for _ in range(_SWEEPS):  # a process that was about to start another one may have done so before its end
+            left = members()
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            if not left or _wait_for(left, grace_s, _still_there):
+                break
     return found
 
 
