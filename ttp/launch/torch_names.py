@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RUN_WITH = ("2.13.0",)
+RUN_WITH = ("2.13.0", "2.14.1")
 """Versions of torch that ttprun's tests were run with."""
 
 
