@@ -54,7 +54,7 @@ def make_parser() -> ArgumentParser:
         "--rank-table-file",
         default=None,
         metavar="FILE",
-        help="a JSON file (hccl.json) that lists servers, devices and ranks: gives --nnodes, --nproc-per-node, --node-rank"
+        help="a JSON file (hccl.json) that lists servers, devices and ranks; gives --nnodes, --nproc-per-node, --node-rank"
         " (by this host's own addresses) and --master-addr; read with ENABLE_TTP=False too",
     )
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:

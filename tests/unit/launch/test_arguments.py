@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
@@ -46,6 +48,17 @@ def test_the_flags_are_torchruns_and_ours() -> None:
     """Nothing of torchrun's is missing, and our own are frozen."""
     assert sorted(flags(make_parser()) - flags(torchrun.get_args_parser())) == OWN_FLAGS
     assert flags(torchrun.get_args_parser()) <= flags(make_parser())
+
+
+def test_the_documents_table_is_that_of_the_parser() -> None:
+    """Every own option with its default and the beginning of its help, and no other."""
+    group = next(group for group in make_parser()._action_groups if group.title == "ttp")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun.md").read_text()
+    rows = re.findall(r"^\| `(--\S+) ([A-Z]+)` \| (.*?) \| (.*?) \|$", text, re.M)
+    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in group._group_actions]
+    for (_, _, default, meaning), action in zip(rows, group._group_actions, strict=True):
+        assert (action.help or "").startswith(meaning), meaning
+        assert default == {"ttp_ot": "`TTP_OT` or 120"}.get(action.dest, str(action.default or "none"))
 
 
 @pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
