@@ -178,4 +178,4 @@ class HoldAgent(LocalElasticAgent):
             if round_.told_to_leave()
             else self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))
         )
-        return self._futile_starts.ended(new_step=new_step, lasted_s=round_.lasted_s(), protected=round_.has_controller)
+        return self._futile_starts.ended(new_step=new_step, lasted_s=round_.lasted_s(), protected=round_.had_controller)

@@ -90,6 +90,11 @@ class Round:
         """Say whether the workers of this start are under a controller that the launcher reached."""
         return self._courier.connected
 
+    @property
+    def had_controller(self) -> bool:
+        """Say whether the workers of this start ever published a controller."""
+        return self._courier.entry is not None
+
     def living(self) -> list[int]:
         """Return the ranks here that have not ended altogether."""
         return self._watch.living()
