@@ -31,6 +31,9 @@ from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
 
+SHUTDOWN_S = 30
+"""Grace of workers that are ended without a controller, where torch says none (older versions do not)."""
+
 
 class HoldAgent(LocalElasticAgent):
     """Runs one node's workers, start after start, and holds the survivors of a fault.
@@ -116,26 +119,26 @@ class HoldAgent(LocalElasticAgent):
             round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
         super()._stop_workers(worker_group, *args, **kwargs)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
 
         Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. A second
-        signal to the launcher ends them at once.
+        signal to the launcher ends them at once. Versions of torch differ in what follows the signal; it is handed on.
         """
         round_, self._round = self._round, None
         if round_ is None:
-            super()._shutdown(death_sig, timeout, **kwargs)
+            super()._shutdown(death_sig, *args, **kwargs)
             return
         try:
             if round_.has_controller and round_.living():
                 round_.take_leave()
             else:
-                round_.end_workers(death_sig, timeout)
+                round_.end_workers(death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
             round_.end_workers(signal.SIGKILL, 0.0)
         finally:
-            super()._shutdown(death_sig, timeout, **kwargs)
+            super()._shutdown(death_sig, *args, **kwargs)
             round_.close()
 
     # --- telling ---

@@ -98,16 +98,18 @@ def launch(
     """
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     handler = make_rendezvous(config)
     agent = make_agent(config, entrypoint, args, handler, launching)
+    event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
     shutdown_rendezvous = True
     try:
         metrics.initialize_metrics(
             metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
         )
         result = agent.run()
-        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        events.record(agent.get_event_succeeded(), event_log)
         if result.is_failed():
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
@@ -117,10 +119,10 @@ def launch(
     except SignalException:
         # The rendezvous stays open for the other nodes: shutting it down would close it for good.
         shutdown_rendezvous = False
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        events.record(agent.get_event_failed(), event_log)
         raise
     except Exception:
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        events.record(agent.get_event_failed(), event_log)
         raise
     finally:
         if shutdown_rendezvous:
