@@ -92,9 +92,9 @@ class Launch:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> None:
         """Poll a condition; fail with the launcher's output after a generous time."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what}\n{self.text}"
             time.sleep(0.01)

@@ -73,6 +73,7 @@ def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
         assert "not restarting" not in job.text
 
 
+@pytest.mark.timeout(600)
 def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_path: Path) -> None:
     """Under a controller, whatever the time a start takes; a step that was committed before does not count."""
     first = "kill:rank=1,step=2,point=backward"
@@ -84,7 +85,7 @@ def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_pat
         *("--nproc-per-node", "2", "--max-restarts", "50"),
         environ={"TTP_FAULTS": f"{first};{later}"},
     ) as job:
-        job.until(lambda: job.process.poll() is not None, "end")
+        job.until(lambda: job.process.poll() is not None, "end", within_s=500)
         assert job.wait() == 1
         assert "restarting (1 of 50 restarts): rank 1: signal SIGKILL" in job.text
         assert job.text.count("going on after step 1") >= 2
