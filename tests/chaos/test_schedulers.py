@@ -152,6 +152,8 @@ def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, re
     assert resumed == [saved]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_sigterm_then_sigkill_after_a_grace_period_saves_the_step_in_flight(tmp_path: Path, whole_job: RunJob) -> None:
     """What Kubernetes sends to the launcher, and Slurm to every process: SIGTERM, and SIGKILL to all that is left when the grace
     is over. Nothing is left by then, and the next launcher ends up where an unbroken job does."""
