@@ -11,8 +11,8 @@ DEMO_ARGS ?=
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
-	@echo "make test                         linters, types, every test"
-	@echo "make chaos                        many real kills at random moments"
+	@echo "make test                         linters, types, every test but the long ones"
+	@echo "make chaos                        the long tests, and many real kills at random moments"
 	@echo "make soak [SEED=0]                a hundred thousand simulated jobs, by seed"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
@@ -32,12 +32,13 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: check
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -m "not long"
 
 unit: $(STAMP)
 	$(PY) -m pytest tests/unit tests/simulation
 
 chaos: $(STAMP)
+	$(PY) -m pytest tests -m long
 	@$(PY) -m ttp.chaos.kills $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMP)

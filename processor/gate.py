@@ -67,6 +67,7 @@ class Gate:
         "drain_error",
         "notice",
         "on_boundary",
+        "on_first_step",
         "waiting",
     )
 
@@ -104,6 +105,8 @@ class Gate:
         """This rank was told to leave (a processor's thread writes, the training thread reads)."""
         self.on_boundary: Callable[[int], None] | None = None
         """Called on the training thread, with the step, when it begins to wait behind a finished step."""
+        self.on_first_step: Callable[[int], None] | None = None
+        """Called once, with the step, by the thread that has finished the first update or roll forward."""
         self._gone_on = threading.Event()  # nobody will end this process any more: `boundary` does not wait
 
     # --- training thread ---
@@ -154,6 +157,8 @@ class Gate:
         self._phase = _DONE
         self._in_update = False
         self._release()
+        if self.on_first_step is not None:
+            self._tell_first_step(step)
 
     def fail_update(self, step: int) -> None:
         """The update raised half way: the state is torn, and no update begins any more."""
@@ -213,6 +218,11 @@ class Gate:
             if self._open.is_set() and self._torn:
                 raise self._misuse("update", self._step, "an earlier update failed half way; restart from a checkpoint")
             self._open.wait()
+
+    def _tell_first_step(self, step: int) -> None:
+        tell, self.on_first_step = self.on_first_step, None
+        if tell is not None:
+            tell(step)
 
     def _tear(self) -> None:
         with self._control:  # a thaw at the same moment must see it
@@ -307,6 +317,8 @@ class Gate:
         self._backup_step = backup_step
         self._phase = _DONE
         self._release()
+        if self.on_first_step is not None:
+            self._tell_first_step(step)
 
     def roll_forward_failed(self) -> None:
         """The roll forward raised half way: the state is torn, and so may be a local copy that it was making."""

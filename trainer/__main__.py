@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import textwrap
-import traceback
 from collections.abc import Sequence
 
 from ttp.errors import CheckpointError, ConfigError, ControllerError, DatasetError, LayoutError, TTPError
@@ -88,8 +87,8 @@ def _run_as_program() -> None:
     status = 1
     try:
         status = main()
-    except BaseException:  # the interpreter's own way out would come after the teardown
-        traceback.print_exc()
+    except BaseException as exc:  # the interpreter's own way out would come after the teardown
+        sys.excepthook(type(exc), exc, exc.__traceback__)
     if status == 0:
         return
     logging.shutdown()

@@ -109,6 +109,11 @@ def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     raise ConfigError(f"ENABLE_TTP is {environ['ENABLE_TTP']!r}: wanted True or False")
 
 
+def error_file(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where this process's exception is to be recorded; empty without a launcher, or with ENABLE_TTP=False."""
+    return environ.get("TORCHELASTIC_ERROR_FILE", "") if enabled(environ) else ""
+
+
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return this node's name, as the other nodes see it."""
     return environ.get("TTP_HOST") or socket.gethostname()

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ttp import error_file
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,8 +21,10 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
       still finds all replicas.
     - `ENABLE_TTP=False`, or no session was started: `train` runs as it is.
 
-    The session may be started before the call or inside `train`.
+    The session may be started before the call or inside `train`. Under a launcher, an exception that ends this process is
+    recorded from here on (`ttp.error_file`).
     """
+    error_file.install()
 
     @functools.wraps(train)
     def persistent(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp import meeting
+from ttp import error_file, meeting
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
@@ -24,6 +24,7 @@ from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
+from ttp.progress import FirstStep
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
 from ttp.standby import hang_options, standby_key, standby_place, start_standby, term_of
 
@@ -78,6 +79,8 @@ class Protection:
                 f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
         self._notice.listen()
+        if settings.launched and settings.local_rank <= 0 and settings.master_port:
+            self.gate.on_first_step = FirstStep(self._store(), settings.round_number).tell
         if rank == 0:
             introduce(welcome)
 
@@ -93,6 +96,7 @@ class Protection:
             cause = replace(cause, kind=CauseKind.EXCEPTION)
         if cause.kind is CauseKind.EXCEPTION:
             log.error("rank %d: train raised; holding this rank's shards for the others", self._rank, exc_info=exc)
+            error_file.record(exc)
             self.processor.release_at_exit()
         else:
             log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)

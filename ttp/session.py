@@ -34,8 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttp import error_file
 from ttp.chaos.disk import dump_faults
-from ttp.chaos.inject import injector, meant_for, parse_faults
+from ttp.chaos.inject import injector, meant_for, parse_faults, start_injector
 from ttp.checkpoint import load, writer
 from ttp.config import Settings
 from ttp.directories import RunDirectories
@@ -100,6 +101,7 @@ def start(
         raise ConfigError(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
+    error_file.install()
     session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env())
     _current = session
     return session
@@ -133,6 +135,8 @@ class Session:
         self.rank, self.world_size = world()
         self.save_dirs = tuple(str(Path(d).resolve()) for d in save_dirs)
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
+        self._at_point = start_injector(parse_faults(settings.faults), self.rank, settings.round_number)
+        self._at_point("start")
         self._directories = RunDirectories(self.save_dirs, settings.job_id, settings.round_number == 0)
         self._prepare_directories()
         self.holder = OptimizerHolder(
@@ -157,6 +161,7 @@ class Session:
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
         self._inject(settings)
+        self._at_point("protected")
 
     def _inject(self, settings: Settings) -> None:
         faults = meant_for(parse_faults(settings.faults), self.rank, settings.round_number)
@@ -254,8 +259,10 @@ class Session:
 
     def _load(self, found: load.Found) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
+        self._at_point("resume")
         load.check_matches(path, self.optimizer.expected_tensors())
         load.read_into(path, self.optimizer.load_begin())
+        self._at_point("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)

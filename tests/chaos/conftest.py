@@ -43,13 +43,15 @@ def arguments(*overrides: str) -> tuple[str, ...]:
     return (*SMALL, f"--training_config.training_iters={STEPS}", *overrides)
 
 
-def run_to_end(output: Path, ranks: int, *overrides: str, faults: str = "", status: int = 0, restarts: int = 3) -> Job:
+def run_to_end(
+    output: Path, ranks: int, *overrides: str, faults: str = "", status: int = 0, restarts: int = 3, wait_s: float = 280
+) -> Job:
     """Train one job to its end, demand its exit status and that nothing is left behind, and return it."""
     launcher = ("--max-restarts", str(restarts))
     with Job(
         output, ranks=ranks, overrides=arguments(*overrides), environ={"TTP_FAULTS": faults}, launcher=launcher
     ) as job:
-        got = job.wait(280)
+        got = job.wait(wait_s)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
     assert job.leftovers() == []
     return job

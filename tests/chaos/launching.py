@@ -54,14 +54,18 @@ class Launch:
         environ: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         name: str = "launcher",
+        form: str = "script",
     ) -> None:
-        """`arguments` follow the output folder on the worker's command line; `name` tells launchers of one folder apart."""
+        """`arguments` follow the output folder on the worker's command line; `name` tells launchers of one folder apart.
+        `form`: the worker is given as a script, as a `module` (its folder must be on PYTHONPATH), or as a `program`."""
         self.out = out
         self._mark = f"{out}:{name}"
         script = out / "worker.py"
-        script.write_text(PRELUDE + worker)
+        script.write_text((f"#!{sys.executable}\n" if form == "program" else "") + PRELUDE + worker)
+        script.chmod(0o755)
+        what = {"script": [str(script)], "module": ["-m", "worker"], "program": ["--no-python", str(script)]}[form]
         self.log = out / f"{name}.log"
-        command = [sys.executable, *program, *options, str(script), str(out), *arguments]
+        command = [sys.executable, *program, *options, *what, str(out), *arguments]
         # Other tests of this process may have loaded gRPC, which leaves its setting in the environment.
         own = ("TORCHELASTIC_", "TTP_", "PET_", "GRPC_ENABLE_FORK_SUPPORT")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(own)}
@@ -88,9 +92,9 @@ class Launch:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> None:
         """Poll a condition; fail with the launcher's output after a generous time."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what}\n{self.text}"
             time.sleep(0.01)

@@ -293,8 +293,9 @@ import os, sys
 from pathlib import Path
 from torch.distributed import run
 from ttp.launch.arguments import make_parser
-from ttp.launch.main import choose_rendezvous, launch
+from ttp.launch.main import launch
 from ttp.launch.round import Launching
+from ttp.launch.topology import choose_rendezvous
 
 args = make_parser().parse_args()
 out = Path(args.training_script_args[0])

@@ -15,13 +15,15 @@
     kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
     kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
     kill:rank=1,step=4,point=publish,call=iter_0000004.0    ..., at the first system call to that name
+    kill:rank=1,point=loaded,round=1           while it resumes (points of a start have no step)
     enospc:..., eio:...                        the system call fails so (points write and publish only)
     torn:...                                   the write is said to be done, but half of the last file is missing
     enospc:...,times=1                         the first write (or publish) of that step only, so one directory (default: all)
 
 Points, in the order of a step: backward (reductions of this step have begun), ready (own reduced gradients are final),
 record (commit record in hand, update not begun), updating (some shards updated, some not), done (update finished),
-gathering (parameters half gathered). In a dump (step: the one that is written): write, publish; `call` counts the system
+gathering (parameters half gathered). Of a start: start (`ttp.start` begins), protected (all ranks are registered), resume
+(a checkpoint was chosen, nothing read), loaded (its bytes are read, the optimizer has not taken them over). In a dump (step: the one that is written): write, publish; `call` counts the system
 calls that make bytes and names durable (`ttp.chaos.disk`). The faults are real: a signal, an exception, an exit, a system
 call that fails. Owns nothing else.
 """
@@ -41,6 +43,7 @@ from typing import Any
 from ttp.errors import ConfigError
 
 POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
+START_POINTS = ("start", "protected", "resume", "loaded")
 DUMP_POINTS = ("write", "publish")
 DISK_ACTIONS = ("enospc", "eio", "torn")
 ACTIONS = ("kill", "raise", "stop", "exit", "hang", "gil", "slow", "segv", "abort", "term", *DISK_ACTIONS)
@@ -82,14 +85,18 @@ def _parse_fault(text: str) -> Fault:
             raise ConfigError(f"TTP_FAULTS: {text!r}: wanted name=value once each, got {pair!r}")
         fields[name.strip()] = value.strip()
     unknown, missing = set(fields) - set(_FIELDS), {"rank", "step", "point"} - set(fields)
-    known = action in ACTIONS and fields.get("point") in (*POINTS, *DUMP_POINTS)
+    at_start = fields.get("point") in START_POINTS
+    missing -= {"step"} if at_start else set()
+    known = action in ACTIONS and fields.get("point") in (*POINTS, *START_POINTS, *DUMP_POINTS)
     in_dump = fields.get("point") in DUMP_POINTS
     misplaced = not in_dump and ({"call", "times"} & set(fields) or action in DISK_ACTIONS)
+    misplaced = misplaced or (at_start and "step" in fields)
     if not known or unknown or missing or misplaced:
         raise ConfigError(
             f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS] with ACTION one"
-            f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *DUMP_POINTS))}; {', '.join(DISK_ACTIONS)}, call and"
-            f" times belong to {' and '.join(DUMP_POINTS)}"
+            f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *START_POINTS, *DUMP_POINTS))};"
+            f" {', '.join(DISK_ACTIONS)}, call and times belong to {' and '.join(DUMP_POINTS)}; no step at"
+            f" {', '.join(START_POINTS)}"
         )
     try:
         values: dict[str, Any] = {name: _FIELDS[name](value) for name, value in fields.items()}
@@ -98,7 +105,7 @@ def _parse_fault(text: str) -> Fault:
     except ValueError:
         raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step, round, call and times must be whole numbers") from None
     values["for_s"] = values.pop("for", 0.0)
-    return Fault(action, **values)
+    return Fault(action, **{"step": 0, **values})
 
 
 def injector(faults: tuple[Fault, ...], rank: int, round_number: int) -> Callable[[str, int], None] | None:
@@ -113,6 +120,18 @@ def injector(faults: tuple[Fault, ...], rank: int, round_number: int) -> Callabl
             commit(fault)
 
     return on_point
+
+
+def start_injector(faults: tuple[Fault, ...], rank: int, round_number: int) -> Callable[[str], None]:
+    """Return what this rank's session calls at each point of a start."""
+    mine = [f for f in meant_for(faults, rank, round_number) if f.point in START_POINTS]
+
+    def at_point(point: str) -> None:
+        for fault in mine:
+            if fault.point == point:
+                commit(fault)
+
+    return at_point
 
 
 def meant_for(faults: tuple[Fault, ...], rank: int, round_number: int) -> tuple[Fault, ...]:

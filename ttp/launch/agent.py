@@ -4,10 +4,8 @@ torch's agent sends SIGTERM to every worker as soon as one has failed. Here the 
 written their checkpoint and left (exit code 75), or until the fault's deadline; then torch's agent goes on as ever:
 restarts are counted, logged and limited by it.
 
-Built on the methods that `SimpleElasticAgent` declares for its subclasses. They begin with an underscore; these are the
-only such names that TTP uses (run with torch 2.13):
-`_start_workers`, `_stop_workers`, `_monitor_workers`, `_shutdown`; and of its attributes `_remaining_restarts`, which is set
-to 0 when a restart could change nothing.
+Built on the methods that `SimpleElasticAgent` declares for its subclasses. They begin with an underscore; `torch_names.py`
+lists them, and the versions of torch that this was run with.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import uuid
 from typing import Any
 
@@ -23,12 +22,17 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.launch.controllers import START_VARIABLE
+from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import EXPIRED_GRACE_S, USAGE_ERROR, Launching, Round
-from ttp.launch.story import exception_text, ranks_text, root_cause_first
+from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
+from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
+
+SHUTDOWN_S = 30
+"""Grace of workers that are ended without a controller, where torch says none (older versions do not)."""
 
 
 class HoldAgent(LocalElasticAgent):
@@ -45,6 +49,7 @@ class HoldAgent(LocalElasticAgent):
         self._launching = launching
         self._round: Round | None = None
         self._restarts = 0
+        self._futile_starts = FutileStarts(launching.futile_starts)
         # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
         # workers in uninterruptible sleep, when told to, at the same occasion.
         self._always_ask_torch = callable(spec.entrypoint) or bool(
@@ -96,7 +101,11 @@ class HoldAgent(LocalElasticAgent):
         if round_.failed() or not round_.living():
             round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
         result = self._ask_torch(worker_group)
-        return self._explain(result, round_, worker_group.spec.max_restarts) if result.is_failed() else result
+        if not result.is_failed():
+            return result
+        result = self._put_cause_first(result, round_)
+        self._judge(round_, result, worker_group.spec.max_restarts)
+        return result
 
     def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -110,44 +119,66 @@ class HoldAgent(LocalElasticAgent):
             round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
         super()._stop_workers(worker_group, *args, **kwargs)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
 
         Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. A second
-        signal to the launcher ends them at once.
+        signal to the launcher ends them at once. Versions of torch differ in what follows the signal; it is handed on.
         """
         round_, self._round = self._round, None
         if round_ is None:
-            super()._shutdown(death_sig, timeout, **kwargs)
+            super()._shutdown(death_sig, *args, **kwargs)
             return
         try:
             if round_.has_controller and round_.living():
                 round_.take_leave()
             else:
-                round_.end_workers(death_sig, timeout)
+                round_.end_workers(death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
             round_.end_workers(signal.SIGKILL, 0.0)
         finally:
-            super()._shutdown(death_sig, timeout, **kwargs)
+            super()._shutdown(death_sig, *args, **kwargs)
             round_.close()
 
     # --- telling ---
 
-    def _explain(self, result: RunResult, round_: Round, max_restarts: int) -> RunResult:
-        """Put the true root cause first, and say in one line what happened and what comes."""
+    def _put_cause_first(self, result: RunResult, round_: Round) -> RunResult:
         seen = {rank: death.seen_unix_s for rank, death in round_.deaths().items()}
         failures = root_cause_first(result.failures, seen)
+        return RunResult(state=result.state, return_values=result.return_values, failures=failures)
+
+    def _judge(self, round_: Round, result: RunResult, max_restarts: int) -> None:
+        """Say in one line what happened and what comes, with the root cause's traceback; wait before a restart when the start
+        was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
-        root = next(iter(failures), None)
-        if root is not None and (raised := exception_text(failures[root])):
+        root = next(iter(result.failures), None)
+        if root is not None and (raised := exception_text(result.failures[root])):
             what = f"{what}; rank {root} raised {raised}"
+        if root is not None and (trace := traceback_text(result.failures[root])):
+            log.error("rank %d's traceback:\n%s", root, trace)
         self._restarts += 1
         if round_.refused_by_workers():
             self._remaining_restarts = 0
             log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
-        elif self._restarts <= max_restarts:
-            log.warning("restarting (%d of %d restarts): %s", self._restarts, max_restarts, what)
-        else:
+            return
+        futile = self._futility_of(round_)
+        what = f"{what}; {futile.text}" if futile.text else what
+        if self._restarts > max_restarts:
             log.error("no restart left (of %d): %s", max_restarts, what)
-        return RunResult(state=result.state, return_values=result.return_values, failures=failures)
+        elif futile.stop:
+            self._remaining_restarts = 0
+            log.error("not restarting: %s", what)
+        else:
+            pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
+            log.warning("restarting (%d of %d restarts): %s%s", self._restarts, max_restarts, what, pause)
+            time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException
+
+    def _futility_of(self, round_: Round) -> Verdict:
+        """Judge whether the start got on; one whose ranks were told to leave is not judged."""
+        new_step = (
+            None
+            if round_.told_to_leave()
+            else self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))
+        )
+        return self._futile_starts.ended(new_step=new_step, lasted_s=round_.lasted_s(), protected=round_.had_controller)

@@ -10,6 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from ttp.config import enabled
 from ttp.launch.deathwatch import POLL_S
+from ttp.launch.futility import FUTILE_STARTS
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: coming back is the point (torchrun's is 0)."""
@@ -23,7 +24,7 @@ def make_parser() -> ArgumentParser:
         "torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
         f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun."
     )
-    group = parser.add_argument_group("ttp", "TTP's own options (ignored with ENABLE_TTP=False)")
+    group = parser.add_argument_group("ttp", "TTP's own options (--ttp-... are ignored with ENABLE_TTP=False)")
     group.add_argument(
         "--ttp-ot",
         "--ttp_ot",
@@ -40,6 +41,22 @@ def make_parser() -> ArgumentParser:
         metavar="SECONDS",
         help=f"time between two looks at every worker for a beginning death (default: {POLL_S})",
     )
+    group.add_argument(
+        "--ttp-futile-starts",
+        "--ttp_futile_starts",
+        type=_count,
+        default=FUTILE_STARTS,
+        metavar="COUNT",
+        help=f"stop after so many starts in a row that died before their first new step; 0: never (default: {FUTILE_STARTS})",
+    )
+    group.add_argument(
+        "--rank_table_file",
+        "--rank-table-file",
+        default=None,
+        metavar="FILE",
+        help="a JSON file (hccl.json) that lists servers, devices and ranks; gives --nnodes, --nproc-per-node, --node-rank"
+        " (by this host's own addresses) and --master-addr; read with ENABLE_TTP=False too",
+    )
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=MAX_RESTARTS)
     return parser
@@ -48,6 +65,12 @@ def make_parser() -> ArgumentParser:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Parse the command line (None: this process's). Exits with status 2 and a message on a bad one."""
     return make_parser().parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ArgumentTypeError(f"{text!r}: wanted a whole number from 0")
+    return int(text)
 
 
 def _positive(text: str) -> float:

@@ -8,6 +8,7 @@ set before all that. Never reaps, never signals, never decides what a death mean
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ class Death:
     seen_unix_s: float
     seen_monotonic_s: float
     text: str
-    """`exiting`, then `signal SIGKILL` or `exit code 1`."""
+    """`exiting`, then `signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known."""
     status: int | None
     settled: bool
     """The process has ended altogether: nothing more will be learnt."""
@@ -113,8 +114,11 @@ class DeathWatch:
         *,
         poll_s: float = POLL_S,
         probe: Callable[[int], Probe] = default_probe,
+        explain_kill: Callable[[int], str] = lambda pid: "",
     ) -> None:
+        """`explain_kill(pid)` says more of a worker that ended by SIGKILL, if there is more; asked once, like `report`."""
         self._pids = dict(pids)
+        self._explain_kill = explain_kill
         self._report = report
         self._poll_s = poll_s
         self._probes = {rank: probe(pid) for rank, pid in self._pids.items()}
@@ -191,7 +195,9 @@ class DeathWatch:
             death = before
         if status is not None:
             known = None if isinstance(status, Lost) else status
-            death = replace(death, text=status_text(status), status=known, settled=True)
+            why = self._explain_kill(pid) if known == -signal.SIGKILL else ""
+            text = f"{status_text(status)}, {why}" if why else status_text(status)
+            death = replace(death, text=text, status=known, settled=True)
         with self._changed:
             self._deaths[rank] = death
             self._changed.notify_all()

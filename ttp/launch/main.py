@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -36,6 +35,7 @@ from ttp.launch.arguments import make_parser
 from ttp.launch.courier import Link
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
+from ttp.launch.topology import apply_rank_table, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
 
@@ -51,31 +51,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers are bound by the same deadline
         settings = Settings.from_env()
+        _log_to_stderr()
+        if args.rank_table_file:
+            apply_rank_table(args, explicit_arguments(make_parser, argv))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if not use_ttp:
         torchrun.run(args)  # type: ignore[no-untyped-call]
         return
-    _log_to_stderr()
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
     choose_rendezvous(args)
     config, command, command_args = torchrun.config_from_args(args)
-    launch(config, command, command_args, make_launching(settings, args.ttp_death_poll))
+    launch(config, command, command_args, make_launching(settings, args.ttp_death_poll, args.ttp_futile_starts))
 
 
-def choose_rendezvous(args: Namespace) -> None:
-    """Settle the rendezvous as `torch.distributed.run.run` does: one node needs no address."""
-    alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    if args.standalone or (alone and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1):
-        args.rdzv_backend = "c10d"
-        args.rdzv_endpoint = "localhost:0"
-        args.rdzv_id = str(uuid.uuid4())
-    if args.master_port is None:
-        args.master_port = 29500
-
-
-def make_launching(settings: Settings, poll_s: float) -> Launching:
+def make_launching(settings: Settings, poll_s: float, futile_starts: int) -> Launching:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
 
     def open_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
@@ -94,6 +85,7 @@ def make_launching(settings: Settings, poll_s: float) -> Launching:
         poll_s=poll_s,
         open_link=open_link,
         request_shutdown=request_shutdown,
+        futile_starts=futile_starts,
     )
 
 
@@ -106,16 +98,18 @@ def launch(
     """
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     handler = make_rendezvous(config)
     agent = make_agent(config, entrypoint, args, handler, launching)
+    event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
     shutdown_rendezvous = True
     try:
         metrics.initialize_metrics(
             metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
         )
         result = agent.run()
-        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        events.record(agent.get_event_succeeded(), event_log)
         if result.is_failed():
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
@@ -125,10 +119,10 @@ def launch(
     except SignalException:
         # The rendezvous stays open for the other nodes: shutting it down would close it for good.
         shutdown_rendezvous = False
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        events.record(agent.get_event_failed(), event_log)
         raise
     except Exception:
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        events.record(agent.get_event_failed(), event_log)
         raise
     finally:
         if shutdown_rendezvous:

@@ -25,6 +25,7 @@ class Lost(enum.Enum):
 LOST = Lost.LOST
 
 _POLL_S = 0.02
+_SWEEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,18 @@ def status_text(status: int | Lost) -> str:
     """Name an exit status for people: `signal SIGKILL`, `exit code 1`."""
     if isinstance(status, Lost):
         return status.value
-    if status >= 0:
-        return f"exit code {status}"
+    if status < 0:
+        return f"signal {_signal_name(-status)}"
+    if 128 < status <= 128 + signal.SIGRTMAX:
+        return f"exit code {status} (what a shell makes of {_signal_name(status - 128)})"
+    return f"exit code {status}"
+
+
+def _signal_name(number: int) -> str:
     try:
-        return f"signal {signal.Signals(-status).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-status}"
+        return str(number)
 
 
 def read_stat(pid: int) -> ProcessStat | None:
@@ -152,8 +159,12 @@ def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s
         _signal(pid, signal.SIGTERM)
     if found:
         _wait_for(found, grace_s, _still_there)
-        for pid in members():
-            _signal(pid, signal.SIGKILL)
+        for _ in range(_SWEEPS):  # a process that was about to start another one may have done so before its end
+            left = members()
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            if not left or _wait_for(left, grace_s, _still_there):
+                break
     return found
 
 

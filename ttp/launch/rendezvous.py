@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEY = "ttp/job_store"
+LOOK_TIMEOUT = timedelta(seconds=5)
+"""How long a look into another node's store may take: the node may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,17 @@ class FreshStoreRendezvous(RendezvousHandler):
         if self._job_store is None:
             raise RuntimeError("no rendezvous yet: there is no store for the workers")
         return self._job_store
+
+    def job_store_has(self, key: str) -> bool | None:
+        """Say whether the workers have written a key into their store; None when the store is gone with its node."""
+        place = self.job_store
+        try:
+            store = self._server or TCPStore(
+                place.host, place.port, is_master=False, wait_for_workers=False, timeout=LOOK_TIMEOUT
+            )
+            return bool(store.check([key]))
+        except RuntimeError:  # torch's DistError
+            return None
 
     @property
     def use_agent_store(self) -> bool:

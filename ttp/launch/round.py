@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
+from ttp.launch.futility import FUTILE_STARTS
+from ttp.launch.memory import OutOfMemory
 from ttp.launch.processes import end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
-from ttp.proto.messages import SAVED_EXIT_CODES
+from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
 log = logging.getLogger("ttp.launch")
 
@@ -50,6 +52,8 @@ class Launching:
     open_link: Callable[[str, str, Mapping[int, int]], Link]
     """`open_link(address, job_id, pids)`: connect to a controller as the launcher of these ranks (rank -> pid)."""
     request_shutdown: RequestShutdown
+    futile_starts: int = FUTILE_STARTS
+    """So many starts in a row that died before their first new step end the job; 0: no number does."""
 
 
 class Round:
@@ -75,7 +79,9 @@ class Round:
         self._fault: Fault | None = None
         self._ended: set[int] = set()
         self._courier = Courier(job_store, pids, lambda address, ranks: launching.open_link(address, job_id, ranks))
-        self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s)
+        self._memory = OutOfMemory(pids.values())
+        self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
+        self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._courier.start()
 
@@ -87,6 +93,11 @@ class Round:
     def has_controller(self) -> bool:
         """Say whether an active controller leads the workers of this start now, as far as the launcher hears."""
         return self._courier.connected
+
+    @property
+    def had_controller(self) -> bool:
+        """Say whether the workers of this start ever published a controller."""
+        return self._courier.entry is not None
 
     def living(self) -> list[int]:
         """Return the ranks here that have not ended altogether."""
@@ -102,6 +113,15 @@ class Round:
     def failed(self) -> bool:
         """Say whether a worker here has failed."""
         return first_failure(self.deaths()) is not None
+
+    def lasted_s(self) -> float:
+        """Return how long this start ran until its first failure (until now, if there was none here)."""
+        first = first_failure(self.deaths())
+        return (first.seen_monotonic_s if first is not None else time.monotonic()) - self._begun_monotonic_s
+
+    def told_to_leave(self) -> bool:
+        """Say whether a worker here left on a notice: that is nobody's failure."""
+        return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
     def refused_by_workers(self) -> bool:
         """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
@@ -184,6 +204,7 @@ class Round:
     def close(self) -> None:
         """End the controllers of this start on this node, and the threads. The workers have been ended before."""
         self._watch.stop()
+        self._memory.close()
         self._courier.close()
         end_controllers(
             self._start_id,

@@ -14,6 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ttp.launch.deathwatch import Death
 from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED
 
+TRACEBACK_LINES = 60
+
 _LEFT: dict[int | None, str] = {
     EXIT_CODE_PERSISTED: "left for the restart",
     EXIT_CODE_PREEMPTED: "told to leave, and left",
@@ -81,6 +83,20 @@ def exception_text(failure: ProcessFailure) -> str:
     if not os.path.exists(failure.error_file) or not isinstance(text, str):
         return ""
     return f"{text.strip()} (traceback: {failure.error_file})"
+
+
+def traceback_text(failure: ProcessFailure) -> str:
+    """Return the traceback that a worker recorded in its error file, indented, its middle left out when it is very long."""
+    message = failure.error_file_data.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    if not os.path.exists(failure.error_file) or not isinstance(trace, str):
+        return ""
+    lines = trace.rstrip().splitlines()
+    if len(lines) > TRACEBACK_LINES:
+        half = TRACEBACK_LINES // 2
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def root_cause_first(

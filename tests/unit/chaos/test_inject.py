@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from ttp.chaos.inject import Fault, InjectedFault, injector, parse_faults
+from ttp.chaos.inject import Fault, InjectedFault, injector, parse_faults, start_injector
 from ttp.errors import ConfigError
 
 
@@ -132,3 +132,17 @@ def test_a_slow_point_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     hook("done", 1)
     hook("done", 1)
     assert slept == [2.5], "once, however often the point is passed"
+
+
+def test_points_of_a_start_have_no_step_and_are_hit_in_their_round_only() -> None:
+    """A fault of a start is committed at its point, by its rank, in its round."""
+    faults = parse_faults("raise:rank=1,point=loaded,round=2; raise:rank=1,step=4,point=ready,round=2")
+    assert faults[0] == Fault("raise", 1, 0, "loaded", 2)
+    for rank, round_number in ((0, 2), (1, 1)):
+        start_injector(faults, rank, round_number)("loaded")
+    at_point = start_injector(faults, 1, 2)
+    at_point("resume")
+    with pytest.raises(InjectedFault, match="rank 1, step 0: fault injected at loaded"):
+        at_point("loaded")
+    with pytest.raises(ConfigError, match="no step at start, protected, resume, loaded"):
+        parse_faults("kill:rank=1,step=3,point=loaded")

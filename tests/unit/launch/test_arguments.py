@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
 
 from ttp.launch.arguments import make_parser
-from ttp.launch.main import choose_rendezvous, store_host
+from ttp.launch.main import store_host
+from ttp.launch.topology import choose_rendezvous
 
-OWN_FLAGS = ["--ttp-death-poll", "--ttp-ot", "--ttp_death_poll", "--ttp_ot"]
+OWN_FLAGS = [
+    "--rank-table-file", "--rank_table_file", "--ttp-death-poll", "--ttp-futile-starts", "--ttp-ot", "--ttp_death_poll",
+    "--ttp_futile_starts", "--ttp_ot",
+]  # fmt: skip
+OWN_DEFAULTS = {"ttp_ot": None, "ttp_death_poll": 0.002, "ttp_futile_starts": 3, "rank_table_file": None}
 LINES = [
     ["train.py"],
     ["--standalone", "--nproc-per-node", "4", "train.py", "--lr", "1"],
@@ -43,6 +50,17 @@ def test_the_flags_are_torchruns_and_ours() -> None:
     assert flags(torchrun.get_args_parser()) <= flags(make_parser())
 
 
+def test_the_documents_table_is_that_of_the_parser() -> None:
+    """Every own option with its default and the beginning of its help, and no other."""
+    group = next(group for group in make_parser()._action_groups if group.title == "ttp")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun.md").read_text()
+    rows = re.findall(r"^\| `(--\S+) ([A-Z]+)` \| (.*?) \| (.*?) \|$", text, re.M)
+    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in group._group_actions]
+    for (_, _, default, meaning), action in zip(rows, group._group_actions, strict=True):
+        assert (action.help or "").startswith(meaning), meaning
+        assert default == {"ttp_ot": "`TTP_OT` or 120"}.get(action.dest, str(action.default or "none"))
+
+
 @pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
 @pytest.mark.parametrize("enabled", ["True", "False"])
 def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +68,7 @@ def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatc
     monkeypatch.setenv("ENABLE_TTP", enabled)
     ours = vars(make_parser().parse_args(line))
     theirs = vars(torchrun.get_args_parser().parse_args(line))
-    assert ours.pop("ttp_ot") is None and ours.pop("ttp_death_poll") == 0.002
+    assert {name: ours.pop(name) for name in OWN_DEFAULTS} == OWN_DEFAULTS
     if "--max-restarts" not in line:
         assert theirs["max_restarts"] == 0
         theirs["max_restarts"] = 3 if enabled == "True" else 0

@@ -1,0 +1,178 @@
+"""The examples for schedulers really run, on CPU, and what schedulers send before they take a job away saves it.
+
+Slurm is played by a stand-in (`slurm_stand_in.py`): the batch script is the real one, `srun` and `scontrol` are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import slurm_stand_in
+from tests.chaos.conftest import SMALL, RunJob
+from tests.chaos.test_faults import ITERS, finish, start
+from tests.chaos.test_kills import assert_equal, published_steps
+from tests.chaos.test_launch import free_port
+from ttp.chaos.job import _marked, read_jsonl
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GRACE_S = 30.0
+"""Between SIGTERM and SIGKILL: Slurm's KillWait and Kubernetes' grace period are 30 s by default."""
+
+
+class Script:
+    """One of the example scripts in a session of its own; leaving it kills all that carries its mark."""
+
+    def __init__(self, folder: Path, *command: str, **environ: str) -> None:
+        self.mark = f"script:{folder}"
+        self.console = folder / "console.log"
+        path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TTP_", "TORCHELASTIC_", "PET_"))}
+        own = {"PATH": path, "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, "TTP_HEARTBEAT_S": "0.2"}
+        with open(self.console, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**clean, **own, **environ},
+            )  # fmt: skip
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pid in [self.process.pid, *(pid for pid, _ in _marked(self.mark))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self.console.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 280.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the script did not end\n{self.text}") from None
+
+    def wait_for_step(self, metrics: Path, step: int) -> None:
+        deadline = time.monotonic() + 200
+        while not any(int(line.get("step", 0)) >= step for line in read_jsonl(metrics)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+
+    def leftovers(self) -> list[str]:
+        return [command for _, command in _marked(self.mark)]
+
+
+def test_the_usual_script_pretrains_a_gpt(tmp_path: Path) -> None:
+    """Its variables reach the launcher and the trainer; further arguments go last; with a rank table as well."""
+    small = {
+        "GPUS_PER_NODE": "2",
+        "CONFIG": "gpt_tiny",
+        "SEQ_LENGTH": "32",
+        "TRAIN_ITERS": "4",
+        "MICRO_BATCH_SIZE": "2",
+    }
+    own = {"SAVE_INTERVAL": "2", "LOG_INTERVAL": "1", "MASTER_PORT": str(free_port()), "OUTPUT_PATH": str(tmp_path)}
+    script = str(EXAMPLES / "pretrain_gpt.sh")
+    with Script(tmp_path, "bash", script, "--training_config.device=cpu", *SMALL, **small, **own) as run:
+        assert run.wait() == 0, run.text
+        assert run.leftovers() == []
+    assert re.search(r"start 0: ranks 0-1 of 2 on this node \(of 1\)", run.text)
+    assert max(int(line.get("step", 0)) for line in read_jsonl(tmp_path / "metrics.jsonl")) == 4
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+
+    table = tmp_path / "hccl.json"
+    devices = '{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}'
+    table.write_text(f'{{"server_list": [{{"server_id": "127.0.0.1", "device": [{devices}]}}]}}')
+    own |= {"TRAIN_ITERS": "6", "RANK_TABLE_FILE": str(table)}
+    with Script(tmp_path, "bash", script, "--training_config.device=cpu", *SMALL, **{**small, **own}) as run:
+        assert run.wait() == 0, run.text
+    assert "rank table" in run.text and "going on after step 4" in run.text
+    assert max(int(line.get("step", 0)) for line in read_jsonl(tmp_path / "metrics.jsonl")) == 6
+
+
+def slurm(folder: Path, output: Path, iters: int) -> Script:
+    """Start the batch script as Slurm would, on two nodes of one rank each."""
+    job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}
+    own = {"STAND_IN_FOLDER": str(folder), "GPUS_PER_NODE": "1", "MASTER_PORT": str(free_port())}
+    arguments = ["--config", "gpt_tiny", *SMALL, "--training_config.device=cpu"]
+    arguments += [f"--training_config.output_dir={output}", f"--training_config.training_iters={iters}"]
+    return Script(folder, "bash", str(EXAMPLES / "slurm" / "train.sbatch"), *arguments, **job, **own)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Iterator[Path]:
+    slurm_stand_in.install(tmp_path)
+    yield tmp_path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("receiver", ["batch shell", "every process of the step"])
+def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, receiver: str) -> None:
+    """`scancel --batch` and --signal=B: tell the script alone, which hands it on; preemption and the time limit tell every
+    process of the step, ranks included, at once. The requeued job goes on behind the saved step."""
+    output, metrics = stand_in / "out", stand_in / "out" / "metrics.jsonl"
+    with slurm(stand_in, output, iters=100_000) as run:
+        run.wait_for_step(metrics, 5)
+        if receiver == "batch shell":
+            os.kill(run.process.pid, signal.SIGTERM)
+        else:
+            controllers = "ttp.controller"
+            for pid, command in _marked(run.mark):
+                if pid != run.process.pid and controllers not in command:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        status = run.wait(GRACE_S)
+        assert status != 0 and time.monotonic() - began < GRACE_S
+        assert run.leftovers() == []
+    last = max(int(line.get("step", 0)) for line in read_jsonl(metrics))
+    (saved,) = [int(path.name.removeprefix("iter_")) for path in (output / "checkpoints").glob("iter_*")]
+    assert saved >= last, run.text
+    assert re.search(r"leaving with exit status 7[56]: step \d+ is saved", run.text) and "restarting (" not in run.text
+    if receiver == "batch shell":
+        assert (stand_in / "requeued").read_text() == "4711\n"
+    with slurm(stand_in, output, iters=saved + 3) as run:
+        assert run.wait() == 0, run.text
+        assert run.leftovers() == []
+    resumed = [int(line["from_step"]) for line in read_jsonl(metrics) if line.get("event") == "resume"]
+    assert resumed == [saved]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_sigterm_then_sigkill_after_a_grace_period_saves_the_step_in_flight(tmp_path: Path, whole_job: RunJob) -> None:
+    """What Kubernetes sends to the launcher, and Slurm to every process: SIGTERM, and SIGKILL to all that is left when the grace
+    is over. Nothing is left by then, and the next launcher ends up where an unbroken job does."""
+    output = tmp_path / "hurt"
+    for everybody in (False, True):
+        with start(output, 2) as job:
+            job.wait_for_step(60 if not everybody else 120)
+            receivers = [job.process.pid, *(job.pids().values() if everybody else ())]
+            for pid in receivers:
+                os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(GRACE_S)
+            for pid in receivers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert job.wait() == 1
+        assert job.leftovers() == []
+        assert published_steps(job)[-1] >= job.last_step(), job.console_tail(60)
+        assert "restarting (" not in job.console_tail(10_000)
+    with start(output, 2) as job:
+        finish(job)
+    assert_equal(job, whole_job(2, ITERS))

@@ -1,0 +1,95 @@
+"""Faults before a job gets on: while it starts, while it resumes, in its first step, and again and again."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import RunJob, run_to_end
+from tests.chaos.launching import Launch
+from tests.chaos.test_kills import assert_equal, published_steps
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_trainer" / "train.py"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_faults_while_starting_resuming_and_in_the_first_step_are_survived(tmp_path: Path, whole_job: RunJob) -> None:
+    """One after the other in one job: ranks die before they are protected, right after, before and while a checkpoint is
+    loaded, and in the first step after it; only what was committed before counts, and the end is that of an unbroken job."""
+    faults = (
+        "kill:rank=1,point=start",
+        "kill:rank=0,point=protected,round=1",
+        "kill:rank=1,step=5,point=ready,round=2",
+        "kill:rank=0,point=resume,round=3",
+        "kill:rank=1,point=loaded,round=4",
+        "kill:rank=0,step=6,point=done,round=5",
+        "kill:rank=1,step=7,point=backward,round=6",
+    )
+    job = run_to_end(tmp_path / "hurt", 2, faults=";".join(faults), restarts=7, wait_s=1000)
+    console = job.console_tail(10_000)
+    steps = published_steps(
+        job
+    )  # a fault while a checkpoint is loaded finds the same step again, and keeps what is there
+    assert steps[0] in (4, 5) and steps[-1] in (5, 6, 7) and steps == sorted(steps), console
+    assert console.count("restarting (") == 7 and "2 starts in a row ended before a first new step" in console
+    assert_equal(job, whole_job(2))
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, status: int) -> None:
+    """Long before its restarts are used up, with the reason; by a signal and by an exit code alike."""
+    script = "note('begun', time.monotonic()); "
+    script += "os.kill(os.getpid(), signal.SIGKILL)" if status == 0 else f"sys.exit({status})"
+    with Launch(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "50") as job:
+        assert job.wait() == 1
+        assert job.notes("begun") == [f"begun-{rank}-{start}" for rank in (0, 1) for start in range(3)]
+        begun = [max(float(job.read(f"begun-{rank}-{start}")) for rank in (0, 1)) for start in range(3)]
+        assert begun[1] - begun[0] >= 1.0 and begun[2] - begun[1] >= 2.0
+        assert "this start ended before a first new step was told of; waiting 1 s" in job.text
+        cause = "signal SIGKILL" if status == 0 else "exit code 3"
+        assert re.search(
+            rf"not restarting: ranks 0-1: {cause}; 3 starts in a row ended before a first new step", job.text
+        )
+        job.assert_nothing_left()
+
+
+def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
+    """0 leaves the end to --max-restarts alone; a signal to the launcher ends the waiting."""
+    options = ("--max-restarts", "50", "--ttp-futile-starts", "0")
+    with Launch(tmp_path, "note('begun'); sys.exit(3)", *options) as job:
+        job.await_notes("begun-0-3")
+        job.until(lambda: "4 starts in a row" in job.text, "fourth end")
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 1 and time.monotonic() - began < 8.0
+        assert "not restarting" not in job.text
+
+
+@pytest.mark.timeout(600)
+def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_path: Path) -> None:
+    """Under a controller, whatever the time a start takes; a step that was committed before does not count."""
+    first = "kill:rank=1,step=2,point=backward"
+    later = ";".join(f"kill:rank=1,step=2,point=backward,round={start}" for start in (1, 2, 3))
+    with Launch(
+        tmp_path,
+        f"import runpy; sys.argv = ['train.py', '--steps', '40', '--save-dir', str(out / 'save')]\n"
+        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')",
+        *("--nproc-per-node", "2", "--max-restarts", "50"),
+        environ={"TTP_FAULTS": f"{first};{later}"},
+    ) as job:
+        job.until(lambda: job.process.poll() is not None, "end", within_s=500)
+        assert job.wait() == 1
+        assert "restarting (1 of 50 restarts): rank 1: signal SIGKILL" in job.text
+        assert job.text.count("going on after step 1") >= 2
+        assert "not restarting: rank 1: signal SIGKILL" in job.text
+        assert "3 starts in a row ended before a first new step was told of" in job.text
+        assert "start 3:" in job.text and "start 4:" not in job.text
+        job.assert_nothing_left()

@@ -1,0 +1,82 @@
+"""A worker's exception is left where the launcher looks, without torch's `@record`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ttp.launch.story import exception_text, traceback_text
+
+RAISING = """
+import sys
+from ttp import error_file
+def hook(kind, exc, trace): print("hook", kind.__name__)
+sys.excepthook = hook
+error_file.install()
+error_file.install()
+def fail(depth):
+    if depth: again(depth - 1)
+    raise {error}
+def again(depth):
+    fail(depth)
+fail(int(sys.argv[1]))
+"""
+
+
+def run(path: Path, error: str = "ValueError('boom')", depth: int = 0, status: int = 1, **environ: str) -> str:
+    """Run a script that raises, with `path` as its error file, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", RAISING.format(error=error), str(depth)],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(path), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
+def test_an_exception_is_recorded_as_torchs_handler_does(tmp_path: Path) -> None:
+    """torch reads it back; the hook that was there before is called; nothing else is left in the folder."""
+    path = tmp_path / "error.json"
+    assert run(path) == "hook ValueError\n"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert exception_text(failure) == f"ValueError: boom (traceback: {path})"
+    assert "in fail" in traceback_text(failure) and traceback_text(failure).endswith("    ValueError: boom")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_a_very_long_traceback_is_quoted_at_its_ends(tmp_path: Path) -> None:
+    """The file has all of it, the story its beginning and its end."""
+    path = tmp_path / "error.json"
+    run(path, depth=90)
+    trace = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert len(trace.splitlines()) > 180
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    quoted = traceback_text(failure).splitlines()
+    assert len(quoted) == 61 and "lines ..." in quoted[30]
+    assert quoted[-1] == "    ValueError: boom"
+
+
+def test_what_is_no_failure_of_the_script_is_not_recorded(tmp_path: Path) -> None:
+    """An interrupt; an error file that `@record` has written; a job with ENABLE_TTP=False."""
+    path = tmp_path / "error.json"
+    run(path, error="KeyboardInterrupt()", status=-signal.SIGINT)
+    assert not path.exists()
+    run(path, ENABLE_TTP="False")
+    assert not path.exists()
+    path.write_text("{}")
+    run(path)
+    assert path.read_text() == "{}"
+
+
+def test_an_unwritable_place_changes_nothing(tmp_path: Path) -> None:
+    """The traceback still goes where it went, and the exit status stays."""
+    assert run(tmp_path / "missing" / "error.json") == "hook ValueError\n"

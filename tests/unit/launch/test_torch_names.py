@@ -1,0 +1,83 @@
+"""What ttprun takes from torch: public names, and the few private ones that are listed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from tests.unit.launch.test_agent import make_agent
+from ttp.launch.torch_names import PRIVATE_NAMES, RUN_WITH
+
+LAUNCH = Path(__file__).resolve().parents[3] / "ttp" / "launch"
+NAMES = {private.name for private in PRIVATE_NAMES}
+
+
+def torchs_own() -> set[str]:
+    """Return the private names that torch's agent has, of its class and of an instance."""
+    agent = make_agent()
+    instance = {name for name in vars(agent) if name not in vars_of_ours()}
+    return {name for name in {*dir(LocalElasticAgent), *instance} if re.match(r"_[^_]", name)}
+
+
+def vars_of_ours() -> set[str]:
+    """Return the attributes that HoldAgent's own constructor sets."""
+    tree = ast.parse((LAUNCH / "agent.py").read_text())
+    init = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    targets = [t for n in ast.walk(init) if isinstance(n, ast.Assign | ast.AnnAssign) for t in assigned(n)]
+    return {t.attr for t in targets if isinstance(t, ast.Attribute)}
+
+
+def assigned(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+@pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: str(private.name))
+def test_every_listed_name_is_there_in_this_torch(private: object) -> None:
+    """As a method that torch declares for its subclasses, or as an attribute of an agent."""
+    name, kind = getattr(private, "name"), getattr(private, "kind")  # noqa: B009
+    if kind == "method":
+        assert callable(getattr(SimpleElasticAgent, name))
+    else:
+        assert kind == "attribute" and isinstance(getattr(make_agent(), name), int)
+
+
+def test_the_list_is_all_that_ttprun_uses() -> None:
+    """Every private name of torch's agent in ttprun's code, and no other, is listed."""
+    used = {
+        node.attr
+        for path in LAUNCH.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    defined = {
+        node.name
+        for node in ast.walk(ast.parse((LAUNCH / "agent.py").read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert (used | defined) & torchs_own() == NAMES
+
+
+def test_nothing_private_is_imported_from_torch() -> None:
+    """No module and no name with a leading underscore."""
+    for path in LAUNCH.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert not any(word.startswith("_") for word in words), f"{path.name}:{node.lineno}"
+
+
+def test_own_names_hide_none_of_torchs() -> None:
+    """An attribute that torch's agent also has would break it silently."""
+    plain = {name for name in vars(make_agent()) if name not in vars_of_ours()}
+    assert not (vars_of_ours() - NAMES) & (plain | set(dir(LocalElasticAgent)))
+
+
+def test_this_torch_is_one_that_is_listed() -> None:
+    """A new version is listed once these tests, and those of real launches, have passed with it."""
+    assert torch.__version__.partition("+")[0] in RUN_WITH

@@ -1,0 +1,49 @@
+"""A worker's error file: the exception that ends it, with the traceback, where the launcher looks for it.
+
+torch's `@record` writes the file TORCHELASTIC_ERROR_FILE, and scripts that do not use it end with a bare exit code 1.
+`install` does the same for them. The form is that of torch's handler; a file that is there already is not replaced. Never
+changes what the process prints, nor its exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from ttp.config import error_file
+
+_path = ""
+"""The file of this process; empty: the hook is not installed."""
+
+
+def install() -> None:
+    """Record the exception that ends this process, if a launcher wants to know (any number of times)."""
+    global _path
+    if _path or not (path := error_file()):
+        return
+    _path = path
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+        record(exc)
+        previous(kind, exc, trace)
+
+    sys.excepthook = hook
+
+
+def record(exc: BaseException) -> None:
+    """Write the error file, whole or not at all (no launcher, or one that is there already: nothing)."""
+    if not _path or not isinstance(exc, Exception) or os.path.exists(_path):
+        return
+    extra = {"py_callstack": "".join(traceback.format_exception(exc)), "timestamp": str(int(time.time()))}
+    body = json.dumps({"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": extra}})
+    unfinished = f"{_path}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # a full disk costs the story a line, not the job its checkpoint
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(body)
+        os.replace(unfinished, _path)

@@ -1,0 +1,32 @@
+"""The private names of torch that ttprun uses, all in one place: what to look at when torch changes.
+
+`SimpleElasticAgent` declares its methods for subclasses with a leading underscore, so an agent cannot be built without
+them. Everything else that ttprun takes from torch is public. A test compares this list with the code and with torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUN_WITH = ("2.13.0", "2.14.1")
+"""Versions of torch that ttprun's tests were run with."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """An attribute of torch's agent, and what it is used for."""
+
+    name: str
+    kind: str
+    """`method`: overridden, and the inherited one called; `attribute`: of the instance."""
+    use: str
+
+
+PRIVATE_NAMES = (
+    PrivateName("_start_workers", "method", "begin a start: the death watch and the courier follow the workers"),
+    PrivateName("_monitor_workers", "method", "hold the survivors before torch ends them, and explain the end"),
+    PrivateName("_stop_workers", "method", "hold the survivors when another node causes the restart"),
+    PrivateName("_shutdown", "method", "end all that a start has left, with a notice under a controller"),
+    PrivateName("_remaining_restarts", "attribute", "set to 0 when a restart could change nothing"),
+)
+"""All of `torch.distributed.elastic.agent.server.api.SimpleElasticAgent`, through `LocalElasticAgent`."""

@@ -1,0 +1,33 @@
+"""A start's first new step, told to the launcher: one key in the workers' store, written once.
+
+The launcher must know whether a start that died had got on at all. One rank of each node says so, right after its first
+update, so that nothing is sent in any later step.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+log = logging.getLogger("ttp")
+
+
+def progress_key(round_number: int) -> str:
+    """Return the key under which a start's first finished step is told; the launcher looks there."""
+    return f"ttp/progress/{round_number}"
+
+
+class FirstStep:
+    """Tells the launcher of a step that this start has finished."""
+
+    def __init__(self, store: Store, round_number: int) -> None:
+        self._store = store
+        self._key = progress_key(round_number)
+
+    def tell(self, step: int) -> None:
+        """Write the key (the rank's own thread: the store does not answer, so nothing is waited for)."""
+        try:
+            self._store.set(self._key, str(step))
+        except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone, and so is this start
+            log.debug("the launcher could not be told of step %d: %s", step, error)
