@@ -5,6 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 KILL_RANK ?=
 SEED ?=
+COUNT ?=
 DEMO_ARGS ?=
 
 .PHONY: demo test check unit chaos bench soak proto docs clean help
@@ -13,7 +14,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos                        the long tests, and many real kills at random moments"
-	@echo "make soak [SEED=0]                a hundred thousand simulated jobs, by seed"
+	@echo "make soak [SEED=0] [COUNT=1000000] simulated jobs by seed: what was injected where, how they ended"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
 
@@ -45,7 +46,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks
 
 soak: $(STAMP)
-	@$(PY) -m tests.simulation.replay $(if $(SEED),$(SEED),0) --count 100000 --keep-going
+	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
 
 proto: $(STAMP)
 	proto/generate.sh

@@ -6,8 +6,7 @@ Owns the beginning of a hang's fault and the proof of its contrary: a rank that 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Heartbeat, StateReport
 
 from .events import Beats, Effect, Fields, Journal

@@ -5,9 +5,9 @@ Owns the ends of the story. Never judges whether an end is due.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
 
 from .decision import Refusal

@@ -6,10 +6,10 @@ reads a clock: the driver does, and promises to call `transition` with a Tick at
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
@@ -33,6 +33,7 @@ LATE_HEARTBEATS = 0.5
 """While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
+_LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
@@ -56,6 +57,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             f"{subject!r}; does its sender run another version?"
         )
     out: list[Effect] = []
+    was_deaf = _hears_nobody(state)
     state = replace(_excuse_own_absence(state, now), seen=now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
@@ -65,6 +67,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             _check_rank(state, message)
         state = _hear_beats(state, event, now, out)
     state = handler(state, subject, now, out)
+    if was_deaf and not _hears_nobody(state):  # it was this controller that was cut off: the others come back as well
+        state = _grant_time(state, now)
     deadline = next_deadline(state)
     if deadline is not None and now >= deadline:
         state = _expire(state, now, out)
@@ -90,6 +94,8 @@ def next_deadline(state: ControllerState) -> float | None:
         moment = min(moment, state.pace.due)
     if state.fault is not None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
+        if state.members.attached == 0:
+            return moment
         if state.stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
     if state.stage in _ORDERED and state.dump is not None:
@@ -133,7 +139,8 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
             fault = replace(fault, update_by=max(fault.update_by, now + settings.progress_timeout_s))
         state = replace(state, fault=fault)
     if state.dump is not None:
-        state = replace(state, dump=replace(state.dump, progress_by=now + settings.progress_timeout_s))
+        progress_by = max(state.dump.progress_by, now + settings.progress_timeout_s)
+        state = replace(state, dump=replace(state.dump, progress_by=progress_by))
     return state
 
 
@@ -152,8 +159,6 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
-        if 1 < state.members.suspects == state.members.alive:  # all were silent: the controller itself was cut off
-            members = forgive(members, now, state.settings)
     return replace(state, members=members)
 
 
@@ -165,6 +170,12 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
     for message in beats.messages:
         state = _hear(state, message, now, out)
     return state
+
+
+def _hears_nobody(state: ControllerState) -> bool:
+    """True while nobody is attached, or all that live are silent, in a job that has assembled."""
+    members = state.members
+    return state.stage in _LED and (members.attached == 0 or 1 < members.suspects == members.alive)
 
 
 def _expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -182,6 +193,8 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return give_up(state, now, out)
     if now >= state.members.sweep_at:
         state = _look_at_leases(state, now, out)
+    if state.fault is not None and state.members.attached == 0:
+        return state  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
     state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
         state = _SILENT[state.stage](state, now, out)

@@ -8,9 +8,10 @@ a death means: transitions do. A rank is *suspect* when its stream broke or most
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, Registration
 
 from .events import ControllerSettings
@@ -25,7 +26,7 @@ CUT_OFF_HEARTBEATS = 1.5
 """Of several ranks one is always heard within a heartbeat."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Member:
     """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent says no."""
 
@@ -40,7 +41,7 @@ class Member:
     """`train` has returned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Membership:
     """All ranks with counters, so that no message needs a scan."""
 

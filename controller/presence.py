@@ -7,9 +7,9 @@ a running job begins a fault.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
     AgentHello,

@@ -7,10 +7,11 @@ was only slow is thawed. Never learns from a job that is frozen, and knows nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Heartbeat, Phase
 
 from .rank_table import RankTable
@@ -46,7 +47,7 @@ class Place:
         return self.step, int(self.phase)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pace:
     """What the controller has learned of the job's steps."""
 
@@ -111,9 +112,7 @@ def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSetting
         pace = outlived(pace, now, settings)
     places = pace.places.put(beat.rank, place)
     if place.step <= pace.front:  # the usual case, 10,000 times a second in a large job: one copy
-        return Pace(
-            places, now, pace.front, pace.front_at, pace.durations, pace.longest, limit_s=pace.limit_s, noted=False
-        )
+        return Pace(places, now, pace.front, pace.front_at, pace.durations, pace.longest, pace.limit_s, False)
     if pace.front_at > -inf:
         duration = (now - pace.front_at) / (place.step - pace.front)
         pace = replace(pace, durations=(*pace.durations, duration)[-KEPT:])

@@ -6,8 +6,7 @@ checkpoint of that step that is there already is kept.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Published, PublishOrder
 
 from .events import Effect, Fields, Journal, Send

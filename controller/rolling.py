@@ -6,9 +6,9 @@ then no longer covered, the ranks are asked again.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Phase, RollForward
 
 from .coverage import Group, named

@@ -7,9 +7,9 @@ ranks are asked again under a new number, and everything is decided afresh from 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, StateReport, Thaw
 
 from .events import Effect, Fields, Journal, Send

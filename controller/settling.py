@@ -6,8 +6,9 @@ Owns `settle`, which is called after every event and goes on as far as the facts
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
+
+from ttp.proto.frozen import replace
 
 from .coverage import coverage_of, named, survives, warnings
 from .decision import Refusal
@@ -83,6 +84,8 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
     """Open the gates again, wait for more reports, or decide."""
     fault, members = state.fault, state.members
     assert fault is not None
+    if not members.attached:
+        return state  # nobody could be told what is decided
     if not fault.causes:
         if members.finished == state.settings.world_size:
             return finish_job(state, out)

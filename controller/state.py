@@ -37,7 +37,7 @@ class Stage(enum.Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fault:
     """A fault from the first freeze to the thaw or the exit, over all its freeze rounds."""
 
@@ -69,7 +69,7 @@ class Fault:
     """When these updates count as stuck; inf: none was waited for in this round."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """One rank's share of the writing."""
 
@@ -78,7 +78,7 @@ class Work:
     results: tuple[ShareResult, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dump:
     """A decision being carried out."""
 
@@ -104,7 +104,7 @@ class Dump:
     """What failed in writing and publishing, for the refusal's reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ControllerState:
     """The machine's whole state."""
 

@@ -8,9 +8,9 @@ thawed, one that it rolled forward or gave an order makes a dump necessary. Neve
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, WorkerExit
 
 from .coverage import coverage_of, named, survives, warnings

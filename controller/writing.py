@@ -6,8 +6,7 @@ replaced for the parts that it had not finished; a directory that nobody can wri
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Part, ShareResult, WriteOrder, Written
 
 from .decision import Refusal

@@ -6,10 +6,10 @@ Owns the entry points. Never touches the gate, the stream or the optimizer: the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
 
 from .events import Effect, Event, ProcessorSettings, Received
 from .state import Link, ProcessorState, Standing

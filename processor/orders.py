@@ -6,9 +6,8 @@ answer may have been lost. Never decides whether an order is wise.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Published, PublishOrder, RolledForward, RollForward, StepFailed, WriteOrder, Written
 
 from .events import (

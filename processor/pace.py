@@ -5,8 +5,9 @@ Owns the measuring only: what a standstill is, the controller decides. Frozen an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
+
+from ttp.proto.frozen import replace
 
 from .events import Tick
 from .state import ProcessorState, Standing

@@ -43,7 +43,7 @@ class Order:
     answer: Written | Published | StepFailed | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessorState:
     """The machine's whole state; times as the driver counts them."""
 

@@ -8,8 +8,9 @@ was ever reached the first may be back, and once one was, the stream refuses eve
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
+
+from ttp.proto.frozen import replace
 
 from .state import Link, ProcessorState
 

@@ -7,11 +7,11 @@ table is a protocol error; `late` is for what may cross a change of standing on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
     EXIT_CODE_PREEMPTED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.simulation.network import UP
 from ttp.controller import events as ev
 from ttp.proto.messages import AgentHello, WorkerExit
 
@@ -18,17 +19,20 @@ class Agent:
     def __init__(self, job: Job, host: int) -> None:
         self.job, self.host = job, host
         self.place = 0
+        self.lost = False
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
         self._look()
 
     def tell(self, report: WorkerExit) -> None:
+        if self.lost:
+            return
         self._exits.append(report)
         self._say(report)
 
     def _say(self, message: WorkerExit | AgentHello) -> None:
         controller = self.job.controllers[self.place]
-        moment = max(self.job.now, controller.cut_until)
+        moment = max(self.job.now, controller.cut_until, controller.route.held_until[UP])
         self.job.scheduler.at(moment, lambda: controller.take(ev.Received(message)))
 
     def _look(self) -> None:
@@ -43,5 +47,5 @@ class Agent:
                 self._say(AgentHello(f"host{self.host}", ranks, tuple(100 + rank for rank in ranks)))
                 for report in self._exits:
                     self._say(report)
-        if not self.job.ended():
+        if not (self.lost or self.job.ended()):
             self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)

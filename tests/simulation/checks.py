@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import cast
 
+from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
+from ttp.controller.state import EXIT_WAIT_S
+from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
 
@@ -19,9 +24,46 @@ def run_and_check(scenario: Scenario) -> list[str]:
     if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
+    found += _in_time(job)
     found += _published_content(job)
+    found += _older_and_newest(job)
     found += _outcome(scenario)
     return found
+
+
+def _in_time(job: Job) -> list[str]:
+    """I11: from the last fault on, a dump has its total time, and a takeover may begin it once more."""
+    times, last = job.times, max((strike.at_s for strike in job.strikes), default=0.0)
+    longest = 2 * (times.total_timeout_s + times.controller_lost_s) + EXIT_WAIT_S
+    dump = [at for at, line in job.story if line.event in ("freeze_sent", "published", "refused", "thawed", "finished")]
+    took = max(dump, default=0.0) - last
+    return [f"I11: {took:.1f} s after the last fault, wanted {longest:.1f} s at most"] if took > longest else []
+
+
+def _older_and_newest(job: Job) -> list[str]:
+    """I4, I9, I10: the older checkpoint is untouched, trackers name the newest, and a restart loads it."""
+    found, disk = [], job.disk
+    found += [f"I4: {text}" for text in disk.tracker.went_back]
+    for root in job.roots:
+        older = disk.directories.get((root, final_name(OLDER_STEP)))
+        if older is None or older != older_checkpoint():
+            found.append(f"I9: the older checkpoint in {root} was touched")
+        named, there = disk.tracker[root], {step for where, step in (*disk.published, *disk.before) if where == root}
+        if named not in there:
+            found.append(f"I4: the tracker of {root} names step {named}, there are {sorted(there)}")
+    newest = max([OLDER_STEP, *(step for _, step in disk.published)])
+    if disk.recovered() != newest:
+        found.append(f"I10: a restart loads step {disk.recovered()}, published was {newest}")
+    return found
+
+
+def violations(scenario: Scenario) -> list[str]:
+    """Run a scenario to its end; a machine that raises violates the protocol as well."""
+    try:
+        return run_and_check(scenario)
+    except (AssertionError, LookupError, ValueError, TTPError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return [f"raised: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"]
 
 
 def events(job: Job, name: str) -> list[dict[str, object]]:
@@ -43,6 +85,8 @@ def _published_content(job: Job) -> list[str]:
         if manifest is None or manifest.step != step:
             found.append(f"I1: {root}/{name} has no manifest of its step")
             continue
+        if manifest.host_state != job.training.host_state(step):
+            found.append(f"I12: {root}/{name} resumes with the host state {manifest.host_state}, not that of its step")
         files = [directory.files.get(file) for file in manifest.files]
         if any(file is None or not file.durable for file in files):
             found.append(f"I1: {root}/{name} lists a file that is missing or not durable")
@@ -61,7 +105,8 @@ def _published_content(job: Job) -> list[str]:
     for fields in events(job, "published"):
         root = str(fields["path"]).rsplit("/", 1)[0]
         step = int(str(fields["step"]))
-        if (root, step) not in job.disk.published or job.disk.tracker.get(root, 0) < step:
+        hint = job.disk.tracker[root] >= step or root in job.disk.spoiled()
+        if (root, step) not in job.disk.published or not hint:
             found.append(
                 f"I4: {fields['path']} was said to be published; disk {job.disk.published}, {job.disk.tracker}"
             )
@@ -115,17 +160,29 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if _start_failed(job):
         return []
-    if scenario.harmless:
+    if scenario.harmless and not (published and _comes_and_goes(job)):
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:
         return []
     if not events(job, "assembled"):
         return [] if exits or not _sound(job) else ["I11: the start failed without a word"]
-    if job.controller.dead and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
-        return []  # nobody is left who could look for another controller
+    if _leads_nobody(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
+        return []  # nobody is left who could look for another controller, or be told anything by a new one
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job, str(refused[-1]["reason"]))
+
+
+def _comes_and_goes(job: Job) -> bool:
+    """True when controllers were away several times: one that is heard for a moment keeps a rank from the standby for a lease
+    more, which is longer than the standby waits for it. That costs a dump, and no step."""
+    return sum(c.absences for c in job.controllers) > 1
+
+
+def _leads_nobody(job: Job) -> bool:
+    """True when the last controller that ranks came to is dead, or had not taken over yet."""
+    last = job.controller
+    return last.dead or (last.place > 0 and not any(line.event == "took_over" for _, line in last.story))
 
 
 def _start_failed(job: Job) -> bool:
@@ -144,8 +201,7 @@ def unprotected(job: Job) -> bool:
     what they cannot do alone, they give up."""
     known = job.controllers[: job.training.layout.world_size]
     behind = [c for c in known if c.place > job.controller.place]
-    absent = job.controller.dead or job.controller.away_s > job.times.controller_lost_s / 2
-    return absent and all(c.dead for c in behind)
+    return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in (job.controller, *behind))
 
 
 def _sound(job: Job) -> list[Rank]:
@@ -168,6 +224,6 @@ def _false_refusal(job: Job, reason: str) -> list[str]:
         whole = all(trained.intersection(holders) for holders in job.training.layout.holders)
         return [f"I9: refused for having nothing, but ranks {sorted(trained)} have a step"] if whole else []
     if "directories could be written" in reason:
-        bad = job.disk.full | {root for _, root in job.disk.broken_for}
+        bad = job.disk.spoiled()
         return [] if bad >= set(job.roots) else [f"I9: refused for the disks, but only {sorted(bad)} failed"]
     return [f"I9: covered by sound ranks {sorted(sound)}, yet refused: {reason}"] if covered else []

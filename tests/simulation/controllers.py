@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from tests.simulation.network import Stream
+from tests.simulation.network import DOWN, UP, Route, Stream
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import Stage
@@ -13,6 +14,12 @@ from ttp.proto.messages import Beat, Downward, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
+
+
+_BEAT = Beat()
+
+ROUNDING_S = 1e-6
+"""A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
 
 
 class Controller:
@@ -27,6 +34,9 @@ class Controller:
             times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
             times.hang_floor_s, times.hang_factor, place, f"c{place}", times.hang_start_s,
         )  # fmt: skip
+        self.ahead_s = 0.0
+        """Its clock against the job's."""
+        self.route = Route()
         self.state = machine.initial(settings, job.now)
         self.streams: dict[int, Stream] = {}
         self.story: list[tuple[float, ev.Journal]] = []
@@ -34,9 +44,11 @@ class Controller:
         self.dead = False
         self.paused_until = 0.0
         self.cut_until = 0.0
+        self.absences = 0
         self.away_s = 0.0
         """Longest time for which it was stopped or cut off."""
         self._queue: list[Callable[[], None]] = []
+        self._stage = self.state.stage
         self._tick_at = float("inf")
         self._beating = False
         self._schedule_tick()
@@ -54,7 +66,13 @@ class Controller:
     @property
     def heard(self) -> bool:
         """It says something to those that are attached."""
-        return not (self.gone or self.idle or self.job.now < max(self.paused_until, self.cut_until))
+        silent_until = max(self.paused_until, self.cut_until, self.route.held_until[DOWN])
+        return not (self.gone or self.idle or self.job.now < silent_until)
+
+    @property
+    def place_in_job(self) -> str:
+        """What it is doing, in a word, killed or not."""
+        return "dead" if self.dead else "over" if self.over else self.state.stage.value
 
     # --- what comes in ---
 
@@ -76,7 +94,9 @@ class Controller:
     def _hear(self, rank: int, stream: Stream, message: Upward) -> None:
         if isinstance(message, Registration):
             self.streams[rank] = stream
-        if self.streams.get(rank) is stream:
+        if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
+            self.job.reject_stream(rank, stream)
+        elif self.streams[rank] is stream:
             self.take(ev.Received(message))
 
     def close_seen(self, rank: int, stream: Stream) -> None:
@@ -93,10 +113,13 @@ class Controller:
         self.when_running(lambda: self._take(event))
 
     def _take(self, event: ev.Event) -> None:
-        self.state, effects = machine.transition(self.state, event, self.job.now)
+        self.state, effects = machine.transition(self.state, event, self.job.now + self.ahead_s)
         for effect in effects:
             self._carry_out(effect)
         self._schedule_tick()
+        if self.state.stage is not self._stage:
+            self._stage = self.state.stage
+            self.job.happened(f"stage {self._stage.value}", -1)
         if not self._beating and not self.idle and not self.gone:
             self._beating = True
             self._beat()
@@ -110,7 +133,8 @@ class Controller:
         deadline = machine.next_deadline(self.state)
         if deadline is not None and deadline < self._tick_at:
             self._tick_at = deadline
-            self.job.scheduler.at(deadline, lambda: self._tick(deadline))
+            due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
+            self.job.scheduler.at(due, partial(self._tick, deadline))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
@@ -127,16 +151,12 @@ class Controller:
             return
         if self.job.now >= self.paused_until:
             for rank in sorted(self.streams):
-                self._send(rank, Beat())
+                self._send(rank, _BEAT)
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
     def _send(self, rank: int, message: Downward) -> None:
         process, stream = self.job.ranks[rank], self.streams[rank]
-
-        def deliver(told: Any) -> None:
-            process.run(lambda: process.receive(stream, told))
-
-        stream.carry("down", deliver, message)
+        stream.carry(DOWN, partial(process.take_in, stream), message)
 
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:
@@ -153,6 +173,7 @@ class Controller:
                     self._supersede(self.job.controller_at(address))
             case ev.Finish(reason):
                 self.over = reason
+                self.job.controller_gone(killed=False)
                 self.job.scheduler.after(0.05, self.close_all)
 
     def _supersede(self, older: Controller) -> None:
@@ -160,9 +181,11 @@ class Controller:
 
         def end() -> None:
             older.over = f"superseded by c{self.place}"
+            self.job.controller_gone(killed=False)
             older.close_all()
 
-        moment = max(self.job.now, older.cut_until, self.cut_until) + self.job.rng.uniform(0.001, self.job.slowest_s)
+        held = max(older.cut_until, self.cut_until, older.route.held_until[UP])
+        moment = max(self.job.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
         self.job.scheduler.at(moment, lambda: older.when_running(end))
 
     def close_all(self) -> None:
@@ -178,14 +201,31 @@ class Controller:
         if not self.gone:
             self.job.note(f"controller c{self.place} is killed in {self.state.stage.value}")
             self.dead = True
-            self.job.controller_killed()
+            self.job.controller_gone(killed=True)
             self.close_all()
+            self.job.happened("controller killed", -1)
 
     def pause(self, seconds: float) -> None:
         self.job.note(f"controller c{self.place} is stopped for {seconds:.3f} s")
         self._away(seconds)
         self.paused_until = max(self.paused_until, self.job.now + seconds)
         self.job.scheduler.at(self.paused_until, lambda: self.take(ev.Tick()))
+
+    def cut_one_way(self, way: str, seconds: float) -> None:
+        """It hears nobody for a while and is heard (`UP`), or the reverse (`DOWN`)."""
+        self.job.note(
+            f"controller c{self.place} {'hears nobody' if way == UP else 'is heard by nobody'} for {seconds:.3f} s"
+        )
+        self._away(seconds)
+        self.route.hold(way, self.job.now + seconds)
+
+    def jump(self, seconds: float) -> None:
+        """Its clock leaps."""
+        self.job.note(f"the clock of controller c{self.place} leaps by {seconds:.3f} s")
+        self.ahead_s += seconds
+        self._tick_at = float("inf")
+        if not self.gone:
+            self._schedule_tick()
 
     def cut(self, seconds: float) -> None:
         """Nothing reaches it or comes from it for a while, and then all of it."""
@@ -195,5 +235,6 @@ class Controller:
 
     def _away(self, seconds: float) -> None:
         """Times of absence that touch each other count as one."""
+        self.absences += 1
         already = max(self.paused_until, self.cut_until) - self.job.now
         self.away_s = max(self.away_s, seconds, self.away_s + seconds if already > 0 else 0.0)

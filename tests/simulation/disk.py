@@ -7,17 +7,27 @@ from dataclasses import dataclass, field
 Piece = tuple[str, int, int, int]
 """What a file says about one part: (group id, index, count, value)."""
 
+PIECE_BYTES = 10
+OLDER_STEP = 0
+"""The checkpoint that is there before the job begins is of this step."""
+
 
 @dataclass
 class File:
     pieces: tuple[Piece, ...]
     durable: bool
 
+    @property
+    def nbytes(self) -> int:
+        return PIECE_BYTES * len(self.pieces)
+
 
 @dataclass(frozen=True)
 class Manifest:
     step: int
     files: tuple[str, ...]
+    host_state: int = 0
+    """The data position and whatever else belongs to the step."""
 
 
 @dataclass
@@ -27,25 +37,66 @@ class Directory:
 
 
 class DiskError(Exception):
-    """The simulated disk refuses."""
+    """The simulated disk refuses. `kind`: the injected fault that it comes from; empty: another process was faster."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Trackers(dict[str, int]):
+    """By save directory, the step that its tracker names; remembers every step back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.went_back: list[str] = []
+
+    def __setitem__(self, root: str, step: int) -> None:
+        if step < self.get(root, 0):
+            self.went_back.append(f"the tracker of {root} went from step {self[root]} back to {step}")
+        super().__setitem__(root, step)
 
 
 class Disk:
-    """Paths are (save directory, name)."""
+    """Paths are (save directory, name). Each of `roots` begins with a complete checkpoint of `OLDER_STEP`."""
 
-    def __init__(self) -> None:
-        self.directories: dict[tuple[str, str], Directory] = {}
-        self.tracker: dict[str, int] = {}
+    def __init__(self, roots: tuple[str, ...] = ()) -> None:
+        self.directories: dict[tuple[str, str], Directory] = {
+            (root, final_name(OLDER_STEP)): older_checkpoint() for root in roots
+        }
+        self.tracker = Trackers()
+        for root in roots:
+            self.tracker[root] = OLDER_STEP
+        self.before = {(root, OLDER_STEP) for root in roots}
+        """(save directory, step) of complete checkpoints that were there before the job began."""
         self.full: set[str] = set()
         """Save directories without space."""
         self.broken_for: set[tuple[int, str]] = set()
         """(rank, save directory) pairs that fail."""
+        self.tearing: set[tuple[int, str]] = set()
+        """(rank, save directory) pairs where a file ends short, and nobody says so."""
+        self.unsynced: set[tuple[int, str]] = set()
+        """(rank, save directory) pairs where fsync fails."""
         self.published: list[tuple[str, int]] = []
         """(save directory, step) in the order of the renames."""
 
     def check(self, rank: int, root: str) -> None:
-        if root in self.full or (rank, root) in self.broken_for:
-            raise DiskError("no space left on device")
+        """Raise DiskError where `rank` cannot write to `root`."""
+        if root in self.full:
+            raise DiskError("no space left on device", "full disk")
+        if (rank, root) in self.broken_for:
+            raise DiskError("input/output error", "rank's disk")
+
+    def check_fsync(self, rank: int, root: str) -> None:
+        if (rank, root) in self.unsynced:
+            raise DiskError("fsync: input/output error", "failed fsync")
+
+    def spoiled(self) -> frozenset[str]:
+        """Return the save directories that something was wrong with, for whatever rank."""
+        return frozenset(self.full.union(*((r for _, r in pairs) for pairs in self._by_rank())))
+
+    def _by_rank(self) -> tuple[set[tuple[int, str]], ...]:
+        return self.broken_for, self.tearing, self.unsynced
 
     def write(self, root: str, name: str, file: str, content: File) -> None:
         """Put a file; a directory that was renamed away meanwhile is not made again."""
@@ -61,3 +112,24 @@ class Disk:
             raise DiskError(f"{name} is gone")
         self.directories[root, final] = self.directories.pop((root, name))
         return True
+
+    def recovered(self) -> int:
+        """Return the step that a restart loads: the newest whose directory has a manifest of its step, and every file of it."""
+        steps = [OLDER_STEP - 1]
+        for (_, name), directory in self.directories.items():
+            manifest = directory.manifest
+            if manifest is None or name != final_name(manifest.step):
+                continue
+            files = [directory.files.get(file) for file in manifest.files]
+            if all(file is not None and file.durable for file in files):
+                steps.append(manifest.step)
+        return max(steps)
+
+
+def older_checkpoint() -> Directory:
+    """Return what is there before the job begins."""
+    return Directory({"older": File((), True)}, Manifest(OLDER_STEP, ("older",)))
+
+
+def final_name(step: int) -> str:
+    return f"iter_{step:07d}"

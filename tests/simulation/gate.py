@@ -7,6 +7,8 @@ from collections.abc import Callable
 from tests.simulation.training import Training
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
+KEPT_STEPS = 3
+
 
 class Gate:
     """One rank's gate and optimizer state. The state is one number per shard group, a function of all that was applied."""
@@ -18,6 +20,9 @@ class Gate:
         self.values = {group: training.start(group) for group in training.groups_of(rank)}
         self.backup: tuple[int, dict[str, int]] | None = None
         self.records: tuple[CommitRecord, ...] = ()
+        self.host_states: dict[int, int] = {}
+        """The data position and the like after each of the last few steps."""
+        self._host_state = 0
         self.gradients_of = 0
         """The step whose reduced gradients are in memory, whole."""
         self.barred = False
@@ -35,6 +40,17 @@ class Gate:
             self._waiting.append(go_on)
         else:
             go_on()
+
+    def compute(self, step: int) -> None:
+        """Draw the batch of a step; the gradients in memory are no longer those of the step before."""
+        self.phase, self.step, self.gradients_of = Phase.COMPUTE, step, 0
+        self._host_state = self.training.next_host_state(self._host_state, step)
+
+    def ready(self, step: int) -> None:
+        """Reduced gradients are final; what the trainer has to remember of the step is noted before its update."""
+        self.phase, self.step, self.gradients_of = Phase.READY, step, step
+        self.host_states[step] = self._host_state
+        self.host_states.pop(step - KEPT_STEPS, None)
 
     def begin(self, record: CommitRecord) -> None:
         """Hold the lock and begin the update of `record.step`: the values are half written until `end`."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
-from tests.simulation.network import Stream
+from tests.simulation.network import DOWN, UP, Stream
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.training import Training
 from ttp.controller import events as ev
+from ttp.controller.state import Stage
 from ttp.proto.messages import CommitRecord, Upward, WorkerExit
+
+LONGEST_PAUSE_S = 0.25
+"""A rank that is not heard for so long is neither dead nor late with an answer."""
 
 
 class Violation(Exception):
@@ -41,6 +46,16 @@ class Times:
     boundary_s: float = 0.3
 
 
+@dataclass(frozen=True)
+class Strike:
+    """A fault that acted."""
+
+    kind: str
+    where: str
+    rank: int
+    at_s: float
+
+
 class Job:
     """A whole job under one seed. `happened` is where faults hook in; `broken` notes violated invariants."""
 
@@ -52,16 +67,20 @@ class Job:
         self.scheduler = Scheduler()
         self.slowest_s = 0.005
         self.roots: tuple[str, ...] = ("/a", "/b")
-        self.disk = Disk()
+        self.disk = Disk(self.roots)
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
         self.violations: list[str] = []
         self.notes: list[str] = []
-        self.hooks: list[tuple[str, int, Callable[[int], None]]] = []
+        self.strikes: list[Strike] = []
+        self.everybody = tuple(range(training.layout.world_size))
+        self._hooks: dict[str, list[tuple[int, Callable[[int], object]]]] = {}
         self.killed: dict[int, float] = {}
         self.thawed_up_to = -1
         self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
         """(members, step) of the collectives in which somebody said that it was told to leave."""
         self._last_kill_s = 0.0
+        self.changed = False
+        """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], str] = {}
         self.committed_when_published: list[int] = []
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]
@@ -95,19 +114,32 @@ class Job:
         self.note(text)
         self.violations.append(text)
 
-    def hook(self, name: str, count: int, action: Callable[[int], None]) -> None:
+    def hook(self, name: str, count: int, action: Callable[[int], object]) -> None:
         """Call `action(rank)` the `count`-th time that `name` happens (from 1)."""
-        self.hooks.append((name, count, action))
+        self._hooks.setdefault(name, []).append((count, action))
 
     def happened(self, name: str, rank: int) -> None:
-        due = []
-        for index, (wanted, count, action) in enumerate(self.hooks):
-            if wanted == name:
-                self.hooks[index] = (wanted, count - 1, action)
-                if count == 1:
-                    due.append(action)
-        for action in due:
-            action(rank)
+        waiting = self._hooks.get(name)
+        if waiting is None:
+            return
+        self._hooks[name] = [(count - 1, action) for count, action in waiting]
+        for count, action in waiting:
+            if count == 1:
+                action(rank)
+
+    def where(self, rank: int) -> str:
+        """Say where the job is: the controller's stage, and while training is on the phase of `rank`."""
+        controller = self.controller
+        if controller.dead:
+            return "leaderless"
+        if controller.over:
+            return "over"
+        stage = controller.state.stage
+        return self.ranks[rank].phase.name if stage is Stage.RUNNING else stage.value
+
+    def struck(self, kind: str, rank: int, where: str = "") -> None:
+        """Note that a fault acts now, not when it was put in. `where`: if it changes that itself."""
+        self.strikes.append(Strike(kind, where or self.where(rank), rank, self.now))
 
     # --- what the checks need to know while it happens ---
 
@@ -135,16 +167,30 @@ class Job:
     def send_up(self, process: Rank, message: Upward) -> None:
         stream = process.stream
         if stream is not None:
-            stream.carry("up", lambda m: stream.controller.hear(process.rank, stream, m), message)
+            stream.carry(UP, partial(stream.controller.hear, process.rank, stream), message)
 
-    def drop_stream(self, rank: int) -> None:
-        """Break a rank's stream; each side notices by itself."""
-        stream, process = self.ranks[rank].stream, self.ranks[rank]
+    def drop_stream(self, rank: int) -> bool:
+        """Break a rank's stream, if it has one; each side notices by itself."""
+        stream = self.ranks[rank].stream
         if stream is None or stream.broken:
+            return False
+        self._break(rank, stream)
+        return True
+
+    def reject_stream(self, rank: int, stream: Stream) -> None:
+        """The controller ends a stream on which no rank is registered."""
+        if self.ranks[rank].stream is stream:
+            self._break(rank, stream)
+
+    def _break(self, rank: int, stream: Stream) -> None:
+        process = self.ranks[rank]
+        if stream.broken:
             return
         stream.broken = True
-        process.stream = None
-        process.soon(self.rng.uniform(0.001, 0.05), lambda: process.disconnected(stream))
+        if process.stream is stream:
+            process.stream = None
+        seen = max(self.now, stream.held(DOWN)) - self.now
+        process.later(seen + self.rng.uniform(0.001, 0.05), partial(process.disconnected, stream))
         self._close_seen_later(rank, stream)
 
     def abandon_stream(self, process: Rank) -> None:
@@ -155,8 +201,8 @@ class Job:
             self._close_seen_later(process.rank, stream)
 
     def _close_seen_later(self, rank: int, stream: Stream) -> None:
-        moment = max(self.now, stream.controller.cut_until) + self.rng.uniform(0.001, 0.1)
-        self.scheduler.at(moment, lambda: stream.controller.close_seen(rank, stream))
+        moment = max(self.now, stream.held(UP)) + self.rng.uniform(0.001, 0.1)
+        self.scheduler.at(moment, partial(stream.controller.close_seen, rank, stream))
 
     # --- faults ---
 
@@ -170,6 +216,7 @@ class Job:
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
         process.alive, process.ended = False, text
+        self.changed = True
         left = text.startswith("exit code")
         self.collectives.rank_gone(process.rank, surely=left)
         stream = process.stream
@@ -198,13 +245,75 @@ class Job:
             return
         self.note(f"rank {rank} is stopped for {seconds} s")
         process.stopped = True
-        process.was_stopped = True
+        process.was_stopped |= seconds is None or seconds > LONGEST_PAUSE_S
         process.stopped_for_good = seconds is None
+        self.changed = True
         if seconds is not None:
             self.scheduler.after(seconds, process.resume)
 
-    def controller_killed(self) -> None:
-        self._last_kill_s = self.now
+    def hog(self, rank: int, seconds: float | None) -> bool:
+        """The training thread holds the interpreter for `seconds`; None: for good, and gets on no more itself."""
+        process = self.ranks[rank]
+        if seconds is None:
+            able = process.alive and not process.stopped
+            self.stop(rank, None)
+            return able
+        if not process.alive or process.hogged:
+            return False
+        self.note(f"rank {rank}'s training thread holds the interpreter for {seconds:.3f} s")
+        process.hogged = True
+        process.was_stopped |= seconds > LONGEST_PAUSE_S
+        self.scheduler.after(seconds, partial(process.run, process.let_go))
+        return True
+
+    def lose_agent(self, host: int) -> bool:
+        """The launcher of a host ends; False when there is none any more."""
+        agent = self._agents.get(host)
+        if agent is None or agent.lost:
+            return False
+        agent.lost = True
+        controller = self.controllers[agent.place]
+        self.scheduler.after(
+            self.rng.uniform(0.001, 0.05), partial(controller.take, ev.StreamClosed((), f"host{host}"))
+        )
+        return True
+
+    def controller_gone(self, killed: bool) -> None:
+        """A controller was killed, or its work is over."""
+        self.changed = True
+        if killed:
+            self._last_kill_s = self.now
+        self.scheduler.after(3.001 * self.times.controller_lost_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self.changed = True
+
+    def leave_behind(self, rank: int) -> bool:
+        """A rank loses its stream and opens another; what is under way on the old one still arrives, late."""
+        process = self.ranks[rank]
+        stream, process.stream = process.stream, None
+        if stream is None or stream.broken:
+            return False
+        stream.losing = True
+        late_s = self.rng.uniform(0.02, 0.15)
+        stream.hold(late_s)
+        process.later(self.rng.uniform(0.001, 0.02), lambda: process.disconnected(stream))
+
+        def end() -> None:
+            stream.broken = True
+            self._close_seen_later(rank, stream)
+
+        self.scheduler.after(late_s + 0.001, end)
+        return True
+
+    def lose_tail(self, rank: int, seconds: float) -> bool:
+        """Whatever is sent on a rank's stream from now on is lost, and after `seconds` the stream breaks."""
+        stream = self.ranks[rank].stream
+        if stream is None or stream.broken:
+            return False
+        stream.losing = True
+        self.scheduler.after(seconds, partial(self._break, rank, stream))
+        return True
 
     # --- the run ---
 
@@ -217,7 +326,14 @@ class Job:
         )
 
     def run(self, until_s: float) -> bool:
-        return self.scheduler.run(until_s, self.ended)
+        return self.scheduler.run(until_s, self._ended_now)
+
+    def _ended_now(self) -> bool:
+        """Look only after something that may have ended the job: this is asked after every event."""
+        if not self.changed:
+            return False
+        self.changed = False
+        return self.ended()
 
 
 def _content(directory: Any) -> str:

@@ -1,9 +1,10 @@
-"""Simulated streams: FIFO within one, no order between two, and ways to break."""
+"""Simulated streams: FIFO within one, no order between two, and ways to break, to stand still and to say things twice."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.scheduler import Scheduler
@@ -11,40 +12,73 @@ from tests.simulation.scheduler import Scheduler
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
 
+UP, DOWN = "up", "down"
+"""From a rank to its controller, and back."""
+
+
+class Route:
+    """The network of one process, whatever streams it opens. What is held arrives later, all of it and in order."""
+
+    def __init__(self) -> None:
+        self.held_until = {UP: 0.0, DOWN: 0.0}
+        """A one-way partition holds one of the ways."""
+        self.twice_until = 0.0
+        """Until then everything arrives twice."""
+        self.slowest_s = 0.0
+        """Longest delay of a message, where it is longer than the job's."""
+
+    def hold(self, way: str, until: float) -> None:
+        self.held_until[way] = max(self.held_until[way], until)
+
 
 class Stream:
     """One rank's bidirectional stream to a controller."""
 
-    def __init__(self, scheduler: Scheduler, rng: random.Random, slowest_s: float, controller: Controller) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rng: random.Random, slowest_s: float, controller: Controller, route: Route
+    ) -> None:
         self.controller = controller
         self._scheduler = scheduler
-        self._rng = rng
+        self._random = rng.random
         self._slowest_s = slowest_s
-        self._last = {"up": 0.0, "down": 0.0}
+        self._route = route
+        self._last = {UP: 0.0, DOWN: 0.0}
         self._held_until = 0.0
         self.broken = False
+        self.losing = False
+        """What is sent from now on is lost: the stream is about to break."""
 
     def carry(self, way: str, deliver: Callable[[Any], None], message: object) -> None:
         """Deliver after a random delay, behind what was sent before; lost when the stream breaks first."""
+        if self.broken or self.losing:
+            return
+        now = self._scheduler.now
+        slowest_s = max(self._slowest_s, self._route.slowest_s)
+        moment = max(now, self.held(way)) + 0.0001 + self._random() * slowest_s
+        last = self._last
+        last[way] = moment = max(moment, last[way])
+        self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
+        if now < self._route.twice_until:
+            last[way] = moment = moment + self._random() * slowest_s
+            self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
+
+    def _arrive(self, way: str, deliver: Callable[[Any], None], message: object) -> None:
         if self.broken:
             return
-        moment = max(self._scheduler.now, self._held) + self._rng.uniform(0.0001, self._slowest_s)
-        self._last[way] = max(moment, self._last[way])
+        held = self.held(way)
+        if self._scheduler.now < held:  # held while under way
+            self._last[way] = max(self._last[way], held)
+            self._scheduler.at(held, partial(self._arrive, way, deliver, message))
+        else:
+            deliver(message)
 
-        def arrive() -> None:
-            if self.broken:
-                return
-            if self._scheduler.now < self._held:  # held while under way
-                self._last[way] = max(self._last[way], self._held)
-                self._scheduler.at(self._held, arrive)
-            else:
-                deliver(message)
-
-        self._scheduler.at(self._last[way], arrive)
-
-    @property
-    def _held(self) -> float:
-        return max(self._held_until, self.controller.cut_until)
+    def held(self, way: str) -> float:
+        """Return until when nothing arrives at the end of this way."""
+        controller = self.controller
+        both_ways = self._held_until if self._held_until > controller.cut_until else controller.cut_until
+        here, there = self._route.held_until[way], controller.route.held_until[way]
+        one_way = here if here > there else there
+        return both_ways if both_ways > one_way else one_way
 
     def hold(self, seconds: float) -> None:
         """Nothing arrives for a while, and then all of it (a route that flaps)."""

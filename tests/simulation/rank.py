@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
-from tests.simulation.disk import DiskError, File, Manifest
+from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.gate import Gate
-from tests.simulation.network import Stream
+from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.work import Worker
 from ttp.processor import events as ev
 from ttp.processor import machine
-from ttp.proto.messages import (
-    Cause,
-    CauseKind,
-    CommitRecord,
-    Downward,
-    FileEntry,
-    Part,
-    Phase,
-    PublishOrder,
-    Registration,
-    ShardGroup,
-    ShareResult,
-    WriteOrder,
-)
+from ttp.processor.state import Link
+from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, Welcome
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 GROUP_BYTES = 1 << 20
-FREEZE_TIMEOUT_S = 0.5
 LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
 
@@ -41,10 +31,16 @@ class Rank:
         self.job, self.rank = job, rank
         self.gate = Gate(rank, job.training)
         self.stream: Stream | None = None
+        self.route = Route()
         self.alive, self.stopped, self.ended = True, False, ""
         self.released = False
         self.was_stopped = False
+        """Something kept it from answering for a while, or for good."""
         self.stopped_for_good = False
+        self.hogged = False
+        """Its training thread holds the interpreter: the processor's threads stand still."""
+        self.ahead_s = 0.0
+        """Its clock against the job's."""
         self.main_raised = False
         self.hang_update_at = 0
         self.slow_compute: dict[int, float] = {}
@@ -60,23 +56,22 @@ class Rank:
         self.state = machine.initial(
             ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
-        self._written: dict[tuple[str, int, tuple[Part, ...]], bool] = {}
+        self.work = Worker(self)
         self._held: list[Callable[[], None]] = []
-        self._tasks: list[ev.Effect] = []
-        self._working = False
-        self._tick_at = float("inf")
+        self._held_beside: list[Callable[[], None]] = []
+        self._tick_at = inf
         self._attempts = 0
         self._current: Stream | None = None
         """The stream that the machine knows of, broken or not."""
-        self._files = 0
-        self.started, self.started_s = False, float("inf")
+        self._greeted_on: Stream | None = None
+        self.started, self.started_s = False, inf
         self.acknowledged = -1
         self.soon(LONGEST_START_S, self._start_failed)
 
-    # --- time ---
+    # --- time: the training thread's, and that of the threads beside it ---
 
     def soon(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.job.scheduler.after(delay_s, lambda: self.run(call))
+        self.job.scheduler.after(delay_s, partial(self.run, call))
 
     def run(self, call: Callable[[], None]) -> None:
         if not self.alive:
@@ -86,18 +81,45 @@ class Rank:
         else:
             call()
 
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.job.scheduler.after(delay_s, partial(self.run_beside, call))
+
+    def run_beside(self, call: Callable[[], None]) -> None:
+        """Do it on a thread that stands still while the training thread holds the interpreter."""
+        if self.hogged and self.alive:
+            self._held_beside.append(call)
+        else:
+            self.run(call)
+
     def resume(self) -> None:
         self.stopped = False
         calls, self._held = self._held, []
         for call in calls:
             self.run(call)
 
+    def let_go(self) -> None:
+        """The training thread gives the interpreter back."""
+        self.hogged = False
+        calls, self._held_beside = self._held_beside, []
+        for call in calls:
+            self.run_beside(call)
+
+    def jump(self, seconds: float) -> None:
+        """Its clock leaps."""
+        self.ahead_s += seconds
+        self._tick_at = inf
+        if self.alive:
+            self._schedule_tick()
+
     # --- the processor's driver ---
 
     def step(self, event: ev.Event) -> None:
+        if self.hogged:
+            self.run_beside(partial(self.step, event))
+            return
         if not self.alive:
             return
-        self.state, effects = machine.transition(self.state, event, self.job.now)
+        self.state, effects = machine.transition(self.state, event, self.job.scheduler.now + self.ahead_s)
         for effect in effects:
             if self.alive:
                 self._carry_out(effect)
@@ -108,14 +130,15 @@ class Rank:
         if deadline is None or deadline >= self._tick_at:
             return
         self._tick_at = deadline
-        self.job.scheduler.at(deadline, lambda: self.run(lambda: self._tick(deadline)))
+        due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
+        self.job.scheduler.at(due, partial(self.run_beside, partial(self._tick, deadline)))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for == self._tick_at:  # else the machine has asked for an earlier one since
             self.tick()
 
     def tick(self) -> None:
-        self._tick_at = float("inf")
+        self._tick_at = inf
         self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting))
 
     def _carry_out(self, effect: ev.Effect) -> None:
@@ -126,13 +149,11 @@ class Rank:
                 self.job.abandon_stream(self)
                 self._current = None
                 self._attempts += 1
-                attempt = self._attempts
-                self.soon(self.job.rng.uniform(0.001, 0.01), lambda: self._connect(address, attempt))
+                self.later(self.job.rng.uniform(0.001, 0.01), partial(self._connect, address, self._attempts))
             case ev.CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case ev.OpenGate() | ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint():
-                self._tasks.append(effect)
-                self._work()
+                self.work.submit(effect)
             case ev.ExitProcess(code, reason):
                 self.job.note(f"rank {self.rank} leaves with {code}: {reason}")
                 self.job.process_gone(self, f"exit code {code}")
@@ -142,23 +163,34 @@ class Rank:
             case ev.Log() | ev.SaveStacks():
                 pass
 
+    # --- the stream ---
+
     def _connect(self, address: str, attempt: int) -> None:
         if attempt != self._attempts:
             return  # it has gone on meanwhile
         controller = self.job.controller_at(address)
         if controller.gone:
-            self.step(ev.Disconnected("connection refused", refused=True))
+            answered = max(self.job.now, *self.route.held_until.values())
+            refused = ev.Disconnected("connection refused", refused=True)
+            self.later(answered - self.job.now, partial(self._refused, attempt, refused))
             return
-        self.stream = self._current = stream = Stream(self.job.scheduler, self.job.rng, self.job.slowest_s, controller)
+        self.stream = self._current = stream = Stream(
+            self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route
+        )
 
         def answer() -> None:
-            stream.carry("down", lambda _: self.run(lambda: self._greeted(stream)), None)
+            stream.carry(DOWN, lambda _: self.run_beside(partial(self._greeted, stream)), None)
 
-        stream.carry("up", lambda _: controller.when_running(answer), None)
+        stream.carry(UP, lambda _: controller.when_running(answer), None)
+
+    def _refused(self, attempt: int, answer: ev.Disconnected) -> None:
+        if attempt == self._attempts and self._current is None:
+            self.step(answer)
 
     def _greeted(self, stream: Stream) -> None:
-        if self.stream is not stream:
+        if self.stream is not stream or self._greeted_on is stream:
             return
+        self._greeted_on = stream
         if stream.controller.term < self.fence:
             self.job.abandon_stream(self)
             self.step(ev.Disconnected("it is fenced", refused=True))
@@ -177,179 +209,56 @@ class Rank:
         layout = self.job.training.layout
         host = f"host{layout.hosts[self.rank]}"
         return Registration(
-            self.rank, layout.world_size, host, 100 + self.rank, groups, self.gate.state_step, self.job.roots, "{}",
+            self.rank, layout.world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
             self._standby(),
         )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return 100 + self.rank
 
     def _standby(self) -> str:
         """Ranks from 1 on have started the standbys, in order; the last rank has all that are left."""
         place = self.rank if self.rank < len(self.job.controllers) else 0
         return f"c{place}" if place else ""
 
+    @property
+    def attached(self) -> Stream | None:
+        """The stream on which it has registered, None while there is none."""
+        return self._current if self.state.link is Link.UP else None
+
     def _start_failed(self) -> None:
         if not self.started:
             self.job.process_gone(self, "exit code 1")
 
+    def take_in(self, stream: Stream, message: Downward) -> None:
+        """The network brings a message: it is read as soon as the processor's threads run."""
+        self.run_beside(partial(self.receive, stream, message))
+
     def receive(self, stream: Stream, message: Downward) -> None:
         if stream is not self.stream:
             return
-        name = type(message).__name__
-        if name == "Welcome" and not self.started:
+        if not self.started and isinstance(message, Welcome):
             self.started, self.started_s = True, self.job.now
             self.soon(0.001, self._compute)
         self.step(ev.Received(message))
-        self.job.happened(f"got {name}", self.rank)
+        self.job.happened(f"got {type(message).__name__}", self.rank)
 
-    # --- the gate and the work thread ---
+    # --- the gate ---
 
     def _close_gate(self, freeze_id: int) -> None:
         self.gate.bar(freeze_id)
         if not self.gate.busy:
-            self._closed(freeze_id)
+            self.gate_closed(freeze_id)
         else:
-            self._tasks.append(ev.CloseGate(freeze_id))
-            self._work()
+            self.work.submit(ev.CloseGate(freeze_id))
 
-    def _closed(self, freeze_id: int) -> None:
+    def gate_closed(self, freeze_id: int) -> None:
+        """The gate is closed, or could not be closed in time."""
         report = self.gate.report(freeze_id)
         if report.closed:
             self.acknowledged = freeze_id
         self.step(ev.GateClosed(report))
-
-    def _work(self) -> None:
-        """The work thread: one task at a time."""
-        if self._working or not self._tasks:
-            return
-        self._working = True
-        task = self._tasks.pop(0)
-        if self.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
-            return  # for ever
-        match task:
-            case ev.WriteShare(order) | ev.PublishCheckpoint(order) if order.freeze_id < self.gate.freeze_id:
-                stage = "write" if isinstance(order, WriteOrder) else "publish"
-                self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, "taken back"))
-            case ev.CloseGate(freeze_id):
-                self._wait_for_update(freeze_id)
-            case ev.OpenGate(freeze_id):
-                self.gate.thaw(freeze_id)
-                self._next()
-            case ev.ApplyUpdate(freeze_id, record):
-                self._roll_forward(freeze_id, record)
-            case ev.WriteShare(order):
-                self._begin_write(order)
-            case ev.PublishCheckpoint(order):
-                self._begin_publish(order)
-
-    def _next(self, answer: ev.Event | None = None) -> None:
-        self._working = False
-        if answer is not None:
-            self.step(answer)
-        self._work()
-
-    def _wait_for_update(self, freeze_id: int) -> None:
-        waiting = [True]
-
-        def report() -> None:
-            if waiting:
-                waiting.clear()
-                self._closed(freeze_id)
-                self._next()
-            elif self.gate.freeze_id == freeze_id and self.gate.barred:  # it was reported as not closed before
-                self.soon(self.job.rng.uniform(0.0, 0.2), lambda: self._closed_late(freeze_id))
-
-        def give_up() -> None:
-            if waiting:
-                report()
-
-        self.gate.when_free(lambda: self.run(report))
-        self.soon(FREEZE_TIMEOUT_S, give_up)
-
-    def _closed_late(self, freeze_id: int) -> None:
-        if self.gate.freeze_id == freeze_id and self.gate.barred:
-            self._closed(freeze_id)
-
-    def _roll_forward(self, freeze_id: int, record: CommitRecord) -> None:
-        if not self.gate.can_roll(record):
-            self._next(ev.WorkFailed(freeze_id, "roll_forward", "", f"not READY({record.step})"))
-            return
-        self.job.happened("rolling", self.rank)
-        self.gate.start_roll(record)
-
-        def finish() -> None:
-            if self.break_roll:
-                self.gate.fail()
-                self._next(ev.WorkFailed(freeze_id, "roll_forward", "", "raised half way"))
-            else:
-                self.gate.end()
-                self._next(ev.RollForwardDone(freeze_id, record.step))
-
-        self.soon(self.job.rng.uniform(0.001, 0.02), finish)
-
-    def _begin_write(self, order: WriteOrder) -> None:
-        """Read the values at the start and at the end: a holder must stand still meanwhile."""
-        self.job.happened("writing", self.rank)
-        disk, name = self.job.disk, f"r{self.rank}_{self._files}"
-        self._files += 1
-        before = dict(self.gate.held(order.step))
-        disk.write(order.directory, order.tmp_name, name, File((), False))
-
-        key = (order.directory, order.step, order.parts)
-        again = (
-            key in self._written and self.gate.held(order.step) == before
-        )  # a link to the file of an earlier attempt
-
-        def finish() -> None:
-            after = self.gate.held(order.step)
-            if any(before[part.group_id] != after[part.group_id] for part in order.parts):
-                self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
-            pieces = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
-            try:
-                disk.check(self.rank, order.directory)
-                disk.write(order.directory, order.tmp_name, name, File(pieces, True))
-            except DiskError as error:
-                self._next(ev.WorkFailed(order.freeze_id, "write", order.tmp_name, str(error)))
-                return
-            self._written[key] = True
-            entry = FileEntry(name, 10 * len(pieces), "0", self.rank)
-            self._next(ev.WriteDone(order, ShareResult((entry,))))
-
-        self.soon(0.0005 if again else self.job.rng.uniform(0.001, 0.05) * len(order.parts), finish)
-
-    def _begin_publish(self, order: PublishOrder) -> None:
-        """Manifest, rename, tracker: each a moment of its own, so that death may come between."""
-        disk, final = self.job.disk, f"iter_{order.step:07d}"
-        here, there = (order.directory, order.tmp_name), (order.directory, final)
-        self.job.happened("publishing", self.rank)
-
-        def manifest() -> None:
-            if there not in disk.directories:
-                try:
-                    disk.check(self.rank, order.directory)
-                    if here not in disk.directories:
-                        raise DiskError(f"{order.tmp_name} is gone")
-                except DiskError as error:
-                    self._next(ev.WorkFailed(order.freeze_id, "publish", order.tmp_name, str(error)))
-                    return
-                names = tuple(file.name for result in order.results for file in result.files)
-                disk.directories[here].manifest = Manifest(order.step, names)
-            self.soon(self.job.rng.uniform(0.0005, 0.005), rename)
-            self.job.happened("manifest written", self.rank)
-
-        def rename() -> None:
-            try:
-                if there not in disk.directories and disk.rename(*here, final):
-                    self.job.renamed(order.directory, order.step)
-            except DiskError as error:
-                self._next(ev.WorkFailed(order.freeze_id, "publish", order.tmp_name, str(error)))
-                return
-            self.soon(self.job.rng.uniform(0.0005, 0.005), track)
-            self.job.happened("renamed", self.rank)
-
-        def track() -> None:
-            disk.tracker[order.directory] = max(order.step, disk.tracker.get(order.directory, 0))
-            self._next(ev.PublishDone(order, f"{order.directory}/{final}"))
-
-        self.soon(self.job.rng.uniform(0.0005, 0.005), manifest)
 
     # --- the training thread ---
 
@@ -361,29 +270,32 @@ class Rank:
             return
 
         def computing() -> None:
-            self.gate.phase, self.gate.step = Phase.COMPUTE, step
-            self.gate.gradients_of = 0
-            usual = self.job.rng.uniform(0.005, 0.04)
-            if (seconds := self.slow_compute.get(step, usual)) < float("inf"):
-                self.soon(seconds, lambda: self._pass_gate_to_ready(step))
+            self.gate.compute(step)
+            self.job.happened(f"COMPUTE {step}", self.rank)
+            seconds = self.job.rng.uniform(0.005, 0.04)
+            if step in self.slow_compute:
+                seconds = self.slow_compute[step]
+                self.job.struck("slow rank" if seconds < inf else "hang in compute", self.rank)
+            if seconds < inf:
+                self.soon(seconds, partial(self._pass_gate_to_ready, step))
 
         self.gate.enter(computing)
 
     def _pass_gate_to_ready(self, step: int) -> None:
         if self.main_raised:
             return
-        self.gate.enter(lambda: self._ready(step))
+        self.gate.enter(partial(self._ready, step))
 
     def _ready(self, step: int) -> None:
         if self.main_raised:
             return
-        self.gate.phase, self.gate.step, self.gate.gradients_of = Phase.READY, step, step
+        self.gate.ready(step)
         self.job.happened(f"READY {step}", self.rank)
         members = self.job.training.collectives(self.rank)
         self.waiting = True
         if self.noticed:
             self.job.told_to_leave.add((members, step))
-        go_on = lambda: self.run(lambda: self.gate.enter(lambda: self._update(step)))  # noqa: E731
+        go_on = partial(self.run, partial(self.gate.enter, partial(self._update, step)))
         self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed)
 
     def _update(self, step: int) -> None:
@@ -394,19 +306,21 @@ class Rank:
         self.gate.begin(self.job.training.record(step))
         self.job.happened(f"UPDATING {step}", self.rank)
         if self.hang_update_at and step >= self.hang_update_at:
+            self.job.struck("hang in update", self.rank)
             return
-        usual = self.job.rng.uniform(0.001, 0.02)
-        self.soon(self.slow_update.get(step, usual), lambda: self._gather(step))
+        seconds = self.slow_update.get(step, self.job.rng.uniform(0.001, 0.02))
+        self.soon(seconds, partial(self._gather, step))
 
     def _gather(self, step: int) -> None:
         if self.gate.torn:
             return
         self.gate.end()
         self.job.happened(f"DONE {step}", self.rank)
-        members = tuple(range(self.job.training.layout.world_size))
-        go_on = lambda: self.run(self._after_gather)  # noqa: E731
+        members = self.job.everybody
         self.waiting = True
-        self.job.collectives.enter("gather", step, members, self.rank, go_on, self._peer_failed)
+        self.job.collectives.enter(
+            "gather", step, members, self.rank, partial(self.run, self._after_gather), self._peer_failed
+        )
 
     def _after_gather(self) -> None:
         step = self.gate.state_step
@@ -436,3 +350,7 @@ class Rank:
             if self.gate.busy and not self.gate.final:
                 self.gate.fail()
         self.step(ev.LocalFault(Cause(kind, (self.rank,), text), ""))
+
+    @property
+    def phase(self) -> Phase:
+        return self.gate.phase

@@ -6,37 +6,32 @@ import argparse
 import collections
 import sys
 import time
+from collections.abc import Iterator
 
-from tests.simulation.checks import run_and_check, unprotected
+from tests.simulation.checks import violations
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS
 
 
-def outcome_of(scenario: Scenario) -> str:
-    """Return how the job ended, in a word or two."""
-    names = [line.event for _, line in scenario.job.story]
-    for event in ("finished", "published", "refused"):
-        if event in names:
-            return event
-    if unprotected(scenario.job):
-        return "unprotected"
-    return "not assembled" if "assembled" not in names else "other"
-
-
-def tell(scenario: Scenario) -> None:
-    """Print the faults and the story of a job that has run."""
+def transcript(scenario: Scenario) -> Iterator[str]:
+    """Tell the faults and the story of a job that has run, line by line."""
     job = scenario.job
     mode = "local copies" if job.training.local_copy else "spanning records"
-    print(f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}")
-    for fault in scenario.faults:
-        print(f"  fault: {fault}")
+    yield f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}"
+    yield from (f"  fault: {fault}" for fault in scenario.faults)
     lines = [(at, f"c{c.place} {line.event}: {dict(line.fields)}") for c in job.controllers for at, line in c.story]
     lines += [(float(note.split()[0]), "    " + note.split(maxsplit=1)[1]) for note in job.notes]
     for at, text in sorted(lines, key=lambda pair: pair[0]):
-        print(f"{at:9.4f}  {text}")
+        yield f"{at:9.4f}  {text}"
     for c in job.controllers:
-        print(f"controller c{c.place}: {'killed' if c.dead else c.over or 'not over'} ({c.state.stage.value})")
-    print(f"disk {job.disk.published}")
+        yield f"controller c{c.place}: {'killed' if c.dead else c.over or 'not over'} ({c.state.stage.value})"
+    yield f"acted: {'; '.join(f'{s.kind} in {s.where} at {s.at_s:.4f} s' for s in job.strikes) or 'nothing'}"
+    yield f"disk {job.disk.published}"
+
+
+def tell(scenario: Scenario) -> None:
+    print("\n".join(transcript(scenario)))
 
 
 def main() -> int:
@@ -52,7 +47,7 @@ def main() -> int:
     began = time.monotonic()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         scenario = build(seed, layout)
-        found = run_and_check(scenario)
+        found = violations(scenario)
         outcomes[outcome_of(scenario)] += 1
         if found:
             failing.append(seed)

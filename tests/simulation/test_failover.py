@@ -77,7 +77,7 @@ def test_the_second_standby_follows_the_first() -> None:
         scenario.harmless = False
         job = scenario.job
         job.hook("READY 3", 2, lambda rank, job=job: job.controllers[0].kill())  # type: ignore[misc]
-        job.hook("took_over", 1, lambda rank, job=job: (job.controllers[1].kill(), job.kill(0)))  # type: ignore[misc,arg-type]
+        job.hook("took_over", 1, lambda rank, job=job: (job.controllers[1].kill(), job.kill(0)))  # type: ignore[misc]
         assert not run_and_check(scenario), f"seed {seed}"
         assert job.controllers[2].state.stage is Stage.OVER
         assert job.disk.published

@@ -9,8 +9,8 @@ import pytest
 
 from tests.simulation.checks import events, run_and_check
 from tests.simulation.job import Job
-from tests.simulation.replay import outcome_of
 from tests.simulation.scenario import build
+from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout
 
 SEEDS_PER_BATCH = 60

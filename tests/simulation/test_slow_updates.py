@@ -6,9 +6,9 @@ from functools import partial
 
 from tests.simulation.checks import events, run_and_check
 from tests.simulation.job import Job
-from tests.simulation.rank import FREEZE_TIMEOUT_S
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
+from tests.simulation.work import FREEZE_TIMEOUT_S
 
 STEP = 3
 

@@ -88,6 +88,17 @@ class Training:
             value = self.apply(group, value, self.record(done), True)
         return value
 
+    def next_host_state(self, before: int, step: int) -> int:
+        """Return what the trainer remembers after `step` (data position, random numbers), from what it remembered before."""
+        return (before * 31 + 7 * step + 1) % _MODULUS
+
+    def host_state(self, step: int) -> int:
+        """Return the host state of a fault-free run."""
+        state = 0
+        for done in range(1, step + 1):
+            state = self.next_host_state(state, done)
+        return state
+
     def collectives(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share this rank's gradient-norm collective."""
         size = self.layout.world_size

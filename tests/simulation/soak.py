@@ -1,0 +1,182 @@
+"""Many simulated jobs over all cores: `python -m tests.simulation.soak SEED COUNT`.
+
+Prints which kind of fault acted where and how often, how the jobs ended, what was lost, and every violated invariant with its
+seed, which `python -m tests.simulation.replay SEED` tells in full. Exit status 1 after a violation, or when a cell that can
+occur was not hit by enough jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tests.simulation.checks import events, unprotected, violations
+from tests.simulation.faults import KINDS
+from tests.simulation.matrix import DUMP, PLACES, Tally, expected, possible
+from tests.simulation.scenario import Scenario, build
+
+ENOUGH_JOBS = 50_000
+"""From so many jobs on every possible cell must have been hit."""
+BATCH = 250
+LINE_EVERY_S = 30.0
+"""Seconds between two plain lines of progress, where nobody watches a terminal."""
+
+
+def outcome_of(scenario: Scenario) -> str:
+    """Return how the job ended, in a word or two."""
+    names = {line.event for _, line in scenario.job.story}
+    for event in ("finished", "published", "refused"):
+        if event in names:
+            return event
+    if unprotected(scenario.job):
+        return "unprotected"
+    return "not assembled" if "assembled" not in names else "ended by its launcher"
+
+
+def tally(seeds: range) -> Tally:
+    """Run these jobs and return what became of them."""
+    result = Tally()
+    for seed in seeds:
+        scenario = build(seed)
+        found = violations(scenario)
+        _note(result, scenario)
+        if found:
+            result.failures.append((seed, tuple(found)))
+    return result
+
+
+def _note(result: Tally, scenario: Scenario) -> None:
+    job = scenario.job
+    result.jobs += 1
+    result.note_strikes((strike.kind, strike.where) for strike in job.strikes)
+    ended = outcome_of(scenario)
+    result.outcomes[ended] += 1
+    if ended == "refused":
+        result.refusals[reason_kind(str(events(job, "refused")[-1]["reason"]))] += 1
+    if ended in ("published", "refused"):
+        committed = max((record.step for record in job.known_records()), default=0)
+        newest = max((step for _, step in job.disk.published), default=0)
+        result.lost_steps[committed - newest] += 1
+
+
+_REASONS = (
+    ("no live rank can write", "a shard has no live holder"),
+    ("nothing to save", "no step was finished yet"),
+    ("directories could be written", "no directory could be written"),
+    ("all ranks are dead", "all ranks are dead"),
+    ("was not over after", "the fault took longer than it may"),
+    ("no rank was attached", "nobody was attached any more"),
+)
+
+
+def reason_kind(reason: str) -> str:
+    """Return what kind of refusal a reason is, without names and numbers."""
+    return next((kind for text, kind in _REASONS if text in reason), reason)
+
+
+def run(first: int, count: int, processes: int) -> Iterator[Tally]:
+    """Yield the tallies of batches as they are done."""
+    batches = [range(at, min(at + BATCH, first + count)) for at in range(first, first + count, BATCH)]
+    if processes == 1:
+        yield from map(tally, batches)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap_unordered(tally, batches)
+
+
+def gathered(first: int, count: int, processes: int, console: Console) -> Tally:
+    """Run all, with progress: a bar on a terminal, a line now and then elsewhere."""
+    result = Tally()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    began = said = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulated jobs", total=count)
+        for batch in run(first, count, processes):
+            result.add(batch)
+            progress.update(task, completed=result.jobs)
+            for seed, found in batch.failures:
+                console.print(f"seed {seed}: {'; '.join(found)}", markup=False, highlight=False, soft_wrap=True)
+            now = time.monotonic()
+            if not console.is_terminal and now >= said + LINE_EVERY_S:
+                said = now
+                rate = result.jobs / (now - began)
+                print(
+                    f"{result.jobs} of {count} jobs, {rate:.0f} a second, {len(result.failures)} failures", flush=True
+                )
+    return result
+
+
+# --- what is printed ---
+
+
+def report(result: Tally, console: Console) -> None:
+    console.print(_matrix(result))
+    console.print(_orders(result))
+    ended = Table("how it ended", "jobs", "of 100")
+    for name, number in [
+        *result.outcomes.most_common(),
+        *((f"  refused: {r}", n) for r, n in result.refusals.most_common()),
+    ]:
+        ended.add_row(name, str(number), f"{100 * number / result.jobs:.2f}")
+    console.print(ended)
+    lost = Table("committed steps that no checkpoint has", "dumps and refusals")
+    for steps, number in sorted(result.lost_steps.items()):
+        lost.add_row(str(steps), str(number))
+    console.print(lost)
+
+
+def _matrix(result: Tally) -> Table:
+    """Return how often each kind acted at each place; a dash: it cannot."""
+    table = Table("fault", *PLACES, title="faults that acted, by where the job was")
+    can = set(possible())
+    for kind in KINDS:
+        row = [str(result.cells[kind, place]) if (kind, place) in can else "-" for place in PLACES]
+        table.add_row(kind, *row)
+    return table
+
+
+def _orders(result: Tally) -> Table:
+    table = Table("which fault of its job", *DUMP, title="faults during a dump")
+    for order in ("first", "second", "third", "later"):
+        table.add_row(order, *(str(result.orders[order, place]) for place in DUMP))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("count", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    began = time.monotonic()
+    result = gathered(arguments.seed, arguments.count, arguments.processes, console)
+    report(result, console)
+    took = time.monotonic() - began
+    last = arguments.seed + arguments.count - 1
+    print(f"seeds {arguments.seed} to {last}: {result.jobs} jobs in {took:.0f} s, {result.jobs / took:.0f} a second")
+    missing, odd = result.missing(), result.impossible()
+    hit, seldom = len(expected()) - len(missing), set(possible()) - set(expected())
+    print(f"{sum(1 for cell in seldom if result.cells[cell])} of {len(seldom)} cells hit that need a coincidence")
+    print(
+        f"{hit} of {len(expected())} expected cells hit{''.join(f'; not {kind} in {place}' for kind, place in missing)}"
+    )
+    for kind, place in odd:
+        print(f"{kind} acted in {place}, which tests/simulation/matrix.py says cannot be: correct one of them")
+    failing = [seed for seed, _ in result.failures]
+    print(
+        f"violations: {len(failing)}{f', python -m tests.simulation.replay {min(failing)} tells the first' if failing else ''}"
+    )
+    return 1 if failing or odd or (missing and result.jobs >= ENOUGH_JOBS) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

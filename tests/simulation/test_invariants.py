@@ -1,0 +1,136 @@
+"""The checks of what is on disk can fail: wrong writers, publishers and trainers, each caught under the invariant it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation import checks
+from tests.simulation.checks import violations
+from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
+from tests.simulation.faults import KINDS
+from tests.simulation.gate import Gate
+from tests.simulation.scenario import Scenario, build
+from tests.simulation.training import even
+from tests.simulation.work import Worker
+from ttp.proto.messages import Phase
+
+JOBS = 40
+
+
+def caught(known: str, arrange: Callable[[Scenario], None] = lambda scenario: None) -> str:
+    """Return the first violation that starts with `known`, of jobs in which a rank is killed and `arrange` adds the rest."""
+    others: set[str] = set()
+    for seed in range(JOBS):
+        scenario = build(seed, even(4), faults=False, steps=5)
+        scenario.harmless = False
+        job = scenario.job
+        job.hook("DONE 3", 2, lambda rank, job=job: job.kill(rank))  # type: ignore[misc]
+        arrange(scenario)
+        for text in violations(scenario):
+            if text.startswith(known):
+                return text
+            others.add(text[:80])
+    raise AssertionError(f"none of {JOBS} jobs violated {known}; seen instead: {sorted(others)[:5]}")
+
+
+def with_fault(kind: str) -> Callable[[Scenario], None]:
+    def arrange(scenario: Scenario) -> None:
+        for rank in range(4):
+            KINDS[kind].befall(scenario.job, scenario.job.rng, rank)
+
+    return arrange
+
+
+def test_right_ones_are_not_caught() -> None:
+    """The jobs that the others are caught in violate nothing."""
+    for kind in ("torn write", "failed fsync", "publisher killed before the rename"):
+        with pytest.raises(AssertionError, match="violated I; seen instead: \\[\\]"):
+            caught("I", with_fault(kind))
+
+
+def test_a_publisher_that_does_not_look_at_sizes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, disk: Disk, order: Any) -> Manifest:
+        names = tuple(file.name for result in order.results for file in result.files)
+        return Manifest(order.step, names, self.gate.host_states[order.step])
+
+    monkeypatch.setattr(Worker, "_manifest", wrong)
+    caught("I5", with_fault("torn write"))
+
+
+def test_a_writer_that_takes_a_failed_fsync_for_done_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, order: Any, name: str, pieces: Any) -> File:
+        return File(pieces, (self.rank, order.directory) not in self.job.disk.unsynced)
+
+    monkeypatch.setattr(Worker, "_write", wrong)
+    monkeypatch.setattr(Disk, "check_fsync", lambda self, rank, root: None)
+    caught("I1", with_fault("failed fsync"))
+
+
+def test_a_data_position_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer notes what it remembers before it has drawn the step's batch."""
+
+    def wrong(self: Gate, step: int) -> None:
+        self.phase, self.step, self.gradients_of = Phase.READY, step, step
+        self.host_states[step] = self.host_states.get(step - 1, 0)
+
+    monkeypatch.setattr(Gate, "ready", wrong)
+    caught("I12")
+
+
+def test_a_tracker_that_is_replaced_before_the_rename_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Worker._write_manifest
+
+    def wrong(self: Any, order: Any) -> None:
+        self.job.disk.tracker[order.directory] = order.step
+        right(self, order)
+
+    def everybody_dies_before_the_rename(scenario: Scenario) -> None:
+        job = scenario.job
+
+        def strike(rank: int) -> None:
+            for other in range(4):
+                job.kill(other)
+
+        job.hook("manifest written", 1, strike)
+
+    monkeypatch.setattr(Worker, "_write_manifest", wrong)
+    caught("I4", everybody_dies_before_the_rename)
+
+
+def test_an_older_checkpoint_that_is_removed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Worker._begin_publish
+
+    def wrong(self: Any, order: Any) -> None:
+        self.job.disk.directories.pop((order.directory, final_name(OLDER_STEP)), None)
+        right(self, order)
+
+    monkeypatch.setattr(Worker, "_begin_publish", wrong)
+    caught("I9")
+
+
+def test_a_checkpoint_that_a_restart_passes_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is published under its name, and its manifest says another step."""
+    right = Worker._manifest
+
+    def wrong(self: Any, disk: Disk, order: Any) -> Manifest:
+        manifest = right(self, disk, order)
+        return Manifest(manifest.step - 1, manifest.files, manifest.host_state)
+
+    monkeypatch.setattr(Worker, "_manifest", wrong)
+    caught("I10")
+
+
+def test_a_dump_that_takes_longer_than_it_may_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is told of shorter times than the controller has, and every order hangs until it is given up."""
+    monkeypatch.setattr(checks, "EXIT_WAIT_S", 0.0)
+
+    def stuck(scenario: Scenario) -> None:
+        scenario.job.times = replace(scenario.job.times, total_timeout_s=0.1, controller_lost_s=0.1)
+        for process in scenario.job.ranks:
+            process.hang_work = True
+
+    caught("I11", stuck)

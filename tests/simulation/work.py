@@ -1,0 +1,223 @@
+"""One simulated rank's work thread: closing and opening the gate, rolling forward, writing, publishing; one task at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tests.simulation.disk import OLDER_STEP, PIECE_BYTES, Disk, DiskError, File, Manifest, final_name
+from ttp.processor import events as ev
+from ttp.proto.messages import CommitRecord, FileEntry, Part, PublishOrder, ShareResult, WriteOrder
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+
+FREEZE_TIMEOUT_S = 0.5
+
+
+class Worker:
+    """Does what the processor's machine orders. What takes a while ends in a callback, which a dead rank never comes to."""
+
+    def __init__(self, process: Rank) -> None:
+        self.process = process
+        self.job, self.rank, self.gate = process.job, process.rank, process.gate
+        self._tasks: list[ev.Effect] = []
+        self._written: dict[tuple[str, int, tuple[Part, ...]], File] = {}
+        self._files = 0
+        self._busy = False
+        self.writing = self.publishing = False
+        """A write, a publish is under way."""
+
+    def submit(self, task: ev.Effect) -> None:
+        self._tasks.append(task)
+        self._work()
+
+    def _work(self) -> None:
+        if self._busy or not self._tasks:
+            return
+        self._busy = True
+        task = self._tasks.pop(0)
+        if self.process.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
+            self.job.struck("hanging work", self.rank)
+            return  # for ever
+        match task:
+            case ev.WriteShare(order) | ev.PublishCheckpoint(order) if order.freeze_id < self.gate.freeze_id:
+                stage = "write" if isinstance(order, WriteOrder) else "publish"
+                self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, "taken back"))
+            case ev.CloseGate(freeze_id):
+                self._wait_for_update(freeze_id)
+            case ev.OpenGate(freeze_id):
+                self.gate.thaw(freeze_id)
+                self._next()
+            case ev.ApplyUpdate(freeze_id, record):
+                self._roll_forward(freeze_id, record)
+            case ev.WriteShare(order):
+                self._begin_write(order)
+            case ev.PublishCheckpoint(order):
+                self._begin_publish(order)
+
+    def _next(self, answer: ev.Event | None = None) -> None:
+        self._busy = self.writing = self.publishing = False
+        if answer is not None:
+            self.process.step(answer)
+        self._work()
+
+    def _later(self, slowest_s: float, act: Callable[..., None], *arguments: object) -> None:
+        """Go on after a random while."""
+        delay_s = self.job.rng.uniform(slowest_s / 10, slowest_s)
+        self.process.later(delay_s, partial(act, *arguments))
+
+    # --- the gate ---
+
+    def _wait_for_update(self, freeze_id: int) -> None:
+        waiting = [True]
+
+        def report() -> None:
+            if waiting:
+                waiting.clear()
+                self.process.gate_closed(freeze_id)
+                self._next()
+            elif self.gate.freeze_id == freeze_id and self.gate.barred:  # it was reported as not closed before
+                self.process.later(self.job.rng.uniform(0.0, 0.2), partial(self._closed_late, freeze_id))
+
+        def give_up() -> None:
+            if waiting:
+                report()
+
+        self.gate.when_free(lambda: self.process.run_beside(report))
+        self.process.later(FREEZE_TIMEOUT_S, give_up)
+
+    def _closed_late(self, freeze_id: int) -> None:
+        if self.gate.freeze_id == freeze_id and self.gate.barred:
+            self.process.gate_closed(freeze_id)
+
+    def _roll_forward(self, freeze_id: int, record: CommitRecord) -> None:
+        if not self.gate.can_roll(record):
+            self._next(ev.WorkFailed(freeze_id, "roll_forward", "", f"not READY({record.step})"))
+            return
+        self.job.happened("rolling", self.rank)
+        self.gate.start_roll(record)
+        self._later(0.02, self._end_roll, freeze_id, record)
+
+    def _end_roll(self, freeze_id: int, record: CommitRecord) -> None:
+        if self.process.break_roll:
+            self.job.struck("failing roll-forward", self.rank)
+            self.gate.fail()
+            self._next(ev.WorkFailed(freeze_id, "roll_forward", "", "raised half way"))
+        else:
+            self.gate.end()
+            self._next(ev.RollForwardDone(freeze_id, record.step))
+
+    # --- writing ---
+
+    def _begin_write(self, order: WriteOrder) -> None:
+        """Read the values at the start and at the end: a holder must stand still meanwhile."""
+        name = f"r{self.rank}_{self._files}"
+        self._files += 1
+        self.writing = True
+        before = dict(self.gate.held(order.step))
+        self.job.disk.write(order.directory, order.tmp_name, name, File((), False))
+        # Where an earlier attempt's file has the same parts of the same state, it gets a second name.
+        known = self._written.get(self._reuse_key(order))
+        end = partial(self._end_write, order, name, before, known)
+        if known is not None:
+            self.process.later(0.0005, end)
+        else:
+            self.process.later(self.job.rng.uniform(0.001, 0.05) * len(order.parts), end)
+        self.job.happened("writing", self.rank)
+
+    def _reuse_key(self, order: WriteOrder) -> tuple[str, int, tuple[Part, ...]]:
+        return order.directory, order.step, order.parts
+
+    def _end_write(self, order: WriteOrder, name: str, before: dict[str, int], known: File | None) -> None:
+        after = self.gate.held(order.step)
+        if any(before[part.group_id] != after[part.group_id] for part in order.parts):
+            self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
+        pieces = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
+        try:
+            whole = known is not None and len(known.pieces) == len(pieces)  # a link looks at the size, and no more
+            file = known if known is not None and whole else self._write(order, name, pieces)
+            self.job.disk.write(order.directory, order.tmp_name, name, file)
+        except DiskError as error:
+            self._failed(order, "write", error)
+            return
+        self._written[self._reuse_key(order)] = file
+        entry = FileEntry(name, PIECE_BYTES * len(pieces), "0", self.rank)
+        self._next(ev.WriteDone(order, ShareResult((entry,))))
+
+    def _write(self, order: WriteOrder, name: str, pieces: tuple[tuple[str, int, int, int], ...]) -> File:
+        disk, where = self.job.disk, (self.rank, order.directory)
+        disk.check(*where)
+        if where in disk.unsynced:
+            disk.write(order.directory, order.tmp_name, name, File(pieces, False))
+            disk.check_fsync(*where)
+        if where in disk.tearing:
+            self.job.struck("torn write", self.rank)
+            return File((), True)
+        return File(pieces, True)
+
+    def _failed(self, order: WriteOrder | PublishOrder, stage: str, error: DiskError) -> None:
+        if error.kind:
+            self.job.struck(error.kind, self.rank)
+        self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, str(error)))
+
+    # --- publishing: manifest, rename, tracker; each a moment of its own, so that death may come between ---
+
+    def _begin_publish(self, order: PublishOrder) -> None:
+        self.publishing = True
+        self._later(0.005, self._write_manifest, order)
+        self.job.happened("publishing", self.rank)
+
+    def _write_manifest(self, order: PublishOrder) -> None:
+        disk, here, there = self.job.disk, (order.directory, order.tmp_name), (order.directory, final_name(order.step))
+        if there not in disk.directories:
+            try:
+                disk.check(self.rank, order.directory)
+                manifest = self._manifest(disk, order)
+                disk.check_fsync(self.rank, order.directory)
+            except DiskError as error:
+                self._failed(order, "publish", error)
+                return
+            disk.directories[here].manifest = manifest
+        self._later(0.005, self._rename, order)
+        self.job.happened("manifest written", self.rank)
+
+    def _manifest(self, disk: Disk, order: PublishOrder) -> Manifest:
+        """List the files, all of which must be there with the size that their writers told."""
+        here = disk.directories.get((order.directory, order.tmp_name))
+        if here is None:
+            raise DiskError(f"{order.tmp_name} is gone")
+        entries = [file for result in order.results for file in result.files]
+        for entry in entries:
+            file = here.files.get(entry.name)
+            if file is None or file.nbytes != entry.nbytes:
+                raise DiskError(f"{entry.name} is missing or has not the {entry.nbytes} bytes that its writer told")
+        host_state = self.gate.host_states.get(order.step)
+        if host_state is None:
+            raise DiskError(f"no host state of step {order.step} is kept")
+        return Manifest(order.step, tuple(entry.name for entry in entries), host_state)
+
+    def _rename(self, order: PublishOrder) -> None:
+        disk, final = self.job.disk, final_name(order.step)
+        try:
+            if (order.directory, final) not in disk.directories:
+                disk.check(self.rank, order.directory)
+                if disk.rename(order.directory, order.tmp_name, final):
+                    self.job.renamed(order.directory, order.step)
+            disk.check_fsync(self.rank, order.directory)
+        except DiskError as error:
+            self._failed(order, "publish", error)
+            return
+        self._later(0.005, self._replace_tracker, order)
+        self.job.happened("renamed", self.rank)
+
+    def _replace_tracker(self, order: PublishOrder) -> None:
+        """A tracker that cannot be replaced stays: it is a hint, and the checkpoint is published all the same."""
+        disk = self.job.disk
+        try:
+            disk.check(self.rank, order.directory)
+            disk.tracker[order.directory] = max(order.step, disk.tracker.get(order.directory, OLDER_STEP))
+        except DiskError as error:
+            self.job.struck(error.kind, self.rank)
+        self._next(ev.PublishDone(order, f"{order.directory}/{final_name(order.step)}"))
