@@ -15,17 +15,20 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
@@ -37,7 +40,7 @@ MODULES = (
 )  # fmt: skip
 UNIT_TESTS = ("tests/unit/protocol", "tests/simulation/test_hangs.py", "tests/simulation/test_failover.py")
 LONGEST_TRIAL_S = 150
-SURVIVED, CAUGHT = 0, 1
+Change = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,17 @@ class Mutant:
         return f"{self.module}:{self.index}"
 
 
-def changes(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
-    """Yield (line, what is changed, the changed module) for every small change that a module allows."""
+def changes(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], ast.Module]]]:
+    """Yield (line, what is changed, how to get the changed module) for every small change that a module allows."""
     for position, node in enumerate(_nodes(tree)):
         for text, change in _variants(node):
-            changed = copy.deepcopy(tree)
-            target = _nodes(changed)[position]
-            change(target)
-            yield getattr(node, "lineno", 0), text, ast.fix_missing_locations(changed)
+            yield getattr(node, "lineno", 0), text, partial(_changed, tree, position, change)
+
+
+def _changed(tree: ast.Module, position: int, change: Change) -> ast.Module:
+    changed = copy.deepcopy(tree)
+    change(_nodes(changed)[position])
+    return ast.fix_missing_locations(changed)
 
 
 def _nodes(tree: ast.Module) -> list[ast.AST]:
@@ -92,7 +98,7 @@ _FLIPPED: dict[type, tuple[type[ast.cmpop], ...]] = {
 }  # fmt: skip
 
 
-def _variants(node: ast.AST) -> Iterator[tuple[str, object]]:
+def _variants(node: ast.AST) -> Iterator[tuple[str, Change]]:
     """Yield (text, change) for one node; a change works on the same node of a copy."""
     before = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt | ast.keyword) else ""
     match node:
@@ -105,15 +111,15 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, object]]:
             yield f"{before}: {type(other_op).__name__}", _set("op", other_op)
             for place, value in enumerate(values):
                 yield f"{before}: without {ast.unparse(value)}", _without("values", place)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
+        case ast.UnaryOp(op=ast.Not()):
             yield f"{before}: without not", _replace_unary
         case ast.BinOp(op=ast.Add() | ast.Sub() | ast.BitOr() as operator):
             swapped = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.BitOr: ast.BitAnd}[type(operator)]
             yield f"{before}: {swapped.__name__}", _set("op", swapped())
         case ast.If(test=test) | ast.IfExp(test=test):
             if not isinstance(test, ast.Compare):
-                for value in (True, False):
-                    yield f"if {ast.unparse(test)}: always {value}", _set("test", ast.Constant(value))
+                for always in (True, False):
+                    yield f"if {ast.unparse(test)}: always {always}", _set("test", ast.Constant(always))
         case ast.Constant(value=bool() as value):
             yield f"{value}: {not value}", _set("value", not value)
         case ast.Constant(value=int() | float() as value):
@@ -129,15 +135,16 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, object]]:
             yield from _statements(node.body, set())
 
 
-def _statements(body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[str, object]]:
+def _statements(body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[str, Change]]:
     """Yield the removal of every statement that only acts: an effect, or a state that is carried on."""
     for place, statement in enumerate(body):
         match statement:
             case ast.Expr(value=ast.Call() as call) if "Journal" not in ast.unparse(call.func):
                 if not (call.args and ast.unparse(call.args[0]).startswith(("Journal", "Log"))):
                     yield f"without {ast.unparse(statement)}", _drop(place)
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) | ast.Assign(
-                targets=[ast.Name(id=name)], value=ast.IfExp() as call
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call)
+                | ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp() as call)
             ) if name in ("state", "members", "dump", "fault", "pace") and name in ast.unparse(call):
                 yield f"without {ast.unparse(statement)}", _drop(place)
             case ast.AugAssign():
@@ -146,15 +153,15 @@ def _statements(body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[str
                 yield f"instead of {ast.unparse(statement)}: return state", _return_state(place)
 
 
-def _set(field: str, value: object):  # type: ignore[no-untyped-def]
+def _set(field: str, value: object) -> Change:
     return lambda node: setattr(node, field, value)
 
 
-def _set_item(field: str, place: int, value: object):  # type: ignore[no-untyped-def]
+def _set_item(field: str, place: int, value: object) -> Change:
     return lambda node: getattr(node, field).__setitem__(place, value)
 
 
-def _without(field: str, place: int):  # type: ignore[no-untyped-def]
+def _without(field: str, place: int) -> Change:
     def change(node: ast.AST) -> None:
         values = getattr(node, field)
         del values[place]
@@ -164,16 +171,16 @@ def _without(field: str, place: int):  # type: ignore[no-untyped-def]
     return change
 
 
-def _replace_unary(node: ast.UnaryOp) -> None:
+def _replace_unary(node: Any) -> None:
     """`not x` becomes `not not x`."""
     node.operand = ast.UnaryOp(ast.Not(), node.operand)
 
 
-def _drop(place: int):  # type: ignore[no-untyped-def]
+def _drop(place: int) -> Change:
     return lambda node: node.body.__setitem__(place, ast.Pass())
 
 
-def _return_state(place: int):  # type: ignore[no-untyped-def]
+def _return_state(place: int) -> Change:
     return lambda node: node.body.__setitem__(place, ast.Return(ast.Name("state", ast.Load())))
 
 
@@ -194,8 +201,8 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, mutant: Mutant) -> None:
         self._name = f"ttp.{mutant.module}"
         self._path = str(ROOT / f"{mutant.module.replace('.', '/')}.py")
-        tree = next(tree for index, (_, _, tree) in enumerate(changes(_tree(mutant.module))) if index == mutant.index)
-        self._code = compile(tree, self._path, "exec")
+        _, _, made = next(itertools.islice(changes(_tree(mutant.module)), mutant.index, None))
+        self._code = compile(made(), self._path, "exec")
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -247,7 +254,9 @@ def _verdict(mutant: Mutant, seeds: int, unit_tests: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mutants", nargs="*", help="modules (controller.rounds) or mutants (controller.rounds:12); default: all")
+    parser.add_argument(
+        "mutants", nargs="*", help="modules (controller.rounds) or mutants (controller.rounds:12); default: all"
+    )
     parser.add_argument("--seeds", type=int, default=300, help="simulated jobs of each mutant")
     parser.add_argument("--sample", type=int, default=0, help="only so many, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
