@@ -20,6 +20,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += _published_content(job)
+    found += _trackers(job)
     found += _outcome(scenario)
     return found
 
@@ -66,6 +67,16 @@ def _published_content(job: Job) -> list[str]:
                 f"I4: {fields['path']} was said to be published; disk {job.disk.published}, {job.disk.tracker}"
             )
     return found
+
+
+def _trackers(job: Job) -> list[str]:
+    """I4: a tracker never goes back, and names nothing that is not there."""
+    disk = job.disk
+    there = {*disk.published, *disk.before}
+    dangling = [
+        f"the tracker of {root} names step {step}" for root, step in disk.tracker.items() if (root, step) not in there
+    ]
+    return [f"I4: {text}" for text in (*disk.tracker.went_back, *(f"{text}, which is not there" for text in dangling))]
 
 
 def _now_content(directory: object) -> str:

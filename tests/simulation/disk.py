@@ -30,12 +30,27 @@ class DiskError(Exception):
     """The simulated disk refuses."""
 
 
+class Trackers(dict[str, int]):
+    """By save directory, the step that its tracker names; remembers every step back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.went_back: list[str] = []
+
+    def __setitem__(self, root: str, step: int) -> None:
+        if step < self.get(root, 0):
+            self.went_back.append(f"the tracker of {root} went from step {self[root]} back to {step}")
+        super().__setitem__(root, step)
+
+
 class Disk:
     """Paths are (save directory, name)."""
 
     def __init__(self) -> None:
         self.directories: dict[tuple[str, str], Directory] = {}
-        self.tracker: dict[str, int] = {}
+        self.tracker = Trackers()
+        self.before: set[tuple[str, int]] = set()
+        """(save directory, step) of complete checkpoints that were there before the job began."""
         self.full: set[str] = set()
         """Save directories without space."""
         self.broken_for: set[tuple[int, str]] = set()

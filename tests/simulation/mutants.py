@@ -39,7 +39,7 @@ MODULES = (
     *(f"processor.{name}" for name in ("orders", "transitions", "machine", "succession")),
 )  # fmt: skip
 UNIT_TESTS = ("tests/unit/protocol", "tests/simulation/test_hangs.py", "tests/simulation/test_failover.py")
-LONGEST_TRIAL_S = 150
+LONGEST_TRIAL_S = 60
 Change = Callable[[Any], None]
 
 

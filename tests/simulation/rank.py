@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.simulation.disk import DiskError, File, Manifest
+from tests.simulation.disk import DiskError, File, Manifest, Piece
 from tests.simulation.gate import Gate
 from tests.simulation.network import Stream
 from ttp.processor import events as ev
@@ -60,7 +60,8 @@ class Rank:
         self.state = machine.initial(
             ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
-        self._written: dict[tuple[str, int, tuple[Part, ...]], bool] = {}
+        self._written: dict[tuple[str, int, tuple[Part, ...]], tuple[Piece, ...]] = {}
+        """What this rank has written, by directory, step and parts: linked instead of written again."""
         self._held: list[Callable[[], None]] = []
         self._tasks: list[ev.Effect] = []
         self._working = False
@@ -293,27 +294,29 @@ class Rank:
         before = dict(self.gate.held(order.step))
         disk.write(order.directory, order.tmp_name, name, File((), False))
 
-        key = (order.directory, order.step, order.parts)
-        again = (
-            key in self._written and self.gate.held(order.step) == before
-        )  # a link to the file of an earlier attempt
+        key = self._reuse_key(order)
+        again = key in self._written  # a link to the file of an earlier attempt
 
         def finish() -> None:
             after = self.gate.held(order.step)
             if any(before[part.group_id] != after[part.group_id] for part in order.parts):
                 self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
-            pieces = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
+            fresh = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
+            pieces = self._written[key] if again else fresh
             try:
                 disk.check(self.rank, order.directory)
                 disk.write(order.directory, order.tmp_name, name, File(pieces, True))
             except DiskError as error:
                 self._next(ev.WorkFailed(order.freeze_id, "write", order.tmp_name, str(error)))
                 return
-            self._written[key] = True
+            self._written[key] = pieces
             entry = FileEntry(name, 10 * len(pieces), "0", self.rank)
             self._next(ev.WriteDone(order, ShareResult((entry,))))
 
         self.soon(0.0005 if again else self.job.rng.uniform(0.001, 0.05) * len(order.parts), finish)
+
+    def _reuse_key(self, order: WriteOrder) -> tuple[str, int, tuple[Part, ...]]:
+        return order.directory, order.step, order.parts
 
     def _begin_publish(self, order: PublishOrder) -> None:
         """Manifest, rename, tracker: each a moment of its own, so that death may come between."""
@@ -337,7 +340,7 @@ class Rank:
 
         def rename() -> None:
             try:
-                if there not in disk.directories and disk.rename(*here, final):
+                if disk.rename(*here, final):
                     self.job.renamed(order.directory, order.step)
             except DiskError as error:
                 self._next(ev.WorkFailed(order.freeze_id, "publish", order.tmp_name, str(error)))
