@@ -7,13 +7,14 @@ KILL_RANK ?=
 SEED ?=
 DEMO_ARGS ?=
 
-.PHONY: demo test check unit chaos bench soak proto clean help
+.PHONY: demo test check unit chaos bench soak mutants proto clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test"
 	@echo "make chaos                        many real kills at random moments"
 	@echo "make soak [SEED=0]                a hundred thousand simulated jobs, by seed"
+	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +45,9 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.replay $(if $(SEED),$(SEED),0) --count 100000 --keep-going
+
+mutants: $(STAMP)
+	@$(PY) -m tests.simulation.mutants
 
 proto: $(STAMP)
 	proto/generate.sh
