@@ -18,7 +18,7 @@ import io
 import itertools
 import os
 import random
-import signal
+import resource
 import sys
 import time
 from collections import Counter
@@ -40,6 +40,7 @@ MODULES = (
 )  # fmt: skip
 UNIT_TESTS = ("tests/unit/protocol", "tests/simulation/test_hangs.py", "tests/simulation/test_failover.py")
 LONGEST_TRIAL_S = 60
+"""Of one mutant, of processor time."""
 Change = Callable[[Any], None]
 
 
@@ -219,7 +220,7 @@ def tried(mutant: Mutant, seeds: int, unit_tests: bool) -> str:
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        signal.alarm(LONGEST_TRIAL_S)  # a mutant may never end
+        resource.setrlimit(resource.RLIMIT_CPU, (LONGEST_TRIAL_S, LONGEST_TRIAL_S))  # a mutant may never end
         try:
             verdict = _verdict(mutant, seeds, unit_tests)
         except BaseException as error:  # whatever it is, it was noticed
