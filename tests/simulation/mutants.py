@@ -2,7 +2,7 @@
 
 Each mutant is one changed comparison, condition, constant, field or statement of a pure module of the controller or the
 processor. It runs in a process of its own, where the changed module is imported instead of the shipped one: first simulated
-jobs, then the protocol's unit tests. What survives both is printed with its place: either it changes nothing that matters,
+jobs, then the protocol's unit tests and the scripts. What survives both is printed with its place: either it changes nothing that matters,
 or a test is missing. Owns the making of mutants and their trial; what is wrong is for the invariants and tests to say.
 """
 
@@ -38,7 +38,15 @@ MODULES = (
     )),
     *(f"processor.{name}" for name in ("orders", "transitions", "machine", "succession")),
 )  # fmt: skip
-UNIT_TESTS = ("tests/unit/protocol", "tests/simulation/test_hangs.py", "tests/simulation/test_failover.py")
+UNIT_TESTS = tuple(
+    f"tests/{name}"
+    for name in (
+        "unit/protocol",
+        "simulation/test_scenarios.py",
+        "simulation/test_hangs.py",
+        "simulation/test_failover.py",
+    )
+)
 LONGEST_TRIAL_S = 60
 """Of one mutant, of processor time."""
 Change = Callable[[Any], None]
