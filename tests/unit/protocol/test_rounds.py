@@ -227,6 +227,16 @@ def test_a_job_does_not_assemble_while_a_rank_that_registered_is_away() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_a_rank_that_registered_twice_is_one_that_came() -> None:
+    """The line that names the missing counts ranks, not registrations."""
+    job = ControllerBench(assembled=False, register_timeout_s=10.0)
+    job.say(registration(0), registration(1))
+    job.close(1)
+    job.say(registration(1), registration(1))
+    job.wait(10.1, heard=())
+    assert job.told("exit_sent")[0]["reason"].startswith("only 2 of 4 ranks registered in time; missing: (2, 3)")
+
+
 def test_ranks_that_waited_long_for_the_others_have_a_whole_lease_from_then_on() -> None:
     """They send no heartbeats before they are welcomed."""
     job = ControllerBench(assembled=False)
