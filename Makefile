@@ -8,13 +8,14 @@ SEED ?=
 COUNT ?=
 DEMO_ARGS ?=
 
-.PHONY: demo test check unit chaos bench soak proto docs clean help
+.PHONY: demo test check unit chaos bench soak mutants proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos                        the long tests, and many real kills at random moments"
 	@echo "make soak [SEED=0] [COUNT=1000000] simulated jobs by seed: what was injected where, how they ended"
+	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
 
@@ -47,6 +48,9 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
+
+mutants: $(STAMP)
+	@$(PY) -m tests.simulation.mutants
 
 proto: $(STAMP)
 	proto/generate.sh

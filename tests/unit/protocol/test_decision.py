@@ -114,3 +114,34 @@ def test_parts_of_a_lost_writer_go_to_the_holder_with_the_least_to_do() -> None:
     parts = (Part("a", 0, 2), Part("b", 1, 2))
     assert hand_over(parts, {"a": (1, 2), "b": (2,)}, {1: 3}) == {2: parts}
     assert hand_over(parts, {"a": (1, 2), "b": ()}, {}) is None
+
+
+def test_ready_at_another_step_than_the_next_reaches_nothing() -> None:
+    """A rank whose gradients are of step 8 cannot do the update of step 7."""
+    odd = report(0, 1, READY, 8, state_step=6)
+    found = verdict(odd, report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    assert isinstance(found, Refusal) and found.missing == ("shard 0",)
+
+
+def test_the_refusal_names_the_step_that_the_fewest_shards_lack() -> None:
+    """At step 7 one of three shards is lost, at step 6 and at step 5 two are: the first says most."""
+    groups = (*HALVES, Group("g2", "shard 2", MIB, (4,)))
+    reports = {0: report(0, 1, DONE, 7), 1: report(1, 1, DONE, 7), 2: report(2, 1, DONE, 6), 4: report(4, 1, DONE, 5)}
+    found = decide(groups, reports, {})
+    assert isinstance(found, Refusal)
+    assert found.missing == ("shard 2",) and "at step 7" in found.reason
+    reports = {1: report(1, 1, DONE, 7), 2: report(2, 1, DONE, 6), 3: report(3, 1, DONE, 6), 4: report(4, 1, DONE, 5)}
+    found = decide(groups, reports, {})
+    assert isinstance(found, Refusal)
+    assert found.missing == ("shard 2",) and "at step 6" in found.reason
+    found = decide(groups, {}, {})
+    assert isinstance(found, Refusal) and "at step" not in found.reason
+
+
+def test_a_refusal_names_as_much_as_can_be_read() -> None:
+    """Up to four holders and four shards; of the others the number."""
+    for size, more in ((4, ""), (5, "1 more")):
+        many = decide((Group("g", "shard", MIB, tuple(range(size))),), {}, {})
+        assert isinstance(many, Refusal) and ("and" in many.reason) is bool(more) and more in many.reason
+        wide = decide(tuple(Group(f"g{i}", f"shard {i}", MIB, (i,)) for i in range(size)), {}, {})
+        assert isinstance(wide, Refusal) and ("and" in wide.reason) is bool(more) and more in wide.reason

@@ -455,3 +455,23 @@ def test_work_that_was_not_ordered_is_a_protocol_error_and_changes_nothing(event
     with pytest.raises(ProtocolError, match="rank 1"):
         rank.take(event)
     assert rank.state is before
+
+
+@pytest.mark.parametrize("unusable", ["torn", "not closed"])
+def test_a_rank_whose_state_cannot_be_used_does_not_say_that_it_has_the_step(unusable: str) -> None:
+    """Its number is right, and what it holds is not."""
+    bench = ProcessorBench()
+    changed = {"torn": True} if unusable == "torn" else {"closed": False}
+    bench.freeze(phase=Phase.DONE, step=5, **changed)
+    bench.roll(step=5)
+    assert bench.said(StepFailed) and not bench.said(RolledForward)
+
+
+def test_a_second_roll_forward_to_another_step_is_refused() -> None:
+    """One update is being done already, and it is not this one."""
+    bench = ProcessorBench()
+    bench.freeze()
+    bench.roll(step=5)
+    assert only(bench.effects, ApplyUpdate)
+    bench.roll(step=6)
+    assert bench.said(StepFailed) and not only(bench.effects, ApplyUpdate)

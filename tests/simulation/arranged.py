@@ -1,0 +1,230 @@
+"""Jobs in which a rare turn of events is sure to come: what a mutation needs to show. One seed is one job."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from tests.simulation import test_hangs
+from tests.simulation.scenario import Scenario, build
+from tests.simulation.staged import PartialCollectives
+from tests.simulation.test_failover import two_standbys
+from tests.simulation.training import even, ring
+from ttp.proto.messages import CauseKind
+
+
+def _calm(seed: int, harmless: bool = False) -> Scenario:
+    """Return a job of two or four ranks without faults."""
+    scenario = build(seed, even(2 + 2 * (seed % 2)), faults=False)
+    scenario.harmless = harmless
+    return scenario
+
+
+def _with_standbys(seed: int, steps: int = 0, harmless: bool = False) -> Scenario:
+    scenario = two_standbys(seed, steps)
+    scenario.harmless = harmless
+    return scenario
+
+
+def raised_in_the_update(seed: int) -> Scenario:
+    """Rank 0 raises in the middle of its update, and its partner dies."""
+    scenario = _calm(seed)
+    job, half = scenario.job, scenario.job.training.layout.world_size // 2
+    process = job.ranks[0]
+    job.hook("UPDATING 2", 1, lambda rank: process.fault(CauseKind.EXCEPTION, "out of memory"))
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(half))
+    return scenario
+
+
+def stuck_and_alone(seed: int) -> Scenario:
+    """Rank 0 hangs in its update, and its partner dies."""
+    scenario = _calm(seed)
+    job, half = scenario.job, scenario.job.training.layout.world_size // 2
+    job.ranks[0].hang_update_at = 2
+    job.hook("UPDATING 2", 1 + seed % 2, lambda rank: job.kill(half))
+    return scenario
+
+
+def told_and_died(seed: int) -> Scenario:
+    """One rank has the record of the step in flight. It tells, the others begin to roll forward, and one of them and it die."""
+    scenario = build(seed, even(8), faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+    first: list[int] = []
+
+    def strike(rank: int) -> None:
+        first.append(rank)
+        job.kill((rank + 1) % 8)
+
+    job.hook("UPDATING 3", 1, strike)
+    job.hook("rolling", 1, lambda rank: job.kill(first[0]))
+    job.hook("rolling", 2, lambda rank: setattr(job.ranks[rank], "break_roll", True))
+    return scenario
+
+
+def preempted_on_a_slow_network(seed: int) -> Scenario:
+    scenario = _calm(seed)
+    job = scenario.job
+    job.slowest_s = 0.05
+    process = job.ranks[seed % len(job.ranks)]
+    job.hook("UPDATING 2", 1, lambda rank: process.run(partial(process.fault, CauseKind.PREEMPTED, "SIGTERM")))
+    return scenario
+
+
+def late_reports(seed: int) -> Scenario:
+    """A false alarm is over before all have reported; a rank dies while their reports are still under way."""
+    scenario = build(seed, even(4), faults=False, steps=30)
+    scenario.harmless = False
+    job = scenario.job
+    job.hook("DONE 2", 1, lambda rank: setattr(job, "slowest_s", 0.25))  # for streams that are opened from now on
+    for other in range(4):
+        job.hook("DONE 2", 1, lambda rank, other=other: job.drop_stream(other))  # type: ignore[misc]
+    job.hook("DONE 4", 1, lambda rank: job.drop_stream(0))
+    job.hook("thawed", 2, lambda rank: job.scheduler.after(0.003 * (seed % 50), lambda: job.kill(1)))
+    return scenario
+
+
+def publisher_dies(seed: int) -> Scenario:
+    scenario = _calm(seed)
+    job = scenario.job
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    job.hook("publishing", 1, job.kill)
+    return scenario
+
+
+def slow_step(seed: int) -> Scenario:
+    """One step takes long, but not so long as a hang."""
+    scenario = test_hangs.build(seed, even(4), harmless=True)
+    test_hangs.compute_for(scenario.job, seed % 4, 0.4)
+    return scenario
+
+
+def slower_than_the_limit(seed: int) -> Scenario:
+    """One step takes as long as the limit: whoever is seen to have got on before the dump is no hang."""
+    scenario = test_hangs.build(seed, even(4), harmless=True)
+    test_hangs.compute_for(scenario.job, seed % 4, 0.5 + 0.0005 * (seed % 40))
+    return scenario
+
+
+def order_said_again(seed: int) -> Scenario:
+    """A rank's stream breaks while it writes much: when it is back, the controller says the order again."""
+    scenario = build(seed, ring(3), faults=False, steps=3)
+    scenario.harmless = False
+    job = scenario.job
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    job.hook("writing", 1, job.drop_stream)
+    return scenario
+
+
+def disk_full_at_publish(seed: int) -> Scenario:
+    """All is written in one directory, and nothing can be added there."""
+    scenario = _calm(seed)
+    job = scenario.job
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    job.hook("publish_sent", 1, lambda rank: job.disk.full.add("/a"))
+    return scenario
+
+
+def another_publishes_later(seed: int) -> Scenario:
+    """The tracker names a later step already: another process of the job published it in the same directory."""
+    scenario = _calm(seed)
+    job = scenario.job
+    job.disk.before.add(("/a", 90))
+    job.disk.tracker["/a"] = 90
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    return scenario
+
+
+# --- with standbys ---
+
+
+def step_changes_in_the_dump(seed: int) -> Scenario:
+    """Only a rank that is silent has the newest record: the older step is written, and when the controller dies it comes back."""
+    scenario = _with_standbys(seed)
+    job = scenario.job
+    witness, size = seed % 4, len(job.ranks)
+    job.collectives = collectives = PartialCollectives(job, hang_chance=0.0)
+    collectives.missed |= {(rank, 2) for rank in range(size) if rank != witness}
+    job.hook("UPDATING 2", 1, lambda rank: job.stop(rank, 0.85))
+    job.hook("written", 2, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def died_in_a_dump(seed: int) -> Scenario:
+    scenario = _with_standbys(seed)
+    job = scenario.job
+    job.hook("UPDATING 3", 2, lambda rank: job.kill(3))
+    job.hook("got Freeze", 1, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def idle_controller_dies(seed: int) -> Scenario:
+    """It dies between rename and tracker: its successor has the step published once more."""
+    scenario = _with_standbys(seed)
+    job = scenario.job
+    job.hook("UPDATING 3", 2, lambda rank: job.kill(3))
+    job.hook("renamed", 1, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def false_alarm_under_a_dying_controller(seed: int) -> Scenario:
+    scenario = _with_standbys(seed)
+    job = scenario.job
+    job.hook("DONE 2", 1, lambda rank: job.drop_stream(rank))
+    job.hook("got Freeze", len(job.ranks) - 1, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def silent_until_the_roll_forward(seed: int) -> Scenario:
+    """A rank is silent until the others have been rolled forward, and comes back when the controller dies."""
+    scenario = _with_standbys(seed)
+    job = scenario.job
+    job.hook("UPDATING 3", 1, lambda rank: job.stop((rank + 1) % len(job.ranks), 0.8))
+    job.hook("rolled_forward", 1, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def false_alarms_before_a_takeover(seed: int) -> Scenario:
+    """The ranks have seen freeze 2; the standby's is called 1 again."""
+    scenario = _with_standbys(seed, steps=40, harmless=True)
+    job = scenario.job
+    job.hook("DONE 1", 1, lambda rank: job.drop_stream(rank))
+    job.hook("thawed", 1, lambda rank: job.drop_stream(0))
+    job.hook("thawed", 2, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def holders_die_with_the_controller(seed: int) -> Scenario:
+    """Both holders of a shard are gone before the takeover: what is left is no checkpoint."""
+    scenario = _with_standbys(seed)
+    job = scenario.job
+
+    def strike(rank: int) -> None:
+        job.controllers[0].kill()
+        for holder in job.training.layout.holders[0]:
+            job.kill(holder)
+
+    job.hook("DONE 2", 1, strike)
+    return scenario
+
+
+def stopped_about_a_lease(seed: int) -> Scenario:
+    """The controller is stopped for about a lease: some ranks turn to the standby, the others are still with it."""
+    scenario = _with_standbys(seed, steps=40, harmless=True)
+    job = scenario.job
+    job.slowest_s = 0.05
+    job.hook("UPDATING 2", 1, lambda rank: job.controllers[0].pause(0.4 + 0.002 * (seed % 120)))
+    return scenario
+
+
+def back_and_forth(seed: int) -> Scenario:
+    """The first controller comes back about when the second has died and the third is cut off."""
+    scenario = _with_standbys(seed, steps=40)
+    job, rng = scenario.job, random.Random(seed)
+    away_s, until_dead_s, until_cut_s = rng.uniform(0.6, 1.2), rng.uniform(0, 0.3), rng.uniform(0, 0.3)
+    cut_s = rng.uniform(0.5, 1.5)
+    job.scheduler.at(rng.uniform(0.1, 0.6), lambda: job.controllers[0].pause(away_s))
+    job.hook("took_over", 1, lambda rank: job.scheduler.after(until_dead_s, job.controllers[1].kill))
+    job.hook("took_over", 1, lambda rank: job.scheduler.after(until_cut_s, lambda: job.controllers[2].cut(cut_s)))
+    job.hook("DONE 30", 1, job.kill)
+    return scenario

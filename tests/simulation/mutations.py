@@ -1,0 +1,168 @@
+"""The checker can fail: every wrong variant of the protocol, and within how many jobs it must be caught, by which invariant.
+
+`python -m tests.simulation.mutations [NAME...]` tries them. A variant that nobody catches is a defect of the checker.
+Mutants that nobody thought of are made by `mutants`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.simulation import wrong_controllers as controllers
+from tests.simulation import wrong_ranks as ranks
+from tests.simulation.arranged import (
+    another_publishes_later,
+    back_and_forth,
+    died_in_a_dump,
+    disk_full_at_publish,
+    false_alarm_under_a_dying_controller,
+    false_alarms_before_a_takeover,
+    holders_die_with_the_controller,
+    idle_controller_dies,
+    late_reports,
+    order_said_again,
+    preempted_on_a_slow_network,
+    publisher_dies,
+    raised_in_the_update,
+    silent_until_the_roll_forward,
+    slow_step,
+    slower_than_the_limit,
+    step_changes_in_the_dump,
+    stopped_about_a_lease,
+    stuck_and_alone,
+    told_and_died,
+)
+from tests.simulation.checks import run_and_check
+from tests.simulation.scenario import Scenario, build
+from ttp.errors import ProtocolError
+
+RAISED = "raised"
+"""The machines refuse what the wrong variant makes happen."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong variant. `jobs` makes the job of a seed: random faults, unless a rare turn of events is needed."""
+
+    wrong: str
+    patch: Callable[[pytest.MonkeyPatch], None]
+    caught_by: tuple[str, ...]
+    """How a violation begins that shows it."""
+    jobs: Callable[[int], Scenario] = build
+    base: int = 0
+    within: int = 200
+    """Seeds, from `base` on."""
+
+    @property
+    def name(self) -> str:
+        return self.patch.__name__.replace("_", " ")
+
+
+MUTATIONS = (
+    # Who is a holder, and of what.
+    Mutation("a rank whose update raised half-way writes its share", controllers.torn_counts, ("I3",), raised_in_the_update),
+    Mutation("a replica is chosen that is stuck in UPDATING", controllers.stuck_counts, ("I3",), stuck_and_alone),
+    Mutation("S is the step that a dead rank said it had", controllers.step_of_a_dead_rank, ("I3",)),
+    Mutation("coverage ignores the pipeline axis", controllers.one_axis_of_coverage, ("I5",)),
+    # Which step.
+    Mutation("ranks roll forward without a record", controllers.invented_record, ("I3",)),
+    Mutation("an older step is chosen although a record proves the newer", controllers.forgotten_records, ("I6", "I9")),
+    Mutation("a record that a rank told before it died is forgotten", controllers.records_of_the_decided_round_only, ("I6", "I9"), told_and_died),
+    Mutation("a rank rolls forward that is not READY", controllers.rolls_who_is_not_ready, ("I3",), within=600),
+    Mutation("the record of the step before is used for rolling forward", controllers.record_of_an_older_step, ("I3",)),
+    Mutation("not all that must roll forward are asked to", controllers.rolls_only_the_first, ("I3",)),
+    Mutation("a dump is refused although every shard is covered", controllers.refuses_when_somebody_is_missing, ("I9",)),
+    # Writing and publishing.
+    Mutation("published before every part is written", controllers.publishes_before_all_is_written, ("I5",)),
+    Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I3",)),
+    Mutation("a replaced writer's late answer counts as well", controllers.lost_writers_answer_counts, ("I5",)),
+    Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
+    Mutation("the parts of a writer that died are written by nobody", controllers.lost_writers_parts_are_dropped, ("I5",)),
+    Mutation("a publisher that died is not replaced", controllers.failed_publisher_is_not_replaced, ("I9", "I11"), publisher_dies),
+    # Reports, suspicions, thaws.
+    Mutation("the freeze's number is not checked on reports", controllers.old_reports_count, ("I3", "I5", "I6"), late_reports, base=100),
+    Mutation("the step is decided before all have reported", controllers.decides_without_all_reports, ("I9", "I6", "I3")),
+    Mutation("only some ranks are thawed", controllers.thaws_some, ("I7", "I11")),
+    Mutation("a silent rank is never dead", controllers.never_sees_silence, ("I11",)),
+    Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
+    Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),
+    Mutation("a hang is not disproved by a rank that got on", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
+    # Takeovers.
+    Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
+    Mutation("a standby thaws ranks that were rolled forward", controllers.thaws_what_another_ordered, ("I11",), silent_until_the_roll_forward),
+    Mutation("every controller counts its freezes from one", controllers.freezes_counted_from_one, ("I7", "I9", "I11", RAISED), false_alarms_before_a_takeover),
+    Mutation("a standby forgets the shards that nobody told it of", controllers.unknown_shards_forgotten, ("I5",), holders_die_with_the_controller),
+    Mutation("ranks never learn of the standbys", controllers.standbys_kept_secret, ("I11", "I9"), died_in_a_dump),
+    Mutation("an earlier controller is left its ranks", controllers.earlier_controller_keeps_its_ranks, ("I7", "I9", "I11"), stopped_about_a_lease),
+    # The gate.
+    Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),
+    Mutation("READY is not held up by the closed gate", ranks.ready_passes_a_closed_gate, ("I6",), preempted_on_a_slow_network, within=600),
+    Mutation("a shard is read from a holder that changes meanwhile", ranks.reports_before_the_update_ends, ("I3", "I5")),
+    Mutation("the gate opens while its rank writes", ranks.gate_opens_for_a_writer, ("I7", "I5")),
+    Mutation("a thaw opens nothing", ranks.thaw_opens_nothing, ("I11",)),
+    Mutation("the gate opens by itself", ranks.gate_opens_by_itself, ("I7",)),
+    # Orders.
+    Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
+    Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),
+    # The disk.
+    Mutation("a write is answered before its fsync", ranks.answers_before_fsync, ("I1",)),
+    Mutation("the tracker is replaced before the rename", ranks.tracker_before_rename, ("I4",), disk_full_at_publish),
+    Mutation("the tracker goes back", ranks.tracker_goes_back, ("I4",), another_publishes_later),
+    Mutation("a file of another step is used again", ranks.files_of_another_step_are_used_again, ("I3",), step_changes_in_the_dump),
+    Mutation("a published directory is overwritten", ranks.published_directory_is_overwritten, ("I1", "I4", "I8"), idle_controller_dies),
+)  # fmt: skip
+
+
+class NotCaught(AssertionError):
+    """No job showed what is wrong."""
+
+
+def first_caught(mutation: Mutation) -> tuple[int, str]:
+    """Return the first seed whose job shows the mutation, and by what. Raises NotCaught."""
+    others: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        mutation.patch(patch)
+        for seed in range(mutation.base, mutation.base + mutation.within):
+            for text in _found(mutation.jobs(seed)):
+                if text.startswith(mutation.caught_by):
+                    return seed, text
+                others.add(text[:60])
+    raise NotCaught(
+        f"{mutation.name}: no job of {mutation.within} violated {mutation.caught_by}; seen: {sorted(others)[:5]}"
+    )
+
+
+def _found(scenario: Scenario) -> list[str]:
+    try:
+        return run_and_check(scenario)
+    except (AssertionError, KeyError, IndexError, ProtocolError, ValueError) as error:
+        return [f"{RAISED}: {error!r}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="default: all")
+    wanted = parser.parse_args().names
+    failed, began = 0, time.monotonic()
+    for mutation in MUTATIONS:
+        if wanted and mutation.name not in wanted:
+            continue
+        started = time.monotonic()
+        try:
+            seed, text = first_caught(mutation)
+            print(f"{mutation.name:45} seed {seed:4} in {time.monotonic() - started:4.1f} s  {text[:90]}", flush=True)
+        except NotCaught as error:
+            failed += 1
+            print(error, flush=True)
+    print(f"{time.monotonic() - began:.1f} s, {failed} not caught")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""A simulated job for a script: nothing in it is random, and all that happens is written down in order."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, TypeVar
+
+from tests.simulation.collectives import Collectives
+from tests.simulation.disk import OLDER_STEP, Disk, DiskError, File
+from tests.simulation.job import Job, Times
+from tests.simulation.training import Training
+
+T = TypeVar("T")
+
+_OF_RANKS = (
+    "got Welcome", "got Freeze", "got Thaw", "rolling", "writing", "publishing", "manifest written", "renamed", "boundary",
+)  # fmt: skip
+"""What ranks do in a dump, as the simulated rank calls it; phases are told of the steps that matter to the script."""
+_UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished")
+"""Journal lines of every start and every end."""
+
+
+class Steady(random.Random):
+    """Every delay is the middle of its range, every choice the first: a script reads the same when others draw more."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+    def random(self) -> float:
+        return 0.5
+
+    def randint(self, a: int, b: int) -> int:
+        return a
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
+
+    def shuffle(self, x: MutableSequence[Any]) -> None:
+        """Leave it in order."""
+
+
+class PartialCollectives(Collectives):
+    """Collectives that may end before some of their members have the result, as a dying peer's do."""
+
+    def __init__(self, job: Job, hang_chance: float) -> None:
+        super().__init__(job.scheduler, job.rng, hang_chance)
+        self._clock = job.scheduler
+        self.missed: set[tuple[int, int]] = set()
+        """(rank, step): this rank gets an error instead of the step's record."""
+
+    def enter(
+        self,
+        name: str,
+        step: int,
+        members: tuple[int, ...],
+        rank: int,
+        done: Callable[[], None],
+        fail: Callable[[], None],
+    ) -> None:
+        lost = name == "norm" and (rank, step) in self.missed
+        super().enter(name, step, members, rank, (lambda: self._clock.after(0.05, fail)) if lost else done, fail)
+
+
+class FailingDisk(Disk):
+    """A disk on which one write may end half-way and come back from fsync with an error."""
+
+    def __init__(self, roots: tuple[str, ...]) -> None:
+        super().__init__(roots)
+        self.torn_for: set[int] = set()
+        """Ranks whose next write is torn: part of the file is there, and fsync fails."""
+
+    def write(self, root: str, name: str, file: str, content: File) -> None:
+        rank = int(file[1:].split("_")[0])
+        if content.durable and rank in self.torn_for:
+            self.torn_for.discard(rank)
+            super().write(root, name, file, File(content.pieces[:-1], False))
+            raise DiskError("input/output error in fsync")
+        super().write(root, name, file, content)
+
+
+class StagedJob(Job):
+    """A job whose every turn becomes a line of `lines`: (seconds, who, what)."""
+
+    def __init__(
+        self,
+        training: Training,
+        times: Times,
+        *,
+        agents: bool,
+        standbys: int,
+        collectives_hang: bool,
+        roots: tuple[str, ...],
+    ) -> None:
+        self.lines: list[tuple[float, str, str]] = []
+        self.told_steps: frozenset[int] = frozenset()
+        """Steps whose phases are worth a line."""
+        self._read = [0] * (1 + standbys)
+        super().__init__(Steady(), training, times, agents=agents, standbys=standbys)
+        self.partial = self.collectives = PartialCollectives(self, 1.0 if collectives_hang else 0.0)
+        self.roots = roots
+        self.failing_disk = self.disk = FailingDisk(roots)
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        left = re.match(r"(rank \d+) (leaves with \d+)", text)  # why, the controller has said
+        self._tell(*(left.groups() if left else ("", text)))
+
+    def happened(self, name: str, rank: int) -> None:
+        if rank >= 0:
+            step = name.rpartition(" ")[2]
+            named = step.isdigit() and int(step) in self.told_steps
+            if named or name in _OF_RANKS:
+                self._tell(f"rank {rank}", name)
+        else:
+            self._tell_journal()
+        super().happened(name, rank)
+
+    def _tell_journal(self) -> None:
+        """Whichever controller has written a line just now."""
+        for controller in self.controllers:
+            for _, line in controller.story[self._read[controller.place] :]:
+                left = str(line.fields.get("text")).startswith("exit code 7")  # as it was told to
+                if line.event not in _UNTOLD and not left:
+                    self._tell(f"c{controller.place}", f"{line.event}{_fields(line.fields)}")
+            self._read[controller.place] = len(controller.story)
+
+    def _tell(self, who: str | Any, text: str | Any) -> None:
+        self.lines.append((self.now, who, text))
+
+    def transcript(self) -> str:
+        """Return all lines, and below them what is left on the disk and of the processes."""
+        layout = self.training.layout
+        told = [f"shard g{index}: ranks {_value(ranks)}" for index, ranks in enumerate(layout.holders)]
+        told += [f"nodes of the ranks: {_value(layout.hosts)}; directories {' '.join(self.roots)}"]
+        told += [f"{at:8.4f}  {who:<7} {text}".rstrip() for at, who, text in _gathered(self.lines)]
+        for (root, name), directory in sorted(self.disk.directories.items()):
+            if (
+                directory.manifest is None
+                or directory.manifest.step == OLDER_STEP
+                or not re.fullmatch(r"iter_\d+", name)
+            ):
+                continue
+            told.append(f"disk: {root}/{name}, tracker {self.disk.tracker.get(root, 'none')}")
+            for file in directory.manifest.files:
+                pieces = ", ".join(f"{g} part {i + 1} of {n}" for g, i, n, _ in directory.files[file].pieces)
+                told.append(f"disk:   {file}: {pieces}")
+        if not self.disk.published:
+            told.append("disk: nothing was published")
+        ends = [f"rank {rank.rank}: {rank.ended or ('stopped' if rank.stopped else 'running')}" for rank in self.ranks]
+        told.append(f"end: {'; '.join(ends)}")
+        for c in self.controllers:
+            told.append(f"end: c{c.place}: {'killed' if c.dead else c.over or c.state.stage.value}")
+        return "\n".join(told) + "\n"
+
+
+def _gathered(lines: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """Put ranks that do the same at the same moment on one line."""
+    told: list[tuple[float, str, str]] = []
+    for at, who, text in lines:
+        if told and who.startswith("rank") and told[-1][1].startswith("rank") and told[-1][::2] == (at, text):
+            told[-1] = (at, f"{told[-1][1].replace('rank ', 'ranks ')},{who.removeprefix('rank ')}", text)
+            told[-1] = (at, told[-1][1].replace("rankss", "ranks"), text)
+        else:
+            told.append((at, who, text))
+    return told
+
+
+def _fields(fields: Any) -> str:
+    """Return a journal line's fields in their order; empty ones say nothing."""
+    told = {key: value for key, value in fields.items() if value not in ((), "", None)}
+    if not any(step >= 0 for step in told.get("backup_steps", ())):
+        told.pop("backup_steps", None)
+    return "".join(f" {key}={_value(value)}" for key, value in told.items())
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return repr(value) if isinstance(value, str) and " " in value else str(value)

@@ -1,0 +1,31 @@
+"""The checker can fail: each wrong variant of the table is caught, by the invariant that it breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation import wrong_controllers, wrong_ranks
+from tests.simulation.mutations import MUTATIONS, Mutation, first_caught
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.patch.__name__)
+def test_wrong_variant_is_caught(mutation: Mutation, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within the seeds that the table states; the seed and the violation are printed."""
+    seed, text = first_caught(mutation)
+    with capsys.disabled():
+        print(f"\n  {mutation.name}: caught at seed {seed}: {text[:100]}", end="")
+
+
+def test_the_table_names_every_wrong_variant_once() -> None:
+    """A variant that stands in no row would be tried by nobody."""
+    listed = [mutation.patch for mutation in MUTATIONS]
+    written = {
+        function
+        for module in (wrong_controllers, wrong_ranks)
+        for name, function in vars(module).items()
+        if getattr(function, "__module__", "") == module.__name__ and function.__annotations__.get("patch") == "Patch"
+        if name != "with_decide"
+    }
+    assert len(set(listed)) == len(listed) >= 18
+    assert set(listed) == written
+    assert len({mutation.wrong for mutation in MUTATIONS}) == len(MUTATIONS)

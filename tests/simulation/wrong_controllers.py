@@ -1,0 +1,300 @@
+"""Controllers that are wrong on purpose: each function breaks one rule of the shipped machine, until the patch is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation.controllers import Controller
+from ttp.controller import (
+    hangs,
+    machine,
+    membership,
+    presence,
+    progress,
+    publishing,
+    rolling,
+    rounds,
+    settling,
+    takeover,
+    writing,
+)
+from ttp.controller import transitions as tables
+from ttp.controller.coverage import Coverage, coverage_of
+from ttp.controller.decision import Decision, Refusal, decide
+from ttp.controller.events import ControllerSettings, Send
+from ttp.controller.planning import hand_over, share_out
+from ttp.controller.presence import welcome
+from ttp.controller.publishing import start_publishing
+from ttp.controller.state import Stage
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder, RollForward, StateReport, Thaw
+
+Patch = pytest.MonkeyPatch
+Reports = Mapping[int, StateReport]
+Records = Mapping[int, CommitRecord]
+Verdict = Decision | Refusal
+
+
+def with_decide(patch: Patch, wrong: Callable[..., Verdict]) -> None:
+    patch.setattr(rolling, "decide", wrong)
+
+
+# --- who is a holder, and of what ---
+
+
+def torn_counts(patch: Patch) -> None:
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        return decide(groups, {r: replace(report, torn=False) for r, report in reports.items()}, *rest)
+
+    with_decide(patch, wrong)
+
+
+def stuck_counts(patch: Patch) -> None:
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        return decide(groups, {r: replace(report, closed=True) for r, report in reports.items()}, *rest)
+
+    with_decide(patch, wrong)
+
+
+def step_of_a_dead_rank(patch: Patch) -> None:
+    """The dead rank's last heartbeat was one step ahead of the survivors: nobody can write that step."""
+
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        verdict = decide(groups, reports, *rest)
+        if isinstance(verdict, Refusal) or len(reports) == max(max(g.holders) for g in groups) + 1:
+            return verdict
+        return Decision(verdict.step + 1, None, (), verdict.able)
+
+    with_decide(patch, wrong)
+
+
+def one_axis_of_coverage(patch: Patch) -> None:
+    """Of every pipeline stage but the first, the shards are taken for copies of the first one's."""
+
+    def wrong(registrations: Iterable[Any], world_size: int = 0) -> Coverage:
+        coverage = coverage_of(registrations, world_size)
+        first = min((group.holders[0] for group in coverage.groups), default=0)
+        return replace(coverage, groups=tuple(g for g in coverage.groups if (g.holders[0] - first) % 2 == 0))
+
+    for module in (settling, takeover):
+        patch.setattr(module, "coverage_of", wrong)
+
+
+# --- which step ---
+
+
+def invented_record(patch: Patch) -> None:
+    def wrong(groups: Any, reports: Reports, records: Records, *rest: Any) -> Verdict:
+        ready = [report.step for report in reports.values() if report.phase is Phase.READY]
+        invented = {step: CommitRecord(step, 1.0, 1.0, False, 1.0, (0.1,), ()) for step in ready}
+        return decide(groups, reports, {**invented, **records}, *rest)
+
+    with_decide(patch, wrong)
+
+
+def forgotten_records(patch: Patch) -> None:
+    with_decide(patch, lambda groups, reports, records, *rest: decide(groups, reports, {}, *rest))
+
+
+def records_of_the_decided_round_only(patch: Patch) -> None:
+    """What a rank told in an earlier round, and then died, is forgotten."""
+    merge = rounds._merge
+    patch.setattr(rounds, "_merge", lambda records, report, out: merge((), report, out))
+
+
+def rolls_who_is_not_ready(patch: Patch) -> None:
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        claimed = {r: replace(report, phase=Phase.READY, step=report.state_step + 1) for r, report in reports.items()}
+        return decide(groups, claimed, *rest)
+
+    with_decide(patch, wrong)
+    patch.setattr("tests.simulation.gate.Gate.can_roll", lambda self, record: not self.busy)
+
+
+def record_of_an_older_step(patch: Patch) -> None:
+    """The order has the right number, and everything else of the step before."""
+
+    def wrong(freeze_id: int, record: CommitRecord) -> RollForward:
+        factor, rates = 0.5 / max(1, record.step - 1), (0.1 / max(1, record.step - 1),)
+        return RollForward(freeze_id, replace(record, clip_factor=factor, learning_rates=rates))
+
+    patch.setattr(rolling, "RollForward", wrong)
+
+
+def refuses_when_somebody_is_missing(patch: Patch) -> None:
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        for group in groups:
+            if gone := [rank for rank in group.holders if rank not in reports]:
+                return Refusal(f"{group.label}: rank {gone[0]} is gone", (group.label,))
+        return decide(groups, reports, *rest)
+
+    with_decide(patch, wrong)
+
+
+def rolls_only_the_first(patch: Patch) -> None:
+    """One of the ranks that must roll forward is asked to; all are counted as having the step."""
+
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        verdict = decide(groups, reports, *rest)
+        return replace(verdict, roll_forward=verdict.roll_forward[:1]) if isinstance(verdict, Decision) else verdict
+
+    with_decide(patch, wrong)
+
+
+# --- writing and publishing ---
+
+
+def publishes_before_all_is_written(patch: Patch) -> None:
+    patch.setitem(settling._ADVANCE, Stage.WRITING, lambda state, now, out: start_publishing(state, now, out))
+
+
+def publishes_as_an_older_step(patch: Patch) -> None:
+    def wrong(*, step: int, **rest: Any) -> PublishOrder:
+        return PublishOrder(step=max(1, step - 1), **rest)
+
+    patch.setattr(publishing, "PublishOrder", wrong)
+
+
+def lost_writers_answer_counts(patch: Patch) -> None:
+    def wrong(parts: Any, holders: Any, loads: Any) -> Any:
+        given = hand_over(parts, holders, loads)
+        twice = tuple(parts) * 2  # the lost writer's answer and the new writer's
+        return given and {rank: twice if rank == min(given) else mine for rank, mine in given.items()}
+
+    patch.setattr(writing, "hand_over", wrong)
+
+
+def shard_written_twice(patch: Patch) -> None:
+    """The last part of the plan goes to one holder more."""
+
+    def wrong(groups: Any, able: Iterable[int]) -> Any:
+        groups, able = tuple(groups), tuple(able)
+        plan = share_out(groups, able)
+        for group in groups:
+            for rank in set(group.holders).intersection(able):
+                for other, parts in plan.items():
+                    mine = [part for part in parts if part.group_id == group.group_id]
+                    if mine and other != rank:
+                        return {**plan, rank: (*plan.get(rank, ()), mine[-1])}
+        return plan
+
+    patch.setattr(writing, "share_out", wrong)
+
+
+def lost_writers_parts_are_dropped(patch: Patch) -> None:
+    patch.setattr(writing, "hand_over", lambda parts, holders, loads: {})
+
+
+def failed_publisher_is_not_replaced(patch: Patch) -> None:
+    for module in (presence, publishing):
+        patch.setattr(module, "next_publisher", lambda state, now, out: _waiting(state))
+
+
+def _waiting(state: Any) -> Any:
+    return replace(state, dump=replace(state.dump, progress_by=float("inf")))
+
+
+# --- reports, suspicions, thaws ---
+
+
+def old_reports_count(patch: Patch) -> None:
+    """A report of an earlier freeze is taken for one of this; the rank may have trained since."""
+
+    def wrong(state: Any, message: StateReport, now: float, out: Any) -> Any:
+        return rounds.take_report(state, replace(message, freeze_id=state.freeze_id), out)
+
+    for stage in (Stage.FREEZING, Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING):
+        patch.setitem(tables.TRANSITIONS, (stage, StateReport), wrong)
+
+
+def decides_without_all_reports(patch: Patch) -> None:
+    """Who has not reported yet is left out."""
+    ask = rounds._ask
+
+    def wrong(*arguments: Any) -> Any:
+        state: Any = ask(*arguments)
+        return replace(state, fault=replace(state.fault, awaiting=min(1, state.fault.awaiting)))
+
+    patch.setattr(rounds, "_ask", wrong)
+
+
+def thaws_some(patch: Patch) -> None:
+    def wrong(ranks: tuple[int, ...], message: Any) -> Send:
+        return Send(ranks[:-1] if isinstance(message, Thaw) else ranks, message)
+
+    patch.setattr(rounds, "Send", wrong)
+
+
+def never_sees_silence(patch: Patch) -> None:
+    def wrong(members: Any, now: float, *rest: Any, **options: Any) -> membership.Swept:
+        return membership.Swept(replace(members, sweep_at=float("inf")), (), ())
+
+    patch.setattr(machine, "sweep", wrong)
+
+
+def suspicion_is_death(patch: Patch) -> None:
+    def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
+        return presence.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
+
+    for module in (presence, machine):
+        patch.setattr(module, "suspicion", wrong)
+
+
+def one_lease_for_a_hang(patch: Patch) -> None:
+    """The limit is not learned from the job's steps."""
+    limit = progress.limit
+
+    def wrong(pace: Any, settings: ControllerSettings) -> float:
+        return min(limit(pace, settings), 0.2)
+
+    patch.setattr(progress, "limit", wrong)
+
+
+def hang_without_proof(patch: Patch) -> None:
+    """Nothing disproves a hang: whoever got on since is dumped all the same."""
+    patch.setattr(hangs, "_disproved", lambda state, rank, order, now, out: state)
+
+
+# --- takeovers ---
+
+
+def takes_over_without_a_freeze(patch: Patch) -> None:
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        state = takeover.gather(state, now, out)
+        if state.stage is Stage.FREEZING and not state.fault.causes:
+            return replace(state, stage=Stage.RUNNING, fault=None)
+        return state
+
+    patch.setitem(settling._ADVANCE, Stage.GATHERING, wrong)
+
+
+def thaws_what_another_ordered(patch: Patch) -> None:
+    judge = takeover.judge
+
+    def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
+        changed: Any = judge(state, fault, now, out)
+        finals = changed.fault.causes and "had begun a dump" in changed.fault.causes[0].text
+        return state if finals else changed
+
+    patch.setattr(settling, "judge", wrong)
+
+
+def freezes_counted_from_one(patch: Patch) -> None:
+    patch.setattr(machine, "FREEZES_OF_A_TERM", 0)
+
+
+def unknown_shards_forgotten(patch: Patch) -> None:
+    start_dump = rolling.start_dump
+    patch.setattr(settling, "start_dump", lambda state, now, out: start_dump(replace(state, job_groups=0), now, out))
+
+
+def standbys_kept_secret(patch: Patch) -> None:
+    for module in (presence, settling):
+        patch.setattr(module, "welcome", lambda state, rank: replace(welcome(state, rank), successors=()))
+
+
+def earlier_controller_keeps_its_ranks(patch: Patch) -> None:
+    patch.setattr(Controller, "_supersede", lambda self, older: None)

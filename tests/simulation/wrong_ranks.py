@@ -1,0 +1,148 @@
+"""Ranks that are wrong on purpose: the processor's machine, its gate, and its work on the disk; undone with the patch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation.controllers import Controller
+from tests.simulation.disk import Disk, File, final_name
+from tests.simulation.gate import Gate
+from tests.simulation.rank import Rank
+from tests.simulation.work import Worker
+from ttp.processor import orders
+from ttp.processor import transitions as tables
+from ttp.processor.events import GateClosed, OpenGate
+from ttp.proto.messages import PublishOrder, Thaw, WriteOrder
+
+Patch = pytest.MonkeyPatch
+
+
+# --- the gate ---
+
+
+def gate_stays_open(patch: Patch) -> None:
+    """The freeze is acknowledged, and nothing is held up."""
+
+    def wrong(self: Gate, freeze_id: int) -> None:
+        self.freeze_id = freeze_id
+
+    patch.setattr(Gate, "bar", wrong)
+
+
+def ready_passes_a_closed_gate(patch: Patch) -> None:
+    """A rank that reported COMPUTE goes on into the collective, and another gets a record that nobody can use."""
+    patch.setattr(Rank, "_pass_gate_to_ready", Rank._ready)
+
+
+def reports_before_the_update_ends(patch: Patch) -> None:
+    def wrong(self: Rank, freeze_id: int) -> None:
+        self.gate.bar(freeze_id)
+        self.acknowledged = freeze_id
+        self.step(GateClosed(replace(self.gate.report(freeze_id), closed=True)))
+
+    patch.setattr(Rank, "_close_gate", wrong)
+
+
+def gate_opens_for_a_writer(patch: Patch) -> None:
+    """The gate of a rank opens as soon as it begins to write."""
+    begin = Worker._begin_write
+
+    def wrong(self: Worker, order: WriteOrder) -> None:
+        begin(self, order)
+        self.gate.final = False
+        self.gate.thaw(self.gate.freeze_id)
+
+    patch.setattr(Worker, "_begin_write", wrong)
+
+
+def thaw_opens_nothing(patch: Patch) -> None:
+    for standing, kind in list(tables.TRANSITIONS):
+        if kind is Thaw:
+            patch.setitem(tables.TRANSITIONS, (standing, kind), tables.late)
+
+
+def gate_opens_by_itself(patch: Patch) -> None:
+    closed = tables.gate_closed
+
+    def wrong(state: Any, event: Any, now: float, out: Any) -> Any:
+        state = closed(state, event, now, out)
+        out.append(OpenGate(state.freeze_id))
+        return state
+
+    for key, handler in list(tables.TRANSITIONS.items()):
+        if handler is closed:
+            patch.setitem(tables.TRANSITIONS, key, wrong)
+
+
+# --- orders ---
+
+
+def orders_are_carried_out_twice(patch: Patch) -> None:
+    """An order that is said again is begun again."""
+    take = orders._take_order
+
+    def wrong(state: Any, message: Any, effect: Any, out: Any) -> Any:
+        known = replace(state, orders=tuple(order for order in state.orders if order.order != message))
+        return take(known, message, effect, out)
+
+    patch.setattr(orders, "_take_order", wrong)
+
+
+def term_is_not_checked(patch: Patch) -> None:
+    """Ranks go back to a lower term, and the freezes of two controllers mix."""
+    greeted = Rank._greeted
+
+    def wrong(self: Rank, stream: Any) -> None:
+        self.fence = 0
+        greeted(self, stream)
+
+    patch.setattr(Rank, "_greeted", wrong)
+    patch.setattr(Controller, "_supersede", lambda self, older: None)
+
+
+# --- the disk ---
+
+
+def answers_before_fsync(patch: Patch) -> None:
+    write = Disk.write
+    patch.setattr(
+        Disk,
+        "write",
+        lambda self, root, name, file, content: write(self, root, name, file, File(content.pieces, False)),
+    )
+
+
+def tracker_before_rename(patch: Patch) -> None:
+    publish = Worker._begin_publish
+
+    def wrong(self: Worker, order: PublishOrder) -> None:
+        trackers = self.job.disk.tracker
+        trackers[order.directory] = max(order.step, trackers.get(order.directory, 0))
+        publish(self, order)
+
+    patch.setattr(Worker, "_begin_publish", wrong)
+
+
+def tracker_goes_back(patch: Patch) -> None:
+    """It is replaced whatever it names."""
+    patch.setattr("tests.simulation.work.max", lambda step, known: step, raising=False)
+
+
+def files_of_another_step_are_used_again(patch: Patch) -> None:
+    patch.setattr(Worker, "_reuse_key", lambda self, order: (order.directory, 0, order.parts))
+
+
+def published_directory_is_overwritten(patch: Patch) -> None:
+    """The rename takes no notice of what is there."""
+    rename = Worker._rename
+
+    def wrong(self: Worker, order: PublishOrder) -> None:
+        directories = self.job.disk.directories
+        if (order.directory, order.tmp_name) in directories:
+            directories.pop((order.directory, final_name(order.step)), None)
+        rename(self, order)
+
+    patch.setattr(Worker, "_rename", wrong)

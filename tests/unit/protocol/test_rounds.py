@@ -1,0 +1,321 @@
+"""Freeze rounds: whose report is waited for, which of two reports counts, and how long a culprit is looked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, record, registration, report
+from tests.unit.protocol.test_controller_members import fault, killed
+from ttp.controller.events import Tick
+from ttp.controller.state import Stage
+from ttp.proto.messages import (
+    CauseKind,
+    Freeze,
+    Heartbeat,
+    Phase,
+    Published,
+    RolledForward,
+    RollForward,
+    StateReport,
+    StepFailed,
+)
+
+READY, DONE, COMPUTE, UPDATING = Phase.READY, Phase.DONE, Phase.COMPUTE, Phase.UPDATING
+LEASE_S = 3.0
+
+
+def frozen_by(rank: int) -> ControllerBench:
+    """Return a job in which a rank raised, and nobody has reported yet."""
+    job = ControllerBench()
+    job.say(fault(rank, CauseKind.EXCEPTION))
+    return job
+
+
+def held(job: ControllerBench, rank: int) -> StateReport:
+    assert job.state.fault is not None
+    found = job.state.fault.reports[rank]
+    assert found is not None
+    return found
+
+
+# --- whose report is waited for ---
+
+
+def test_a_silent_dead_ranks_late_report_is_not_taken_for_an_awaited_one() -> None:
+    """Its stream is still open: what it says does not stand for what another rank has not said yet."""
+    job = ControllerBench(freeze_timeout_s=30.0)
+    job.wait(LEASE_S + 0.1, heard=(0, 1, 2))
+    assert job.told("death_seen")[0]["rank"] == 3
+    job.say(report(0, 1, COMPUTE, 7), report(1, 1, COMPUTE, 7))
+    job.say(report(3, 1, COMPUTE, 7))
+    assert job.at(Stage.FREEZING), "rank 2 has not reported"
+    job.say(report(2, 1, COMPUTE, 7))
+    assert job.at(Stage.WRITING)
+
+
+def test_a_report_said_twice_counts_once() -> None:
+    job = frozen_by(1)
+    job.say(*[report(0, 1, COMPUTE, 7)] * 4)
+    assert job.at(Stage.FREEZING)
+    job.all_report(7, ranks=(1, 2, 3))
+    assert job.at(Stage.WRITING)
+
+
+def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
+    """Rank 0 never answers its roll-forward, and its partner is dead: asked again, the others decide without it."""
+    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    assert sorted(job.sent(RollForward)) == [0]
+    job.wait(5.1)
+    assert job.at(Stage.FREEZING) and job.state.freeze_id == 2
+    job.say(report(0, 2, READY, 7))
+    assert job.at(Stage.FREEZING)
+    job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
+    assert "stuck in an order" in job.told("refused")[0]["reason"]
+
+
+def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:
+    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.wait(5.1)
+    job.say(report(1, 2, DONE, 7), report(0, 2, READY, 7))
+    assert job.at(Stage.FREEZING), "rank 3 has not reported"
+
+
+def test_a_new_round_forgets_the_plan_and_keeps_the_records() -> None:
+    job = ControllerBench()
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.say(StepFailed(0, 1, "roll_forward", "", "raised"))
+    assert job.at(Stage.FREEZING) and job.state.dump is None
+    assert job.state.fault is not None and job.state.fault.records == (record(7),)
+
+
+# --- which of two reports counts ---
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts"),
+    [
+        (report(0, 1, UPDATING, 7, closed=False), report(0, 1, DONE, 7), "second"),
+        (report(0, 1, DONE, 7), report(0, 1, UPDATING, 7, closed=False), "first"),
+        (report(0, 1, DONE, 7), report(0, 1, READY, 7), "first"),
+        (report(0, 1, READY, 7), report(0, 1, DONE, 7), "second"),
+        (report(0, 1, READY, 7), report(0, 1, UPDATING, 7, torn=True), "second"),
+        (report(0, 1, UPDATING, 7, torn=True), report(0, 1, READY, 7), "first"),
+        (report(0, 1, UPDATING, 7, torn=True), report(0, 1, DONE, 7), "first"),
+        (report(0, 1, UPDATING, 7, closed=False), report(0, 1, UPDATING, 7, closed=False, torn=True), "second"),
+    ],
+)
+def test_behind_a_closed_gate_a_state_only_moves_forward_or_tears(
+    first: StateReport, second: StateReport, counts: str
+) -> None:
+    job = frozen_by(1)
+    job.say(first, second)
+    assert held(job, 0) == (first if counts == "first" else second)
+
+
+def test_a_report_that_does_not_count_still_tells_its_records() -> None:
+    job = frozen_by(1)
+    job.say(report(0, 1, DONE, 7), report(0, 1, READY, 7, records=[6]))
+    assert job.state.fault is not None and job.state.fault.records == (record(6),)
+
+
+def test_only_the_newest_records_are_kept() -> None:
+    """A rank keeps two, so four are plenty; the oldest go."""
+    job = frozen_by(1)
+    job.say(report(0, 1, DONE, 9, records=[3, 4, 5]), report(1, 1, DONE, 9, records=[6, 7, 2]))
+    assert job.state.fault is not None
+    assert [known.step for known in job.state.fault.records] == [4, 5, 6, 7]
+
+
+def test_a_report_of_a_suspect_rank_does_not_count_when_time_is_over() -> None:
+    """Its stream broke after its report: what it holds may be gone with it."""
+    job = ControllerBench(freeze_timeout_s=1.0)
+    job.say(fault(1, CauseKind.EXCEPTION))
+    job.say(report(3, 1, COMPUTE, 7))
+    job.close(3)
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.at(Stage.FREEZING), "rank 3 may come back"
+    job.wait(1.1, heard=(0, 1, 2))
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+# --- how long a culprit is looked for ---
+
+
+def test_later_hints_do_not_make_the_wait_for_the_culprit_longer() -> None:
+    """One lease from the first failed collective, however many follow."""
+    job = ControllerBench(lease_s=LEASE_S)
+    job.say(fault(0, CauseKind.PEER_ERROR))
+    job.all_report(7)
+    for rank in (1, 2, 3):
+        job.wait(LEASE_S / 4)
+        job.say(fault(rank, CauseKind.PEER_ERROR))
+    assert job.at(Stage.FREEZING)
+    job.wait(LEASE_S / 4 + 0.1)
+    assert job.at(Stage.WRITING)
+
+
+def test_hints_are_remembered_up_to_a_number_and_culprits_always() -> None:
+    """A death among ten thousand ranks makes ten thousand collectives fail."""
+    holders = ((*range(80),),)
+    job = ControllerBench(holders)
+    for rank in range(79):
+        job.say(fault(rank, CauseKind.PEER_ERROR))
+    assert job.state.fault is not None and len(job.state.fault.causes) == 64
+    job.say(fault(79, CauseKind.EXCEPTION))
+    assert len(job.state.fault.causes) == 65
+
+
+def test_many_culprits_are_named_and_some_of_their_texts() -> None:
+    """All ranks stand in the cause; of the texts so many as can be read."""
+    job = ControllerBench(((*range(12),),))
+    for rank in range(8):
+        job.say(killed(rank))
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in range(8, 12)))
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    assert order.cause.ranks == tuple(range(8)) and "more" not in order.cause.text
+    job = ControllerBench(((*range(12),),))
+    for rank in range(9):
+        job.say(killed(rank))
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in range(9, 12)))
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    assert order.cause.ranks == tuple(range(9)) and order.cause.text.endswith("and 1 more")
+
+
+# --- answers that say something else than was ordered ---
+
+
+def test_a_rank_that_rolled_to_another_step_has_not_rolled_forward() -> None:
+    job = ControllerBench()
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.say(RolledForward(0, 1, 6))
+    assert job.told("roll_forward_failed")[0]["rank"] == 0
+    assert job.at(Stage.FREEZING), "nobody else holds its shard"
+
+
+def test_another_steps_publish_is_not_this_ones() -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    job.all_report(7, ranks=(0, 1, 2))
+    job.all_write(job.orders())
+    job.say(Published(0, 1, 5, "/a/iter_0000005"))
+    assert job.at(Stage.PUBLISHING) and not job.told("published")
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING)
+
+
+# --- before a round, and after the last ---
+
+
+def test_a_job_does_not_assemble_while_a_rank_that_registered_is_away() -> None:
+    job = ControllerBench(assembled=False)
+    for rank in range(3):
+        job.say(registration(rank))
+    job.close(0)
+    job.say(registration(3))
+    assert job.at(Stage.ASSEMBLING)
+    job.say(registration(0))
+    assert job.at(Stage.RUNNING)
+
+
+def test_a_rank_that_registered_twice_is_one_that_came() -> None:
+    """The line that names the missing counts ranks, not registrations."""
+    job = ControllerBench(assembled=False, register_timeout_s=10.0)
+    job.say(registration(0), registration(1))
+    job.close(1)
+    job.say(registration(1), registration(1))
+    job.wait(10.1, heard=())
+    assert job.told("exit_sent")[0]["reason"].startswith("only 2 of 4 ranks registered in time; missing: (2, 3)")
+
+
+def test_ranks_that_waited_long_for_the_others_have_a_whole_lease_from_then_on() -> None:
+    """They send no heartbeats before they are welcomed."""
+    job = ControllerBench(assembled=False)
+    for rank in range(3):
+        job.say(registration(rank))
+    job.wait(20.0, heard=())
+    job.say(registration(3))
+    assert job.at(Stage.RUNNING)
+    job.wait(1.9, heard=())
+    assert not job.told("suspect") and not job.told("death_seen")
+
+
+def test_a_rank_without_directories_has_its_dump_refused() -> None:
+    job = ControllerBench(assembled=False)
+    for rank in range(4):
+        job.say(registration(rank, roots=()))
+    job.say(killed(3))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert "no directory" in job.told("refused")[0]["reason"]
+
+
+def test_a_holder_that_died_in_the_last_directory_is_missed_in_the_next() -> None:
+    """All was written in /a; its last holder died since, and the publish failed: in /b that shard has nobody."""
+    job = ControllerBench()
+    job.say(killed(2))
+    job.all_report(7, ranks=(0, 1, 3))
+    job.all_write(job.orders())
+    rank, order = job.publish_order()
+    assert rank == 0
+    job.say(killed(0))
+    for _ in (1, 3):
+        rank, order = job.publish_order()
+        job.say(StepFailed(rank, order.freeze_id, "publish", order.tmp_name, "no space left on device"))
+    assert job.at(Stage.FREEZING) and job.told("replanned")
+    job.say(report(1, 2, COMPUTE, 7), report(3, 2, COMPUTE, 7))
+    assert job.told("refused")[0]["missing"] == ("shard 0",)
+
+
+def test_a_failure_said_twice_counts_once() -> None:
+    """After its parts went to another, a writer has nothing that could fail."""
+    job = ControllerBench()
+    job.say(killed(2))
+    job.all_report(7, ranks=(0, 1, 3))
+    order = job.orders()[3]
+    for _ in range(2):
+        job.say(StepFailed(3, order.freeze_id, "write", order.tmp_name, "no space left on device"))
+    assert len(job.told("write_failed")) == 1 and len(job.told("write_moved")) == 1
+    assert job.state.dump is not None and len(job.state.dump.errors) == 1
+
+
+def test_writers_have_their_whole_time_from_the_order_on() -> None:
+    """What rolling forward took is not taken from them."""
+    job = ControllerBench(progress_timeout_s=5.0)
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.wait(4.0)
+    job.say(RolledForward(0, 1, 7))
+    assert job.state.dump is not None and job.state.dump.progress_by >= job.now + 5.0
+    job.wait(4.0)
+    assert not job.told("stuck")
+
+
+def test_a_takeover_freezes_for_the_death_that_it_was_told_of() -> None:
+    """The ranks' lines and their stacks name the culprit, and not only that a controller was lost."""
+    job = ControllerBench(assembled=False, standby=1, address="c1")
+    job.say(killed(3))
+    for rank in range(3):
+        job.say(replace(registration(rank), job_groups=2))
+    assert job.at(Stage.FREEZING)
+    freezes = job.sent(Freeze)
+    assert {freeze.cause.kind for freeze in freezes.values()} == {CauseKind.EXITED}
+    assert {freeze.cause.ranks for freeze in freezes.values()} == {(3,)}
+
+
+def test_nothing_happens_in_a_calm_job() -> None:
+    """Heartbeats and ticks alone never close a gate."""
+    job = ControllerBench()
+    for step in range(1, 40):
+        for rank in range(4):
+            job.say(Heartbeat(rank, COMPUTE, step), after=0.1)
+        job.take(Tick())
+    assert job.at(Stage.RUNNING) and not job.told("freeze_sent")

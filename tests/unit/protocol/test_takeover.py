@@ -1,0 +1,290 @@
+"""A standby becomes the active controller: who is waited for, what is asked, and what may be thawed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.test_controller_members import fault, killed
+from ttp.controller import events as ev
+from ttp.controller.machine import FREEZES_OF_A_TERM
+from ttp.controller.state import Stage
+from ttp.proto.messages import (
+    AgentHello,
+    CauseKind,
+    Dismiss,
+    Exit,
+    Finished,
+    Freeze,
+    Heartbeat,
+    Phase,
+    Registration,
+    Successors,
+    Thaw,
+    Welcome,
+)
+
+LEASE_S = 3.0
+LIST = ("c0", "c1", "c2")
+
+
+def coming(rank: int, groups: int = 2, pid: int = 0) -> Registration:
+    """Return what a rank that has lost its controller says first."""
+    return replace(registration(rank, pid=pid), controllers=LIST, job_groups=groups)
+
+
+def standby() -> ControllerBench:
+    """Return the first standby of four ranks; nobody has come yet."""
+    return ControllerBench(assembled=False, standby=1, address="c1", lease_s=LEASE_S)
+
+
+def frozen() -> ControllerBench:
+    """All four ranks have come, and their gates are being closed."""
+    job = standby()
+    for rank in range(4):
+        job.say(coming(rank))
+    assert job.at(Stage.FREEZING)
+    return job
+
+
+# --- gathering ---
+
+
+def test_a_standby_waits_until_somebody_comes() -> None:
+    """It has no deadline of its own, and does nothing."""
+    job = standby()
+    job.wait(1000.0, heard=())
+    assert job.at(Stage.STANDBY) and not job.story
+
+
+def test_the_first_rank_that_comes_supersedes_all_earlier_controllers() -> None:
+    """And no later one."""
+    job = standby()
+    job.say(coming(2))
+    assert only(job.effects, ev.Supersede) == [ev.Supersede(("c0",))]
+    assert job.at(Stage.GATHERING)
+    job.say(coming(1))
+    assert not only(job.effects, ev.Supersede)
+    second = ControllerBench(assembled=False, standby=2, address="c2")
+    second.say(coming(2))
+    assert only(second.effects, ev.Supersede) == [ev.Supersede(("c0", "c1"))]
+
+
+def test_all_are_welcomed_and_frozen_under_a_number_above_all_of_the_lost_controllers() -> None:
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+        welcomed = job.sent(Welcome)[rank]
+        assert (welcomed.term, welcomed.successors) == (3, ("c1", "c2"))
+        assert not job.sent(Freeze)
+    job.say(coming(3))
+    freezes = job.sent(Freeze)
+    assert sorted(freezes) == [0, 1, 2, 3]
+    assert {freeze.freeze_id for freeze in freezes.values()} == {FREEZES_OF_A_TERM + 1}
+    assert {freeze.cause.kind for freeze in freezes.values()} == {CauseKind.CONTROLLER_LOST}
+    assert job.told("took_over")[0]["survives"]
+
+
+def test_a_rank_that_does_not_come_within_a_lease_is_dead() -> None:
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+    job.wait(LEASE_S - 0.1, heard=(0, 1, 2))
+    assert job.at(Stage.GATHERING)
+    job.wait(0.2, heard=(0, 1, 2))
+    assert job.at(Stage.FREEZING)
+    assert [line["rank"] for line in job.told("death_seen")] == [3]
+    assert sorted(job.told("freeze_sent")[0]["ranks"]) == [0, 1, 2]
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.at(Stage.WRITING)
+
+
+def test_a_rank_that_is_known_to_be_dead_is_not_waited_for() -> None:
+    job = standby()
+    job.say(killed(3))
+    for rank in range(3):
+        job.say(coming(rank))
+    assert job.at(Stage.FREEZING)
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.orders() and job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+def test_while_nobody_that_came_is_heard_the_others_are_waited_for() -> None:
+    """It is this controller that is cut off then."""
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+    job.wait(LEASE_S + 0.1, heard=())
+    assert job.at(Stage.GATHERING)
+    job.say(coming(3))
+    assert job.at(Stage.FREEZING)
+
+
+def test_exiting_is_not_the_last_word_on_a_death() -> None:
+    job = standby()
+    job.say(killed(3, "exiting"), killed(3, "signal SIGKILL"))
+    job.say(killed(3, "exit code 1"))
+    for rank in range(3):
+        job.say(coming(rank))
+    job.all_report(7, ranks=(0, 1, 2))
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    assert order.cause.text == "signal SIGKILL" and order.cause.ranks == (3,)
+    assert len(job.told("death_seen")) == 1
+
+
+def test_the_exit_of_an_earlier_process_is_nothing() -> None:
+    job = standby()
+    job.say(coming(3, pid=777), killed(3, pid=103))
+    for rank in range(3):
+        job.say(coming(rank))
+    assert job.at(Stage.FREEZING) and not job.told("death_seen")
+
+
+def test_faults_told_again_are_the_causes_of_the_takeovers_freeze() -> None:
+    """Each once, however often it is said."""
+    job = standby()
+    job.say(coming(0), fault(0, CauseKind.EXCEPTION), fault(0, CauseKind.EXCEPTION))
+    for rank in range(1, 4):
+        job.say(coming(rank))
+    assert {freeze.cause.kind for freeze in job.sent(Freeze).values()} == {CauseKind.EXCEPTION}
+    assert len(job.told("fault_reported")) == 1
+    job.all_report(7)
+    assert job.at(Stage.WRITING)
+
+
+# --- what the freeze finds ---
+
+
+def test_when_nothing_was_begun_all_are_thawed_once_every_rank_has_reported() -> None:
+    job = frozen()
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.at(Stage.FREEZING)
+    job.all_report(7, ranks=(3,))
+    assert sorted(job.sent(Thaw)) == [0, 1, 2, 3]
+    assert job.at(Stage.RUNNING) and not job.told("decided")
+
+
+def test_a_rank_whose_gate_can_never_open_again_makes_a_dump_necessary() -> None:
+    job = frozen()
+    job.all_report(7, ranks=(0, 1, 2))
+    job.say(report(3, FREEZES_OF_A_TERM + 1, Phase.COMPUTE, 7, final=True))
+    assert not job.sent(Thaw) and job.at(Stage.WRITING)
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    assert order.cause.kind is CauseKind.CONTROLLER_LOST and order.cause.ranks == (3,)
+
+
+def test_a_rank_that_does_not_answer_the_freeze_makes_a_dump_necessary() -> None:
+    """Nobody can say what the lost controller had ordered it."""
+    job = frozen()
+    job.all_report(7, ranks=(0, 1, 2))
+    job.wait(10.1)
+    assert not job.told("thawed")
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+def test_shards_that_nobody_told_of_are_refused() -> None:
+    """The job has three groups; the ranks that came hold two."""
+    job = standby()
+    job.say(killed(3))
+    for rank in range(3):
+        job.say(coming(rank, groups=3))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert "1 of 3 shard groups" in job.told("refused")[0]["reason"]
+
+
+def test_a_job_that_had_not_assembled_is_released() -> None:
+    """The ranks never heard how many groups there are, and one is missing."""
+    job = standby()
+    job.say(killed(3))
+    for rank in range(3):
+        job.say(coming(rank, groups=0))
+    assert sorted(job.sent(Exit)) == [0, 1, 2]
+
+
+def test_a_whole_job_that_had_not_been_told_its_groups_goes_on() -> None:
+    job = standby()
+    for rank in range(4):
+        job.say(coming(rank, groups=0))
+    job.all_report(7)
+    assert job.at(Stage.RUNNING)
+
+
+# --- the end of a job under a standby ---
+
+
+def test_when_all_have_finished_there_is_nothing_left_to_do() -> None:
+    job = standby()
+    for rank in range(4):
+        job.say(coming(rank), Finished(rank))
+        if rank == 0:
+            assert job.at(Stage.GATHERING)
+    assert job.told("finished") and job.at(Stage.OVER)
+    assert job.sent(Dismiss)
+
+
+def test_ranks_that_left_in_peace_count_as_finished() -> None:
+    job = standby()
+    for rank in range(3):
+        job.say(killed(rank, "exit code 0"))
+    assert not job.told("death_seen") and len(job.told("left")) == 3
+    job.say(coming(3), Finished(3))
+    assert job.at(Stage.OVER) and job.told("finished")
+
+
+def test_a_rank_that_ends_nobody_knows_how_is_waited_for_when_the_others_have_finished() -> None:
+    """It may have been dismissed by the controller that was lost."""
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank), Finished(rank))
+    job.say(killed(3, "exiting"))
+    assert job.at(Stage.GATHERING)
+    job.say(killed(3, "exit code 0"))
+    assert job.at(Stage.OVER)
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_when_all_ranks_have_ended_a_standby_ends(came: bool) -> None:
+    job = standby()
+    if came:
+        job.say(coming(0))
+    for rank in range(4):
+        job.say(killed(rank))
+    assert job.at(Stage.OVER)
+
+
+def test_a_standby_that_everybody_has_left_again_ends_after_the_orphan_timeout() -> None:
+    job = standby()
+    job.say(coming(0), coming(1))
+    job.close(0, 1)
+    job.wait(14.0, heard=())
+    assert job.at(Stage.GATHERING)
+    job.wait(2.0, heard=())
+    assert job.at(Stage.OVER)
+
+
+def test_agents_learn_the_list_of_standbys() -> None:
+    """Whenever they attach, and when it grows."""
+    job = standby()
+    job.say(AgentHello("h", (0, 1), (100, 101)))
+    assert not only(job.effects, ev.Tell)
+    job.say(coming(0))
+    assert only(job.effects, ev.Tell) == [ev.Tell(("h",), Successors(("c1", "c2"), LEASE_S))]
+    job.say(coming(1))
+    assert not only(job.effects, ev.Tell)
+    job.say(AgentHello("i", (2, 3), (102, 103)))
+    assert only(job.effects, ev.Tell) == [ev.Tell(("i",), Successors(("c1", "c2"), LEASE_S))]
+
+
+def test_answers_to_the_lost_controller_mean_nothing() -> None:
+    """Heartbeats only show that a rank lives, and a report of an old freeze is of the old freeze."""
+    job = standby()
+    job.say(coming(0), Heartbeat(0, Phase.COMPUTE, 4), report(0, 1, Phase.DONE, 9))
+    assert job.at(Stage.GATHERING)
+    for rank in range(1, 4):
+        job.say(coming(rank))
+    job.say(report(0, 1, Phase.DONE, 9))
+    assert job.state.fault is not None and job.state.fault.awaiting == 4

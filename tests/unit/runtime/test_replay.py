@@ -1,0 +1,82 @@
+"""A journal is decided once more: the same lines, and an altered one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ttp.controller.events import ControllerSettings, Event, Received, Tick
+from ttp.controller.events import Journal as Line
+from ttp.controller.journal import Journal
+from ttp.controller.machine import initial, transition
+from ttp.controller.replay import compare, main
+from ttp.errors import ProtocolError
+from ttp.proto.messages import Registration, ShardGroup, WorkerExit, Working
+
+SETTINGS = ControllerSettings(job_id="job", term=1, world_size=2)
+
+
+def record(path: Path, events: list[Event], segment_bytes: int = 1 << 20) -> None:
+    """Write a journal as the driver does."""
+    journal, state = Journal(path, SETTINGS, segment_bytes=segment_bytes), initial(SETTINGS, 0.0)
+    journal.starting_state(state)
+    for number, event in enumerate(events):
+        journal.input(float(number), event)
+        try:
+            state, effects = transition(state, event, float(number))
+        except ProtocolError as error:
+            journal.story(0.0, float(number), "protocol_error", {"text": str(error)})
+            continue
+        for effect in effects:
+            if isinstance(effect, Line):
+                journal.story(0.0, float(number), effect.event, effect.fields)
+        if journal.wants_state:
+            journal.starting_state(state)
+    journal.close()
+
+
+EVENTS: list[Event] = [
+    *(Received(Registration(r, 2, "h", 10 + r, (ShardGroup("g", "all", 8),), 0, ("/x",), "{}")) for r in range(2)),
+    Received(Working(7, 1)),  # of no rank of this job: refused, and refused again
+    Tick(),
+    Received(WorkerExit(1, 11, "signal SIGKILL", 0.0)),
+]
+
+
+def test_a_journal_decides_the_same_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inputs that the machine refused are refused again; the lines are printed with what was sent."""
+    path = tmp_path / "journal_0.jsonl"
+    record(path, EVENTS)
+    assert main([str(path), "--sent"]) == 0
+    printed = capsys.readouterr().out
+    assert "death_seen: rank 1, kind exited, text signal SIGKILL" in printed
+    assert "-> Freeze to 0" in printed
+    assert main([f"{path}.inputs"]) == 0, "either file may be named"
+
+
+def test_the_end_of_a_long_journal_decides_the_same_again(tmp_path: Path) -> None:
+    """The oldest inputs are dropped; what the kept ones decided is compared."""
+    path = tmp_path / "journal_0.jsonl"
+    record(path, EVENTS, segment_bytes=200)
+    compared = compare(path)
+    assert compared.difference == ""
+    assert 0 < len(compared.again) < 4
+
+
+def test_an_altered_story_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line that differs is shown, as it was written and as it is decided now."""
+    path = tmp_path / "journal_0.jsonl"
+    record(path, EVENTS)
+    path.write_text(path.read_text().replace("SIGKILL", "SIGTERM"))
+    assert main([str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "the controller wrote" in printed and "SIGTERM" in printed and "SIGKILL" in printed
+
+
+def test_a_journal_without_inputs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the file that is missing."""
+    (tmp_path / "journal_0.jsonl").write_text("")
+    (tmp_path / "journal_0.jsonl.inputs").write_text("")
+    assert main([str(tmp_path / "journal_0.jsonl")]) == 2
+    assert "journal_0.jsonl.inputs" in capsys.readouterr().err
