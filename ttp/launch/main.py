@@ -35,8 +35,8 @@ from ttp.launch.arguments import make_parser
 from ttp.launch.courier import Link
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
-from ttp.launch.topology import apply_rank_table, choose_rendezvous, explicit_arguments
 from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
+from ttp.launch.topology import apply_rank_table, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
 
