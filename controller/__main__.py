@@ -64,6 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--guardian", type=int, action="append", default=[], metavar="PID", help="see above; repeatable"
     )
     parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
+    parser.add_argument("--local-dirs", action="store_true", help="every node has checkpoint directories of its own")
     parser.add_argument(
         "--port-wait-s", type=_positive, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
     )
@@ -100,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         term=options.term,
         world_size=options.world_size,
         standby=options.standby,
+        local_dirs=options.local_dirs,
         **{name: getattr(options, name) for name in _TIMES},
     )
     try:

@@ -42,6 +42,8 @@ class ControllerSettings:
     """How the others reach this controller, as it stands in their list of controllers."""
     hang_start_s: float = 1800.0
     """In place of `hang_floor_s` before enough steps were seen: the first ones compile, load and warm up."""
+    local_dirs: bool = False
+    """Every node has checkpoint directories of its own: each publishes what its ranks have written."""
 
 
 # --- in ---

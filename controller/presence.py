@@ -32,7 +32,7 @@ from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
 from .progress import taught
-from .publishing import next_publisher
+from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, forget, root_cause
 from .state import ControllerState, Stage
@@ -98,7 +98,7 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
     if dump.rolling[rank] and dump.decision.record is not None:
         out.append(Send((rank,), RollForward(state.freeze_id, dump.decision.record)))
     out.extend(Send((rank,), order) for order in dump.work[rank].orders)
-    if state.stage is Stage.PUBLISHING and rank == dump.publisher and dump.order is not None:
+    if rank in dump.publishers and dump.order is not None:
         out.append(Send((rank,), dump.order))
     return state
 
@@ -201,8 +201,8 @@ def _take_work_back(state: ControllerState, rank: int, now: float, out: list[Eff
             return lost_while_rolling(state, rank, now, out)
         case Stage.WRITING:
             return replace_writers(state, (rank,), now, out)
-        case Stage.PUBLISHING if state.dump is not None and state.dump.publisher == rank:
-            return next_publisher(state, now, out)
+        case Stage.PUBLISHING:
+            return lost_while_publishing(state, rank, now, out)
     return state
 
 

@@ -1,10 +1,14 @@
-"""Making a written attempt visible, by one rank at a time (PURE).
+"""Making a written attempt visible, by one rank at a time in each place (PURE).
 
-Owns the choice of the publisher. Two publishers of one attempt do no harm: the rename is exclusive, and a valid
-checkpoint of that step that is there already is kept.
+Owns the choice of the publishers. A *place* is what sees a directory: all ranks together when it is shared, the ranks of
+one node when every node has its own; then a step is published when every node that holds files of it has published them.
+Two publishers of one attempt do no harm: the rename is exclusive, and a valid checkpoint of that step that is there
+already is kept.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Published, PublishOrder
@@ -33,40 +37,82 @@ def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> C
         record=dump.decision.record,
     )
     state = replace(state, stage=Stage.PUBLISHING, dump=replace(dump, order=order))
-    return _order_publish(state, now, out)
+    return _advance(state, now, out)
 
 
-def _order_publish(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Order it from the lowest live rank that has the step.
+def _advance(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Have every place published, or change the plan when a place is lost with what was written there."""
+    alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
+    for place in _places(state):
+        dump = state.dump
+        assert dump is not None
+        here = [rank for rank in alive if _place_of(state, rank) == place]
+        if not here:
+            where = f"node {place} was lost with what it had written" if place else "no rank is left to publish"
+            return next_round(state, where, now, out)
+        if place in dump.published_places or any(rank in dump.publishers for rank in here):
+            continue
+        able = [rank for rank in here if rank not in dump.failed_publishers]
+        if not able:
+            return next_directory(replace(state, stage=Stage.WRITING), now, out)
+        state = _order_publish(state, able, now, out)
+    return state
+
+
+def _places(state: ControllerState) -> tuple[str, ...]:
+    """Return where the files of this attempt are."""
+    assert state.dump is not None
+    writers = state.dump.work.ranks(lambda work: bool(work.results))
+    return tuple(sorted({_place_of(state, rank) for rank in writers})) or ("",)
+
+
+def _place_of(state: ControllerState, rank: int) -> str:
+    registration = state.members.table[rank].registration
+    return registration.host if state.settings.local_dirs and registration is not None else ""
+
+
+def _order_publish(state: ControllerState, able: list[int], now: float, out: list[Effect]) -> ControllerState:
+    """Order it from the lowest of these ranks that has the step.
 
     A rank whose disk failed it comes after those, and a rank without the step last: the shards are written, so it needs no
     optimizer state any more. It does need the host state of that step, and fails the order when it does not have it.
     """
     dump = state.dump
     assert dump is not None and dump.order is not None
-    alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
-    able = [rank for rank in alive if rank not in dump.failed_publishers]
-    if not able:
-        state = replace(state, stage=Stage.WRITING)
-        return next_directory(state, now, out) if alive else next_round(state, "no rank is left to publish", now, out)
     rank = min(able, key=lambda candidate: (candidate not in dump.able, candidate in dump.failed_here, candidate))
     out.append(Send((rank,), dump.order))
     fields: Fields = {"rank": rank, "step": dump.order.step, "tmp_name": dump.order.tmp_name}
     out.append(Journal("publish_sent", {**fields, **cause_fields(dump.order.cause)}))
     progress_by = now + state.settings.progress_timeout_s
-    return replace(state, dump=replace(dump, publisher=rank, progress_by=progress_by))
+    return replace(state, dump=replace(dump, publishers=dump.publishers | {rank}, progress_by=progress_by))
 
 
 def published(state: ControllerState, answer: Published, now: float, out: list[Effect]) -> ControllerState:
-    """The checkpoint is visible: the ranks may leave. It does not matter which publisher says so."""
+    """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave."""
     dump, fault = state.dump, state.fault
     assert dump is not None and fault is not None
-    if answer.step != dump.decision.step:
+    if answer.step != dump.decision.step or not _counts(state, answer):
         return state
+    place = _place_of(state, answer.rank)
+    here = {rank for rank in dump.publishers if _place_of(state, rank) == place}
+    done = dump.published_places | {place}
+    state = replace(state, dump=replace(dump, publishers=dump.publishers - here, published_places=done))
     milliseconds = round(1000 * (now - fault.began), 3)
     fields: Fields = {"rank": answer.rank, "step": answer.step, "path": answer.path, "ms": milliseconds}
+    if not done.issuperset(_places(state)):
+        out.append(Journal("place_published", {**fields, "host": place}))
+        return _advance(state, now, out)
     out.append(Journal("published", fields))
     return leave(state, f"step {answer.step} is saved in {answer.path}", now, out)
+
+
+def _counts(state: ControllerState, answer: Published) -> bool:
+    """Where the directory is shared, any publisher's word: what is there is whole. A node's piece must be this attempt's:
+    another one lists other files."""
+    if not state.settings.local_dirs:
+        return True
+    order = state.dump.order if state.dump is not None else None
+    return order is not None and answer.path.rpartition("/")[0] == order.directory
 
 
 def publish_failed(
@@ -75,25 +121,31 @@ def publish_failed(
     """The publisher could not: the next rank tries."""
     dump = state.dump
     assert dump is not None
-    if rank != dump.publisher or name != tmp_name(state):
+    if rank not in dump.publishers or name != tmp_name(state):
         return state
     out.append(Journal("publish_failed", {"rank": rank, "tmp_name": name, "error": error}))
     errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
-    return next_publisher(replace(state, dump=replace(dump, errors=errors)), now, out)
+    return _without(replace(state, dump=replace(dump, errors=errors)), {rank}, now, out)
 
 
 def silent_while_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """The publisher did not answer for too long."""
+    """The publishers did not answer for too long."""
     assert state.dump is not None and state.fault is not None
-    rank = state.dump.publisher
-    out.append(Journal("stuck", {"ranks": (rank,), "stage": "publish"}))
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | {rank}))
-    return next_publisher(state, now, out)
+    late = state.dump.publishers
+    out.append(Journal("stuck", {"ranks": tuple(sorted(late)), "stage": "publish"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | late))
+    return _without(state, late, now, out)
 
 
-def next_publisher(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """The publisher died, failed or is stuck."""
+def lost_while_publishing(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank died: it may have been a publisher, or the last one of its node."""
+    return state if state.dump is None else _without(state, {rank}, now, out)
+
+
+def _without(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
     dump = state.dump
     assert dump is not None
-    failed = dump.failed_publishers | {dump.publisher}
-    return _order_publish(replace(state, dump=replace(dump, failed_publishers=failed)), now, out)
+    failed = dump.failed_publishers | (dump.publishers & ranks)
+    return _advance(
+        replace(state, dump=replace(dump, publishers=dump.publishers - ranks, failed_publishers=failed)), now, out
+    )

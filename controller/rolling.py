@@ -123,7 +123,7 @@ def got_on(state: ControllerState, rank: int, now: float) -> ControllerState:
     """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
     dump = state.dump
     assert dump is not None
-    owes = dump.rolling[rank] or dump.work[rank].orders or (state.stage is Stage.PUBLISHING and dump.publisher == rank)
+    owes = dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers
     if not owes or not is_holder(state, rank):
         return state
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)

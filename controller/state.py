@@ -98,7 +98,9 @@ class Dump:
     failed_here: frozenset[int] = frozenset()
     """Ranks whose write failed in this attempt's directory."""
     order: PublishOrder | None = None
-    publisher: int = -1
+    publishers: frozenset[int] = frozenset()
+    """Ranks that were told to publish and have not answered: one for each place that is not published yet."""
+    published_places: frozenset[str] = frozenset()
     failed_publishers: frozenset[int] = frozenset()
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""

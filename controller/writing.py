@@ -156,7 +156,8 @@ def next_directory(state: ControllerState, now: float, out: list[Effect]) -> Con
         work=RankTable.filled(state.settings.world_size, Work()),
         pending=0,
         order=None,
-        publisher=-1,
+        publishers=frozenset(),
+        published_places=frozenset(),
     )
     return start_writing(replace(state, dump=dump), now, out)
 

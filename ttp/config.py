@@ -12,6 +12,7 @@
 | TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
 | TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
+| TTP_SHARED_DIRS | True | False: every node has checkpoint directories of its own, not shared with the others |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
 """
@@ -50,6 +51,7 @@ class Settings:
     node_rank: int = -1
     local_rank: int = -1
     standbys: int = 2
+    shared_dirs: bool = True
 
     def __post_init__(self) -> None:
         if self.total_timeout_s <= 0:
@@ -96,17 +98,13 @@ class Settings:
             node_rank=_integer(environ, "GROUP_RANK", -1),
             local_rank=_integer(environ, "LOCAL_RANK", -1),
             standbys=_integer(environ, "TTP_STANDBYS", 2),
+            shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
         )
 
 
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether ENABLE_TTP allows TTP (default: yes)."""
-    value = environ.get("ENABLE_TTP", "True").strip().lower()
-    if value in ("true", "1", "yes", "on"):
-        return True
-    if value in ("false", "0", "no", "off"):
-        return False
-    raise ConfigError(f"ENABLE_TTP is {environ['ENABLE_TTP']!r}: wanted True or False")
+    return _flag(environ, "ENABLE_TTP", True)
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:
@@ -117,6 +115,15 @@ def error_file(environ: Mapping[str, str] = os.environ) -> str:
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return this node's name, as the other nodes see it."""
     return environ.get("TTP_HOST") or socket.gethostname()
+
+
+def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environ.get(name, str(default)).strip().lower()
+    if value in ("true", "1", "yes", "on"):
+        return True
+    if value in ("false", "0", "no", "off"):
+        return False
+    raise ConfigError(f"{name} is {environ[name]!r}: wanted True or False")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

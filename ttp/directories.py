@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,15 @@ LOCK_WAIT_S = 10.0
 """A rank 0 that was killed holds its lock until the kernel has freed it."""
 
 
+def check_same(directory: str, mark: str, keeper: int) -> None:
+    """Make sure that `directory` is the one that rank `keeper` has claimed under this name. Raises NotWritable."""
+    if not (Path(directory) / mark).exists():
+        raise NotWritable(
+            f"checkpoint directory {directory} is another one here than for rank {keeper}: wanted one that all nodes share; if"
+            " every node has its own, set TTP_SHARED_DIRS=False on all of them"
+        )
+
+
 class RunDirectories:
     """Rank 0's view of the checkpoint directories, in order of preference."""
 
@@ -34,9 +44,12 @@ class RunDirectories:
         self._job_id = job_id
         self._first_start = first_start
         self._locks: list[int] = []
+        self.mark = ""
+        """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
 
     def claim(self) -> None:
         """Lock all directories and remove what interrupted attempts, and an earlier job's note, left. Raises NotWritable."""
+        mark = f".ttp_probe_mark_{uuid.uuid4().hex}"
         for directory in self._save_dirs:
             try:
                 os.makedirs(directory, exist_ok=True)
@@ -44,11 +57,18 @@ class RunDirectories:
                 writer.clean_stale(directory)
                 if self._first_start:
                     (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
+                (Path(directory) / mark).touch()
             except OSError as error:
                 raise NotWritable(
                     f"checkpoint directory {directory} cannot be used: {error.strerror or error} ({error.filename});"
                     " choose another directory, or correct its permissions and free space"
                 ) from None
+        self.mark = mark
+
+    def remove_mark(self) -> None:
+        """Every rank has looked."""
+        for directory in self._save_dirs if self.mark else ():
+            (Path(directory) / self.mark).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Give the locks back."""

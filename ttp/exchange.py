@@ -30,6 +30,22 @@ def exchange_json(value: Any, device: torch.device, group: Any = None) -> list[A
     return [json.loads(bytes(rows[r, : int(n)].numpy().tobytes())) for r, n in enumerate(sizes.tolist())]
 
 
+def send_bytes(chunk: memoryview, rank: int, device: torch.device) -> None:
+    """Send a chunk to a rank, which calls `receive_bytes` for as many bytes."""
+    dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(device), dst=rank)
+
+
+def receive_bytes(chunk: memoryview, rank: int, device: torch.device) -> None:
+    """Fill a chunk from what a rank sends."""
+    host = torch.frombuffer(chunk, dtype=torch.uint8)
+    if device.type == "cpu":
+        dist.recv(host, src=rank)
+        return
+    received = torch.empty_like(host, device=device)
+    dist.recv(received, src=rank)
+    host.copy_(received)
+
+
 def broadcast_json(value: Any, device: torch.device) -> Any:
     """Return rank 0's value on every rank (all ranks call; the others' value is ignored)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -101,6 +101,10 @@ class OptimizerHolder:
         self._term = term
         self._layout = dict(layout)
         self._trusted: frozenset[str] = frozenset()
+        self.hosts: tuple[str, ...] = ()
+        """Every rank's node, where each node has directories of its own; set before anything is published."""
+        self.start = 0
+        """The number of this start of the job, where `hosts` is set."""
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
         self._io_done = 0  # written by the thread that carries out the order, read by any
@@ -141,6 +145,8 @@ class OptimizerHolder:
             return self._publish(order)
 
     def _publish(self, order: PublishOrder) -> str:
+        if self.hosts:
+            return self._publish_piece(order)
         return writer.publish(
             order.directory,
             order.tmp_name,
@@ -156,6 +162,23 @@ class OptimizerHolder:
             term=self._term,
             trusted=self._trusted,
             advance=self._advance,
+        )
+
+    def _publish_piece(self, order: PublishOrder) -> str:
+        return writer.publish_piece(
+            order.directory,
+            order.tmp_name,
+            step=order.step,
+            results=order.results,
+            hosts=self.hosts,
+            cause=order.cause,
+            record=order.record,
+            state=self.host_state(order.step),
+            layout=self._layout,
+            blobs=param_group_blobs(self._param_groups(order.step)),
+            rank=self._rank,
+            start=self.start,
+            term=self._term,
         )
 
     @property

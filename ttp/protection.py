@@ -26,7 +26,7 @@ from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.progress import FirstStep
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
-from ttp.standby import hang_options, standby_key, standby_place, start_standby, term_of
+from ttp.standby import controller_options, standby_key, standby_place, start_standby, term_of
 
 log = logging.getLogger("ttp")
 
@@ -139,7 +139,7 @@ class Protection:
                 heartbeat_s=settings.heartbeat_s,
                 lease_s=settings.lease_s,
                 total_timeout_s=settings.total_timeout_s,
-                options=hang_options(settings),
+                options=controller_options(settings),
             )
         except (ControllerError, OSError) as error:
             if self._world_size > 1:

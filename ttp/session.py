@@ -37,11 +37,11 @@ import torch.distributed as dist
 from ttp import error_file
 from ttp.chaos.disk import dump_faults
 from ttp.chaos.inject import injector, meant_for, parse_faults, start_injector
-from ttp.checkpoint import load, writer
+from ttp.checkpoint import gather, load, writer
 from ttp.config import Settings
-from ttp.directories import RunDirectories
+from ttp.directories import RunDirectories, check_same
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
-from ttp.exchange import broadcast_json, exchange_json
+from ttp.exchange import broadcast_json, exchange_json, receive_bytes, send_bytes
 from ttp.holder import OptimizerHolder
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.protection import Protection
@@ -91,7 +91,8 @@ def start(
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
-    save_dirs: checkpoint directories in order of preference, shared by all ranks; each is tried at once.
+    save_dirs: checkpoint directories in order of preference; each is tried at once. Shared by all ranks, or, with
+    TTP_SHARED_DIRS=False, each node's own under the same names.
     layout: JSON facts for the manifest (the axes' sizes, the model's shape).
     log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory).
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError.
@@ -138,6 +139,9 @@ class Session:
         self._at_point = start_injector(parse_faults(settings.faults), self.rank, settings.round_number)
         self._at_point("start")
         self._directories = RunDirectories(self.save_dirs, settings.job_id, settings.round_number == 0)
+        self._hosts, start = self._agree_on_hosts()
+        self._keeps = self.rank == self._keeper()
+        """This rank looks after the directories: for all ranks, or for those of its node."""
         self._prepare_directories()
         self.holder = OptimizerHolder(
             optimizer,
@@ -149,6 +153,7 @@ class Session:
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
             term=term_of(settings.round_number),
         )
+        self.holder.hosts, self.holder.start = self._hosts, start
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
         self._writers = {
             group_id: [rank for rank, groups in enumerate(holders) if group_id in groups]
@@ -178,21 +183,45 @@ class Session:
     def _device(self) -> torch.device:
         return self.optimizer.device
 
+    def _agree_on_hosts(self) -> tuple[tuple[str, ...], int]:
+        """Return every rank's node and this start's number where nodes have directories of their own, nothing where all
+        share them."""
+        shared_dirs, host = self.settings.shared_dirs, self.settings.host
+        start = 0 if shared_dirs else writer.next_start(self.save_dirs)
+        told = exchange_json([shared_dirs, host, start], self._device)
+        shared = {bool(value) for value, _, _ in told}
+        if len(shared) > 1:
+            alone = [rank for rank, (value, _, _) in enumerate(told) if not value]
+            raise ConfigError(f"TTP_SHARED_DIRS is False on ranks {alone} only: wanted the same on all nodes")
+        if shared_dirs:
+            return (), 0
+        return tuple(str(host) for _, host, _ in told), max(int(start) for _, _, start in told)
+
+    def _keeper(self) -> int:
+        """Return the rank that looks after this rank's directories."""
+        return self._hosts.index(self.settings.host) if self._hosts else 0
+
     def _prepare_directories(self) -> None:
         """Find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks if on one."""
         refusal = ""
-        if self.rank == 0:
+        if self._keeps:
             try:
                 self._directories.claim()
             except NotWritable as error:
-                refusal = str(error)
-        refusal = broadcast_json(refusal, self._device)  # nobody writes before the old attempts have been removed
+                refusal = f"{self._node}{error}"
+        told = exchange_json(
+            [refusal, self._directories.mark], self._device
+        )  # no attempt begins before old ones are removed
+        refusal = next((text for text, _ in told if text), "")
+        keeper = self._keeper()
         try:
             for directory in () if refusal else self.save_dirs:
+                check_same(directory, told[keeper][1], keeper)
                 writer.probe_writable(directory)
         except NotWritable as error:
             refusal = f"rank {self.rank}: {error}"
         refusals = [text for text in exchange_json(refusal, self._device) if text]
+        self._directories.remove_mark()
         if refusals:
             self._directories.release()
             raise NotWritable(refusals[0])
@@ -219,20 +248,34 @@ class Session:
     def _resume(self, choice: str) -> ResumePoint | None:
         voters = _Ranks(self._device)
         candidates = self._agree_on_candidates(choice)
+        anything = bool(self._first("some" if candidates else ""))
         reasons: list[str] = []
 
         def skip(path: Path, reason: str) -> None:
             reasons.append(reason)
             self._say_skipped(path, reason)
 
-        found = load.first_valid(candidates, voters=voters, on_skip=skip)
+        if self._hosts:
+            found = gather.newest(
+                candidates,
+                save_dirs=self.save_dirs,
+                hosts=self._hosts,
+                peers=voters,
+                expected=self.optimizer.expected_tensors(),
+                targets=self.optimizer.load_targets(),
+                on_skip=skip,
+                say=self._say,
+            )
+        else:
+            found = load.first_valid(candidates, voters=voters, on_skip=skip)
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
             raise CorruptCheckpoint(
-                f"resume: {choice} is not a valid checkpoint ({reasons[-1]}); name another one, or resume 'auto'"
+                f"resume: {choice} is not a valid checkpoint ({reasons[-1] if reasons else 'nothing is there'}); name another"
+                " one, or resume 'auto'"
             )
-        if self.rank == 0 and (candidates or self.settings.round_number):
+        if self.rank == 0 and (anything or self.settings.round_number):
             log.warning(
                 "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
                 ", ".join(self.save_dirs),
@@ -240,18 +283,30 @@ class Session:
         return None
 
     def _agree_on_candidates(self, choice: str) -> list[str]:
-        """Take rank 0's list, or its refusal, on every rank."""
-        answer: dict[str, Any] = {}
-        if self.rank == 0:
+        """Take the list of rank 0, or of the node's keeper, or a refusal of any, on every rank."""
+        paths: list[str] = []
+        refusal = ""
+        if self._keeps:
             try:
-                answer["paths"] = self._directories.candidates(choice)
+                paths = self._directories.candidates(choice)
             except (CheckpointError, OSError) as error:
-                answer["error"] = str(error)
-        answer = broadcast_json(answer, self._device)
-        if "error" in answer:
-            raise CheckpointError(answer["error"])
-        paths: list[str] = answer["paths"]
-        return paths
+                refusal = f"{self._node}{error}"
+        if refusal := self._first(refusal):
+            raise CheckpointError(refusal)
+        lists: list[list[str]] = exchange_json(paths, self._device)
+        return lists[self._keeper()]
+
+    def _first(self, text: str) -> str:
+        """Return the first text of any rank that is not empty, to all; a collective."""
+        return next((other for other in exchange_json(text, self._device) if other), "")
+
+    @property
+    def _node(self) -> str:
+        return f"node {self.settings.host}: " if self._hosts else ""
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            log.info("%s", text)
 
     def _say_skipped(self, path: Path, reason: str) -> None:
         if self.rank == 0:
@@ -260,7 +315,8 @@ class Session:
     def _load(self, found: load.Found) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
         self._at_point("resume")
-        load.check_matches(path, self.optimizer.expected_tensors())
+        if not self._hosts:  # else checked by all tables: a piece's manifest knows a part
+            load.check_matches(path, self.optimizer.expected_tensors())
         load.read_into(path, self.optimizer.load_begin())
         self._at_point("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
@@ -333,21 +389,23 @@ class Session:
         if refusal:
             self._discard(directory, tmp_name)
             return "", refusal
-        outcome: list[str] | None = None
-        if self.rank == 0:
+        outcome = ["", ""]
+        if self._keeps:
             try:
                 results = tuple(decode_share(answer["result"]) for answer in everyone)
                 outcome = [self.holder.publish(self._periodic_order(directory, tmp_name, step, results)), ""]
             except (CheckpointError, OSError) as problem:
-                outcome = ["", str(problem)]
-        path, refusal = broadcast_json(outcome, self._device)
+                outcome = ["", f"{self._node}{problem}"]
+        outcomes = exchange_json(outcome, self._device)
+        refusal = next((problem for _, problem in outcomes if problem), "")
+        path = "" if refusal else next(path for path, _ in outcomes if path)
         if refusal:
             self._discard(directory, tmp_name)
         return path, refusal
 
     def _discard(self, directory: str, tmp_name: str) -> None:
         """Give a failed attempt's room back: the dying gasp may need it."""
-        if self.rank == 0:
+        if self._keeps:
             writer.discard_attempt(directory, tmp_name)
 
     def _periodic_order(
@@ -408,6 +466,15 @@ class _Ranks:
 
     def first_failure(self, reason: str) -> str:
         return next((other for other in exchange_json(reason, self._device) if other), "")
+
+    def exchange(self, value: Any) -> list[Any]:
+        return exchange_json(value, self._device)
+
+    def send(self, chunk: memoryview, rank: int) -> None:
+        send_bytes(chunk, rank, self._device)
+
+    def receive(self, chunk: memoryview, rank: int) -> None:
+        receive_bytes(chunk, rank, self._device)
 
 
 def world() -> tuple[int, int]:

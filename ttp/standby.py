@@ -29,6 +29,12 @@ def term_of(round_number: int, place: int = 0) -> int:
     return round_number * TERMS_OF_A_START + 1 + place
 
 
+def controller_options(settings: Settings) -> tuple[str, ...]:
+    """Return the arguments that every controller of the job is started with."""
+    local = () if settings.shared_dirs else ("--local-dirs",)
+    return (*hang_options(settings), *local)
+
+
 def standby_key(round_number: int, place: int) -> str:
     """Return the store's key for a standby; value: `host:port`. The launchers look there: they know of it even when the
     first controller dies before they reached it."""
@@ -72,7 +78,7 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
             lease_s=settings.lease_s,
             total_timeout_s=settings.total_timeout_s,
             standby=place,
-            options=hang_options(settings),
+            options=controller_options(settings),
             guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
         )
     except ControllerError as error:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,55 +44,25 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
 
 
-class Job:
-    """`ttprun --nproc-per-node N -m ttp.trainer ...` writing to `output_dir`.
+class Observed(ABC):
+    """What a job that writes to `output_dir` tells an observer, however it was launched."""
 
-    Use as a context manager: leaving it ends the launcher if it still runs.
-    """
-
-    def __init__(
-        self,
-        output_dir: Path,
-        *,
-        ranks: int,
-        overrides: Sequence[str] = (),
-        config: str = "gpt_tiny",
-        environ: Mapping[str, str] | None = None,
-        launcher: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
-        self.ranks = ranks
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._console = open(output_dir / "console.log", "ab")  # noqa: SIM115 - closed by __exit__
-        command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), *launcher, "-m", "ttp.trainer"]
-        command += ["--config", config, "--training_config.output_dir", str(output_dir), *overrides]
-        self.command = command
-        self.process = subprocess.Popen(
-            command,
-            stdout=self._console,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})},
-            start_new_session=True,
-        )
+
+    @abstractmethod
+    def ended(self) -> str:
+        """Say how the job ended; empty while it runs."""
+
+    @abstractmethod
+    def console_tail(self, lines: int = 40) -> str:
+        """Return the end of what the launchers printed."""
 
     @property
     def mark(self) -> str:
         """An environment value that every process of this job inherits: how leftovers are recognised."""
         return f"ttp-job:{self.output_dir}"
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._console.close()
 
     # --- what the job wrote ---
 
@@ -121,30 +92,20 @@ class Job:
         value: dict[str, Any] = json.loads((self.output_dir / "final.json").read_text(encoding="utf-8"))
         return value
 
-    def console_tail(self, lines: int = 40) -> str:
-        return "\n".join((self.output_dir / "console.log").read_text(errors="replace").splitlines()[-lines:])
-
     # --- waiting ---
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Poll until `condition` holds. Raises JobError when the job ends first or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self.process.poll() is not None and not condition():
-                raise JobError(f"the job ended (status {self.process.returncode}) before {what}\n{self.console_tail()}")
+            if (how := self.ended()) and not condition():
+                raise JobError(f"the job ended ({how}) before {what}\n{self.console_tail()}")
             if time.monotonic() > deadline:
                 raise JobError(f"no {what} within {timeout_s:.0f} s\n{self.console_tail()}")
             time.sleep(POLL_S)
 
     def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
         self.wait_for(lambda: self.last_step() >= step, f"step {step}", timeout_s)
-
-    def wait(self, timeout_s: float = 300.0) -> int:
-        """Wait for the launcher's end and return its exit status."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
 
     # --- faults ---
 
@@ -176,6 +137,65 @@ class Job:
     def leftovers(self) -> list[str]:
         """Return every process that still carries this job's mark (after the launcher's end there must be none)."""
         return sorted(f"pid {pid}: {command}" for pid, command in _marked(self.mark))
+
+
+class Job(Observed):
+    """`ttprun --nproc-per-node N -m ttp.trainer ...` writing to `output_dir`.
+
+    Use as a context manager: leaving it ends the launcher if it still runs.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        ranks: int,
+        overrides: Sequence[str] = (),
+        config: str = "gpt_tiny",
+        environ: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        super().__init__(output_dir)
+        self.ranks = ranks
+        self._console = open(output_dir / "console.log", "ab")  # noqa: SIM115 - closed by __exit__
+        command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), *launcher, "-m", "ttp.trainer"]
+        command += ["--config", config, "--training_config.output_dir", str(output_dir), *overrides]
+        self.command = command
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._console,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})},
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._console.close()
+
+    def ended(self) -> str:
+        status = self.process.poll()
+        return "" if status is None else f"status {status}"
+
+    def console_tail(self, lines: int = 40) -> str:
+        return "\n".join((self.output_dir / "console.log").read_text(errors="replace").splitlines()[-lines:])
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Wait for the launcher's end and return its exit status."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
 
 
 def _marked(mark: str) -> Iterator[tuple[int, str]]:

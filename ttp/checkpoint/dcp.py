@@ -294,6 +294,15 @@ class RunLoadPlanner(LoadPlanner):
             local.copy_(source)
 
 
+def files_of_runs(path: Path, targets: Sequence[HeldTensor]) -> set[str]:
+    """Return the names of the files that `read_runs` would read. Raises as it does."""
+    metadata = read_metadata(path)
+    planner = RunLoadPlanner(targets, str(path))
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    items = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
+
+
 def read_runs(path: Path, targets: Sequence[HeldTensor]) -> None:
     """Fill the targets' values from the checkpoint at `path`, converting dtypes. Raises as `RunLoadPlanner` does, or
     CorruptCheckpoint; the values are then undefined."""

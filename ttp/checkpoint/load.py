@@ -16,7 +16,7 @@ from ttp.checkpoint import dcp
 from ttp.checkpoint import manifest as manifests
 from ttp.checkpoint.durable import step_of_directory, steps_in
 from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.manifest import Manifest
+from ttp.checkpoint.manifest import Manifest, TensorSpec
 from ttp.checkpoint.verify import share_of_files, verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 
@@ -25,6 +25,7 @@ __all__ = [
     "Found",
     "Voters",
     "check_matches",
+    "check_tensors",
     "find_newest_valid",
     "first_valid",
     "list_checkpoints",
@@ -134,24 +135,31 @@ def check_matches(path: str | os.PathLike[str], expected: Mapping[str, Sequence[
     checkpoint of a deeper model.
     """
     found = read_manifest(path)
+    check_tensors(path, found.tensors, expected)
+    return found
+
+
+def check_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, TensorSpec], expected: Mapping[str, Sequence[int]]
+) -> None:
+    """Compare a checkpoint's tensors with what this job has, as `check_matches` does."""
     for key, shape in sorted(expected.items()):
-        if key not in found.tensors:
+        if key not in tensors:
             raise CheckpointMismatch(
                 f"{path} has no tensor {key!r} (wanted, of shape {tuple(shape)}): it was written by another model or "
                 "optimizer; start with the configuration that wrote it, or name another checkpoint"
             )
-        if found.tensors[key].shape != tuple(shape):
+        if tensors[key].shape != tuple(shape):
             raise CheckpointMismatch(
-                f"{path}: {key!r} has shape {found.tensors[key].shape}, wanted {tuple(shape)}: it was written by another "
+                f"{path}: {key!r} has shape {tensors[key].shape}, wanted {tuple(shape)}: it was written by another "
                 "model; start with the configuration that wrote it, or name another checkpoint"
             )
-    for key, spec in sorted(found.tensors.items()):
+    for key, spec in sorted(tensors.items()):
         if key not in expected:
             raise CheckpointMismatch(
                 f"{path} has a tensor {key!r} of shape {spec.shape} that this job has not: it was written by another model "
                 "or optimizer; start with the configuration that wrote it, or name another checkpoint"
             )
-    return found
 
 
 def read_into(path: str | os.PathLike[str], targets: Sequence[HeldTensor]) -> None:

@@ -54,6 +54,11 @@ class Manifest:
     term: int
     versions: Mapping[str, str]
     """Of torch and ttp, at writing."""
+    hosts: tuple[str, ...] = ()
+    """Every rank's node, where each node has directories of its own: this one then holds the files of its ranks (a
+    *piece*), and `tensors` is what lies in those. Empty: the directory holds all files."""
+    start: int = 0
+    """Of a piece: which start of a job wrote it. Rises from start to start, over all jobs of these directories."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -76,6 +81,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         "attempt": manifest.attempt,
         "term": manifest.term,
         "versions": dict(manifest.versions),
+        "hosts": list(manifest.hosts),
+        "start": manifest.start,
         "layout": _encode(manifest.layout, "layout"),
         "record": None if record is None else _encode_record(record),
         "state": _encode(manifest.state, "state"),
@@ -150,6 +157,8 @@ def _parse(body: dict[str, JSON]) -> Manifest:
         created_unix_s=_typed(body, "created_unix_s", float),
         attempt=_typed(body, "attempt", str),
         term=_typed(body, "term", int),
+        hosts=_texts(body["hosts"], "hosts"),
+        start=_typed(body, "start", int),
         versions={key: _typed(_object(body, "versions"), key, str) for key in _object(body, "versions")},
     )
 
@@ -245,6 +254,12 @@ def _objects(value: JSON, name: str) -> list[dict[str, JSON]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise TypeError(f"{name} is {value!r}, wanted a list of objects")
     return [item for item in value if isinstance(item, dict)]
+
+
+def _texts(value: JSON, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} is {value!r}, wanted a list of names")
+    return tuple(item for item in value if isinstance(item, str))
 
 
 def _ints(value: JSON, name: str) -> tuple[int, ...]:

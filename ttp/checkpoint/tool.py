@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from ttp.checkpoint.durable import read_tracker, step_of_directory
 from ttp.checkpoint.load import list_checkpoints, read_manifest, verify
 from ttp.checkpoint.manifest import Manifest
+from ttp.checkpoint.verify import files_here
 from ttp.console import open_console
 from ttp.errors import CheckpointError
 
@@ -103,14 +104,8 @@ def _list(path: Path, console: Console) -> int:
             table.add_row(step, "", "", "", "", f"[red]broken[/]: {escape(entry.error)}")
             continue
         lost = ", ".join(map(str, found.cause.ranks)) or "-"
-        table.add_row(
-            step,
-            found.cause.kind.value,
-            lost,
-            size_text(found.nbytes),
-            _when(found),
-            "[green]complete[/], sums not checked",
-        )
+        size, state = size_text(found.nbytes), _state(found)
+        table.add_row(step, found.cause.kind.value, lost, size, _when(found), state)
     console.print(table)
     tracker = read_tracker(root)
     console.print(f"tracker: {'none' if tracker is None else f'step {tracker}'}")
@@ -130,6 +125,7 @@ def _print_manifest(path: Path, found: Manifest, console: Console) -> None:
         ("commit record", found.record or "none survived"),
         ("host state", found.state),
         ("tensors", f"{len(found.tensors)}, {sum(math.prod(t.shape) for t in found.tensors.values()):,} elements"),
+        *([("nodes", ", ".join(sorted(set(found.hosts))) + " (each has its own ranks' files)")] if found.hosts else []),
         ("files", f"{len(found.files)}, {size_text(found.nbytes)}"),
     ]
     for name, value in rows:
@@ -150,12 +146,25 @@ def _verify(path: Path, deep: bool, console: Console) -> None:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking", total=None)
         found = verify(path, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if found.hosts:
+        here = files_here(path, found)
+        nodes = len(set(found.hosts))
+        console.print(
+            f"{'[green]VALID[/]' if deep else '[yellow]WELL-FORMED[/]'} {escape(str(path))}: step {found.step}, one node's piece:"
+            f" {len(here)} of {len(found.files)} files are here, {size_text(sum(file.nbytes for file in here))} of"
+            f" {size_text(found.nbytes)}; {nodes} nodes wrote it"
+        )
+        return
     verdict = "[green]VALID[/]" if deep else "[yellow]COMPLETE[/]"
     what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
     console.print(
         f"{verdict} {escape(str(path))}: step {found.step}, {len(found.files)} files, {size_text(found.nbytes)} "
         f"(checked: {what})"
     )
+
+
+def _state(found: Manifest) -> str:
+    return f"[green]{'piece of a node' if found.hosts else 'complete'}[/], sums not checked"
 
 
 def size_text(nbytes: float) -> str:

@@ -33,6 +33,9 @@ def verify(
 ) -> Manifest:
     """Check a published checkpoint and return its manifest. Raises CorruptCheckpoint naming what is broken.
 
+    A node's piece of one (its manifest names hosts) is judged by what is there: whether the rest exists, only all nodes
+    together can say.
+
     deep: compare checksums as well as names, sizes and completeness.
     share: (i, n): do only the i-th of n nearly equal parts of the dear work, so that n ranks can do it together; the
     checkpoint is valid when all n find nothing. Names and sizes are checked by all, completeness by the first.
@@ -47,12 +50,31 @@ def verify(
     named = step_of_directory(root)
     if named is not None and named != manifest.step:
         raise CorruptCheckpoint(f"{root} is named for step {named}, its manifest says step {manifest.step}")
-    _check_files(root, manifest)
-    if index == 0:
-        _check_completeness(root, manifest)
+    if manifest.hosts:
+        here = files_here(root, manifest)
+    else:
+        _check_files(root, manifest)
+        here = manifest.files
+        if index == 0:
+            _check_completeness(root, manifest)
     if deep:
-        _check_sums(root, share_of_files(manifest.files, index, count), progress)
+        _check_sums(root, share_of_files(here, index, count), progress)
     return manifest
+
+
+def files_here(root: Path, manifest: Manifest) -> tuple[FileEntry, ...]:
+    """Return which files of a checkpoint that lies on several nodes this node's piece has, at their full sizes."""
+    found = []
+    for file in manifest.files:
+        if Path(file.name).name != file.name:
+            raise CorruptCheckpoint(f"{root}: the manifest names the file {file.name!r}, outside the checkpoint")
+        path = root / file.name
+        if not path.exists():
+            continue
+        if (nbytes := path.stat().st_size) != file.nbytes:
+            raise CorruptCheckpoint(f"{path} has {nbytes} bytes, wanted {file.nbytes}; rank {file.rank} wrote it")
+        found.append(file)
+    return tuple(found)
 
 
 def share_of_files(files: Sequence[FileEntry], index: int, count: int) -> list[FileEntry]:

@@ -96,6 +96,10 @@ class HoldAgent(LocalElasticAgent):
             return self._ask_torch(worker_group)
         if round_.failed():
             round_.hold()
+        elif self._makes_room(round_):
+            return RunResult(
+                state=WorkerState.HEALTHY
+            )  # torch sees the waiting node too, and restarts without counting
         elif round_.living() and not self._always_ask_torch:
             return RunResult(state=WorkerState.HEALTHY)
         if round_.failed() or not round_.living():
@@ -106,6 +110,14 @@ class HoldAgent(LocalElasticAgent):
         result = self._put_cause_first(result, round_)
         self._judge(round_, result, worker_group.spec.max_restarts)
         return result
+
+    def _makes_room(self, round_: Round) -> bool:
+        """Where a node waits to be taken in, have the workers persist and leave; False when there is none, or when
+        the job was done before."""
+        if not (round_.living() and round_.has_controller and self._rendezvous_handler.num_nodes_waiting() > 0):
+            return False
+        round_.take_leave("the set of nodes changes (another node's fault, or a node that wants to join)")
+        return not round_.succeeded()
 
     def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -35,6 +35,7 @@ from ttp.launch.arguments import make_parser
 from ttp.launch.courier import Link
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
+from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 from ttp.launch.topology import apply_rank_table, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _log_to_stderr()
         if args.rank_table_file:
             apply_rank_table(args, explicit_arguments(make_parser, argv))
+        if args.rdzv_backend == "c10d" and args.rdzv_endpoint:
+            parse_endpoints(args.rdzv_endpoint)  # a bad one is refused here
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -131,17 +134,40 @@ def launch(
 
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
     """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store."""
-    parameters = RendezvousParameters(
+    if has_places(config.rdzv_backend, config.rdzv_endpoint, config.rdzv_configs.get("store_type", "tcp")):
+        return FreshStoreRendezvous(make_moving(config), store_host(config), same_keys_every_round=False)
+    static = config.rdzv_backend == "static"
+    inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
+    return FreshStoreRendezvous(inner, store_host(config), same_keys_every_round=static)
+
+
+def has_places(backend: str, endpoint: str, store_type: str) -> bool:
+    """Say whether the nodes meet in a c10d store at a place that all know. One node by itself has a free port, `:0`."""
+    return backend == "c10d" and store_type == "tcp" and bool(endpoint) and not endpoint.endswith(":0")
+
+
+def make_moving(config: LaunchConfig) -> MovingRendezvous:
+    """Make the handler that survives the loss of its store. Raises ConfigError for a bad list of endpoints."""
+    hosting = str(config.rdzv_configs.get("is_host", "1")).lower() not in ("0", "false", "f", "no", "n")
+    stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
+
+    def make(place: Endpoint) -> RendezvousHandler:
+        return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
+
+    join_timeout_s = float(config.rdzv_configs.get("join_timeout", 600))
+    return MovingRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
+
+
+def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> RendezvousParameters:
+    return RendezvousParameters(
         backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
+        endpoint=endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **config.rdzv_configs,
+        **{**config.rdzv_configs, **changed},
     )
-    static = config.rdzv_backend == "static"
-    return FreshStoreRendezvous(get_rendezvous_handler(parameters), store_host(config), same_keys_every_round=static)
 
 
 def store_host(config: LaunchConfig) -> str:

@@ -172,15 +172,19 @@ class Round:
             return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
 
-    def take_leave(self) -> None:
-        """The launcher was told to end: SIGTERM is the workers' notice, and they have the time of a fault to persist.
+    def succeeded(self) -> bool:
+        """Say whether every worker here has ended, and well."""
+        deaths = self.deaths()
+        return all(rank in deaths and deaths[rank].settled and not deaths[rank].failed for rank in self._pids)
+
+    def take_leave(self, why: str = "the launcher is told to end") -> None:
+        """SIGTERM is the workers' notice, and they have the time of a fault to persist.
 
         They leave by themselves under their controller; what has not left when the others are done is killed.
         """
-        fault = self._begin("the launcher is told to end")
-        log.info(
-            "telling %s to leave (SIGTERM); up to %.0f s to persist", ranks_text(self.living()), self._left_s(fault)
-        )
+        fault = self._begin(why)
+        told, left_s = ranks_text(self.living()), self._left_s(fault)
+        log.info("%s: telling %s to leave (SIGTERM); up to %.0f s to persist", why, told, left_s)
         signal_workers((self._pids[rank] for rank in self.living()), signal.SIGTERM)
         if reason := self._wait_for_survivors(fault):
             log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))

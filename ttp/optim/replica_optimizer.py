@@ -316,6 +316,10 @@ class TTPReplicaOptimizer(Optimizer):
 
     # --- loading (the training thread) ---
 
+    def load_targets(self) -> list[HeldTensor]:
+        """Return what `load_begin` will, to find out where it can be read; the state stays what it is."""
+        return self._shards.targets()
+
     def load_begin(self) -> list[HeldTensor]:
         """Return views of all the state, to be filled in place. Until `load_end` the state belongs to no step."""
         self._torn = "in the middle of a load"

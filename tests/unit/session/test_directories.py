@@ -96,6 +96,18 @@ def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     run.release()
 
 
+def test_ranks_find_out_whether_they_have_the_same_directory(tmp_path: Path) -> None:
+    """At the start, not when a publisher misses the other nodes' files; the mark is gone afterwards."""
+    run = first_start(tmp_path / "here")
+    run.claim()
+    directories.check_same(str(tmp_path / "here"), run.mark, 0)
+    with pytest.raises(NotWritable, match=r"there is another one here than for rank 0.*TTP_SHARED_DIRS=False"):
+        directories.check_same(str(tmp_path / "there"), run.mark, 0)
+    run.remove_mark()
+    run.release()
+    assert [path.name for path in (tmp_path / "here").iterdir()] == [".ttp_lock"]
+
+
 def test_a_directory_below_a_file_is_refused_by_name(tmp_path: Path) -> None:
     """Found by rank 0 before anybody writes."""
     (tmp_path / "file").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.proto.messages import Welcome
-from ttp.session import find_session
+from ttp.session import current_session, find_session
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
@@ -53,6 +54,26 @@ def do_steps(
         session.set_step_state(step, {"position": 2 * step})
         losses.append(optimizer.step(sums=[loss.item()]).sums[0])
     return losses
+
+
+def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path: Path) -> None:
+    """Periodic checkpoint and dying gasp are pieces; the newest is loaded with the same bits."""
+    own = Settings(enable=True, shared_dirs=False, host="node-x")
+    whole = do_steps(*new_run(tmp_path / "whole", OFF), 9)
+    current_session().close()
+    model, optimizer, session = new_run(tmp_path / "hurt", own)
+    losses = do_steps(model, optimizer, session, 4)
+    session.save()
+    with pytest.raises(ZeroDivisionError):
+        ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=6)
+    session.close()
+    published = [load.read_manifest(path) for path in load.list_checkpoints([tmp_path / "hurt"])]
+    assert [(manifest.step, manifest.hosts) for manifest in published] == [(6, ("node-x",)), (4, ("node-x",))]
+    model, optimizer, session = new_run(tmp_path / "hurt", dataclasses.replace(own, enable=False), seed=1)
+    point = session.resume()
+    assert point is not None and (point.step, point.state) == (6, {"position": 12})
+    losses = [*losses, *whole[4:6], *do_steps(model, optimizer, session, 9)]
+    assert losses == whole
 
 
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""Several nodes, each a network namespace with a cable of its own: ranks, nodes and cables are lost; the job loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.conftest import RunJob, arguments
+from ttp.chaos.job import Job, Observed
+from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
+from ttp.chaos.nodes_job import NodesJob
+from ttp.chaos.verdict import by_step, compare
+from ttp.checkpoint.load import list_checkpoints, verify
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no nodes on this machine: {WHY_NOT}"),
+]
+
+STEPS = ("--training_config.training_iters=300", "--training_config.log_interval=100")
+LAST = 300
+MORE_STEPS = ("--training_config.training_iters=900", "--training_config.log_interval=100")
+
+Line = dict[str, Any]
+MakeNodes = Callable[[int], tuple[Node, ...]]
+
+
+@pytest.fixture
+def nodes() -> Iterator[MakeNodes]:
+    """Return a function that makes so many nodes; they are gone after the test, however it ends."""
+    made: list[Nodes] = []
+
+    def make(count: int) -> tuple[Node, ...]:
+        made.append(Nodes(count))
+        return made[-1].__enter__()
+
+    yield make
+    for group in made:
+        group.remove()
+
+
+def lines_of(job: Observed, start: int, *events: str) -> list[Line]:
+    journals = job.journals()
+    return [line for line in journals[start] if line.get("event") in events] if len(journals) > start else []
+
+
+def train_a_little(job: NodesJob, start: int, steps: int = 5) -> None:
+    """Wait until this start of the job has made so many new steps."""
+    job.wait_for(lambda: bool(lines_of(job, start, "assembled")), f"start {start}", 120)
+    job.wait_for_step(job.last_step() + steps)
+
+
+def wait_for_verdict(job: NodesJob, start: int) -> list[Line]:
+    """Wait until a controller of this start has said what becomes of its fault."""
+    job.wait_for(lambda: bool(lines_of(job, start, "published", "refused")), f"a verdict in start {start}", 120)
+    return lines_of(job, start, "published", "refused")
+
+
+@contextlib.contextmanager
+def slowly(job: NodesJob, left_out: Node) -> Iterator[None]:
+    """Throttle the cable of another node, so that the job cannot be over before what is to happen."""
+    node = next(node for node in job.nodes if node is not left_out)
+    node.throttle(4)
+    yield
+    node.clear()
+
+
+def published(job: Observed, start: int) -> list[int]:
+    return [int(line["step"]) for line in lines_of(job, start, "published")]
+
+
+def assert_whole(job: NodesJob, reference: Observed) -> None:
+    """Every step and the final weights are the unbroken job's bits; nothing is left behind."""
+    verdict = compare(job.metrics(), reference.metrics(), job.final(), reference.final())
+    assert verdict.equal, "\n".join(verdict.differences[:10])
+    assert job.leftovers() == []
+
+
+def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
+    """2 nodes x 2 ranks: a rank is killed; then the node without rank 0; then the node with rank 0, the active controller
+    and the rendezvous store. Each lost node is started again; no committed step is lost, all bits are the unbroken job's."""
+    a, b = nodes(2)
+    with NodesJob(tmp_path / "hurt", (a, b), overrides=arguments(*STEPS)) as job:
+        before = []
+        train_a_little(job, 0)
+        before.append(job.kill(3).after_step)
+        train_a_little(job, 1)
+        before.append(job.last_step())
+        lost = b if job.node_of_rank(0) is a else a
+        lost.power_off()
+        wait_for_verdict(job, 1)
+        lost.plug()
+        job.start(lost)
+        train_a_little(job, 2)
+        before.append(job.last_step())
+        lost = job.node_of_rank(0)
+        lost.power_off()
+        wait_for_verdict(job, 2)
+        lost.plug()
+        job.start(lost)
+        assert job.wait(timeout_s=200) == {"node-a": 0, "node-b": 0}, job.console_tail(60)
+    for start, step in enumerate(before):
+        assert published(job, start)[0] >= step, (start, step)
+    assert lines_of(job, 2, "took_over")
+    assert_whole(job, whole_job(4, *STEPS))
+
+
+def test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again(tmp_path: Path, nodes: MakeNodes) -> None:
+    """3 nodes x 2 ranks, `--nnodes 2:3`: the node with rank 0, the active controller and the store is lost; four ranks go
+    on from a resharded checkpoint; the node comes back, and six ranks go on. Every stretch has the bits of a job of that
+    size from that checkpoint."""
+    three = nodes(3)
+    options = arguments(*MORE_STEPS)
+    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options) as job:
+        train_a_little(job, 0)
+        step, lost = job.last_step(), job.node_of_rank(0)
+        lost.power_off()
+        wait_for_verdict(job, 0)
+        train_a_little(job, 1)
+        assert len(job.pids()) == 4
+        with slowly(job, lost):
+            lost.plug()
+            job.start(lost)
+            train_a_little(job, 2)
+        assert len(job.pids()) == 6
+        assert set(job.wait(timeout_s=200).values()) == {0}, job.console_tail(60)
+    (first,), (second,) = published(job, 0), published(job, 1)
+    assert first >= step
+    assert job.leftovers() == []
+    assert_stretch(job, tmp_path / "from_nothing", 6, options, None, 0, first)
+    assert_stretch(job, tmp_path / "from_first", 4, options, first, first, second)
+    assert_stretch(job, tmp_path / "from_second", 6, options, second, second, 900)
+
+
+def assert_stretch(
+    job: NodesJob, output: Path, ranks: int, options: tuple[str, ...], begin: int | None, after: int, last: int
+) -> None:
+    """Steps after+1 to last are what a job of so many ranks makes that begins with the checkpoint of step `begin`."""
+    if begin is not None:
+        name = f"iter_{begin:07d}"
+        shutil.copytree(job.output_dir / "checkpoints" / name, output / "checkpoints" / name)
+    with Job(output, ranks=ranks, overrides=options) as reference:
+        reference.wait_for_step(last)
+        wanted = by_step(reference.metrics())
+    found = [line for line in job.metrics() if "loss" in line and after < int(line["step"]) <= last]
+    assert sorted({int(line["step"]) for line in found}) == list(range(after + 1, last + 1))
+    for line in found:
+        step = int(line["step"])
+        assert (line["loss"], line["grad_norm"]) == (wanted[step]["loss"], wanted[step]["grad_norm"]), step
+
+
+def test_a_pulled_cable_leaves_both_sides_right_and_one_publishes(
+    tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
+) -> None:
+    """The cable of the node with rank 0 is pulled: each side has a controller and a holder of everything. A step is
+    published once; nobody trains alone; with the cable back in all go on, and lose nothing."""
+    a, b = nodes(2)
+    with NodesJob(tmp_path / "cut", (a, b), overrides=arguments(*STEPS)) as job:
+        train_a_little(job, 0)
+        step = job.last_step()
+        a.unplug()
+        job.wait_for(lambda: not (job.ranks_on(a) or job.ranks_on(b)), "leave of all ranks", 120)
+        checkpoints = list_checkpoints([job.output_dir / "checkpoints"])
+        steps = [verify(path).step for path in checkpoints]
+        verdicts = lines_of(job, 0, "published")
+        assert len(job.journals()) == 1, "a side started again by itself"
+        a.plug()
+        assert job.wait(timeout_s=200) == {"node-a": 0, "node-b": 0}, job.console_tail(60)
+    assert steps and steps[0] >= step
+    assert len(steps) == len(set(steps)) and max(steps) - min(steps) <= 1
+    assert {int(line["step"]) for line in verdicts} == set(steps)
+    assert_whole(job, whole_job(4, *STEPS))
+
+
+def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path, nodes: MakeNodes) -> None:
+    """3 nodes, `--nnodes 2:3`: the one with the store is cut off. It does not train alone; the two others go on in another
+    store; when its cable is back, its agent finds them there."""
+    three = nodes(3)
+    with NodesJob(tmp_path / "cut", three, nnodes="2:3", overrides=arguments(*MORE_STEPS)) as job:
+        train_a_little(job, 0)
+        step, cut = job.last_step(), job.node_of_rank(0)
+        cut.unplug()
+        job.wait_for(lambda: len(job.journals()) > 1 and len(job.pids()) == 4, "a start of four ranks", 120)
+        train_a_little(job, 1)
+        assert not job.ranks_on(cut)
+        with slowly(job, cut):
+            cut.plug()
+            train_a_little(job, 2)
+        assert len(job.ranks_on(cut)) == 2
+        assert set(job.wait(timeout_s=200).values()) == {0}, job.console_tail(60)
+    assert max(published(job, 0)) >= step
+    assert sorted(by_step(job.metrics())) == list(range(1, 901))
+    assert job.leftovers() == []
+
+
+def test_a_slow_cable_is_no_fault(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
+    """Steps that take twenty times as long for a while, through a cable of 2 Mbit/s: nobody is suspected."""
+    a, b = nodes(2)
+    with NodesJob(tmp_path / "slow", (a, b), overrides=arguments(*STEPS)) as job:
+        train_a_little(job, 0, 20)
+        b.throttle(2)
+        job.wait_for_step(job.last_step() + 10)
+        b.clear()
+        assert job.wait(timeout_s=200) == {"node-a": 0, "node-b": 0}, job.console_tail(60)
+    assert len(job.journals()) == 1
+    assert not lines_of(job, 0, "freeze_sent", "death_seen", "took_over")
+    assert_whole(job, whole_job(4, *STEPS))
+
+
+HARNESS = """
+import sys, time
+from ttp.chaos.nodes import Nodes
+with Nodes(2) as (a, b):
+    a.popen(["sleep", "1000"])
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_harness_that_is_ended(signum: signal.Signals) -> None:
+    """Ctrl-C removes nodes and what runs on them at once; after SIGKILL the next harness does."""
+    harness = subprocess.Popen([sys.executable, "-c", HARNESS], stdout=subprocess.PIPE)
+    assert harness.stdout is not None and harness.stdout.readline() == b"up\n"
+    mine = f"ttp-{harness.pid}-"
+    assert mine in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    harness.send_signal(signum)
+    harness.wait(60)
+    harness.stdout.close()
+    if signum == signal.SIGKILL:
+        with Nodes(1):
+            pass
+    assert mine not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert (
+        not [name for name in os.listdir("/etc/netns") if name.startswith(mine)]
+        if os.path.isdir("/etc/netns")
+        else True
+    )
+
+
+def test_what_the_system_refuses_is_said_in_its_own_words(nodes: MakeNodes) -> None:
+    """A delay needs a module that some kernels lack; the error says so, and the node stays as it was."""
+    (node,) = nodes(1)
+    try:
+        node.delay(10)
+    except NodesError as error:
+        assert "netem" in str(error)
+    else:
+        node.clear()

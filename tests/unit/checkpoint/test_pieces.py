@@ -1,0 +1,325 @@
+"""Checkpoints over nodes with disks of their own: published in pieces, found again, and moved where they are needed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.conftest import CAUSE, Job
+from ttp.checkpoint import gather, load, writer
+from ttp.checkpoint.gather import Move, moved_texts, plan_moves
+from ttp.checkpoint.load import Found, verify
+from ttp.checkpoint.manifest import read_manifest
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
+from ttp.proto.messages import FileEntry, ShareResult
+
+HOSTS = ("a", "a", "b", "b")
+
+
+class Threads:
+    """Ranks as threads of this process, which meet at a barrier."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.values: list[Any] = [None] * count
+        self.wires: dict[tuple[int, int], queue.Queue[bytes]] = {}
+        self.lock = threading.Lock()
+
+    def wire(self, source: int, target: int) -> queue.Queue[bytes]:
+        with self.lock:
+            return self.wires.setdefault((source, target), queue.Queue(4))
+
+
+@dataclass
+class Rank:
+    index: int
+    threads: Threads
+    spoil: Callable[[bytes], bytes] = lambda chunk: chunk
+
+    def exchange(self, value: Any) -> list[Any]:
+        self.threads.barrier.wait()
+        self.threads.values[self.index] = value
+        self.threads.barrier.wait()
+        return list(self.threads.values)
+
+    def send(self, chunk: memoryview, rank: int) -> None:
+        self.threads.wire(self.index, rank).put(self.spoil(bytes(chunk)), timeout=60)
+
+    def receive(self, chunk: memoryview, rank: int) -> None:
+        chunk[:] = self.threads.wire(rank, self.index).get(timeout=60)
+
+
+@dataclass
+class Cluster:
+    """Nodes with a disk each, seen by the ranks on them."""
+
+    root: Path
+    hosts: tuple[str, ...] = HOSTS
+    said: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    spoil: Callable[[bytes], bytes] = lambda chunk: chunk
+
+    def disk(self, rank: int) -> Path:
+        return self.root / self.hosts[rank]
+
+    def save(
+        self,
+        job: Job,
+        step: int,
+        attempt: str = "x",
+        *,
+        start: int = 1,
+        term: int = 1,
+        publishers: Sequence[int] = (0, 2),
+    ) -> None:
+        """Every rank writes its share on its node's disk; these ranks publish their nodes' pieces."""
+        name = f"iter_{step:07d}_tmp_{attempt}"
+        shares = job.shares(len(self.hosts))
+        results = [writer.write_share(self.disk(rank), name, rank, share, {}) for rank, share in enumerate(shares)]
+        for rank in publishers:
+            self.publish(rank, name, step, results, start, term)
+
+    def publish(
+        self, rank: int, name: str, step: int, results: Sequence[ShareResult], start: int = 1, term: int = 1
+    ) -> Path:
+        given: dict[str, Any] = {"cause": CAUSE, "record": None, "layout": {}, "blobs": {"group": 0.5}}
+        state = {"optimizer": {}, "trainer": {"samples": step * 8}}
+        fields: dict[str, Any] = {
+            "step": step,
+            "results": results,
+            "hosts": self.hosts,
+            "rank": rank,
+            "start": start,
+            "term": term,
+            "state": state,
+        }
+        return Path(writer.publish_piece(self.disk(rank), name, **fields, **given))
+
+    def gather(self, job: Job, hosts: tuple[str, ...] | None = None) -> list[Found | None]:
+        """Have all ranks look for the newest checkpoint; rank i reads the i-th share. Raises what they all raise."""
+        if hosts is not None:
+            self.hosts = hosts
+        threads = Threads(len(self.hosts))
+        found: list[Any] = [None] * threads.count
+
+        def run(rank: int) -> None:
+            disk = self.disk(rank)
+            disk.mkdir(parents=True, exist_ok=True)
+            try:
+                found[rank] = gather.newest(
+                    [str(path) for path in load.list_checkpoints([disk])],
+                    save_dirs=[str(disk)],
+                    hosts=self.hosts,
+                    peers=Rank(rank, threads, self.spoil),
+                    expected=job.shapes(),
+                    targets=job.shares(threads.count)[rank],
+                    on_skip=lambda path, reason: self.skipped.append(f"{path.name}: {reason}") if rank == 0 else None,
+                    say=lambda text: self.said.append(text) if rank == 0 else None,
+                )
+            except Exception as error:
+                found[rank] = error
+
+        ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(threads.count)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+        if errors := [other for other in found if isinstance(other, Exception)]:
+            assert len(errors) == threads.count, f"not all ranks raised: {found}"
+            raise errors[0]
+        return found
+
+    def read(self, job: Job, found: Sequence[Found | None]) -> dict[str, torch.Tensor]:
+        """Every rank reads its share from what its own disk has."""
+        blank = Job({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
+        for rank, share in enumerate(blank.shares(len(self.hosts))):
+            mine = found[rank]
+            assert mine is not None and mine.path.parent == self.disk(rank)
+            load.read_into(mine.path, share)
+        return dict(blank.tensors)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def steps(found: Sequence[Found | None]) -> set[int | None]:
+    return {None if one is None else one.manifest.step for one in found}
+
+
+def test_a_step_comes_back_on_the_nodes_that_wrote_it(cluster: Cluster, job: Job) -> None:
+    """Each rank's share lies on its own node: nothing is moved, and all bits are there."""
+    cluster.save(job, 7)
+    found = cluster.gather(job)
+    assert steps(found) == {7} and cluster.said == []
+    job.assert_equal(cluster.read(job, found))
+
+
+def test_what_a_node_lacks_is_moved_to_it_and_said(cluster: Cluster, job: Job) -> None:
+    """The ranks have changed places, and a third node is new: each gets the files that its ranks will read."""
+    cluster.save(job, 7)
+    found = cluster.gather(job, hosts=("c", "b", "a", "a", "c"))
+    assert steps(found) == {7}
+    job.assert_equal(cluster.read(job, found))
+    assert {text.partition("from ")[2] for text in cluster.said} >= {"node a to node c"}
+    assert all("MB, from node" in text for text in cluster.said)
+    again = cluster.gather(job)
+    assert steps(again) == {7}, "what was moved is there the next time"
+
+
+def test_a_step_with_a_file_that_no_node_has_is_skipped_by_name(cluster: Cluster, job: Job) -> None:
+    """Node b is lost with its disk: the newest step of which everything is there is taken. It has copies of b's files,
+    because they were moved at an earlier restart."""
+    cluster.save(job, 7)
+    cluster.gather(job, hosts=("b", "b", "a", "a"))
+    cluster.hosts = HOSTS
+    cluster.save(job.later(), 9)
+    found = cluster.gather(job, hosts=("a", "a"))
+    assert steps(found) == {7} and len(cluster.skipped) == 1
+    assert "iter_0000009" in cluster.skipped[0] and "none of the 1 nodes" in cluster.skipped[0]
+    job.assert_equal(cluster.read(job, found))
+
+
+def test_an_altered_copy_is_replaced_by_a_sound_one_or_its_step_is_skipped(cluster: Cluster, job: Job) -> None:
+    """Both nodes have rank 2's file; b's copy is damaged, then a's as well."""
+    cluster.save(job, 5)
+    cluster.gather(job, hosts=("b", "b", "a", "a"))
+    name = next(file.name for file in read_manifest(cluster.root / "b" / "iter_0000005").files if file.rank == 2)
+    copies = [cluster.root / host / "iter_0000005" / name for host in "ab"]
+    assert all(copy.exists() for copy in copies)
+    _flip(copies[1])
+    found = cluster.gather(job, hosts=HOSTS)
+    assert steps(found) == {5}
+    job.assert_equal(cluster.read(job, found))
+    for copy in copies:
+        _flip(copy)
+    assert steps(cluster.gather(job)) == {None}
+    assert "was altered" in cluster.skipped[-1] and name in cluster.skipped[-1]
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) -> None:
+    """Every rank hears why, and no file is left half moved."""
+    cluster.save(job, 7)
+    cluster.spoil = lambda chunk: bytes([chunk[0] ^ 1]) + chunk[1:]
+    with pytest.raises(CheckpointError, match="it arrived with sha256"):
+        cluster.gather(job, hosts=("b", "b", "a", "a"))
+    assert not list(cluster.root.rglob(".*distcp*"))
+    cluster.spoil = lambda chunk: chunk
+    found = cluster.gather(job, hosts=("b", "b", "a", "a"))
+    job.assert_equal(cluster.read(job, found))
+
+
+def test_a_step_that_only_one_node_has_published_counts_when_all_files_are_there(cluster: Cluster, job: Job) -> None:
+    """Node b was lost between writing and publishing: its files are in an attempt that has no manifest."""
+    cluster.save(job, 4)
+    cluster.save(job.later(), 7, publishers=(0,))
+    found = cluster.gather(job)
+    assert steps(found) == {4} and "iter_0000007" in cluster.skipped[0]
+
+
+def test_a_later_attempt_supersedes_an_earlier_one_which_is_found_all_the_same(cluster: Cluster, job: Job) -> None:
+    """Both nodes publish the first attempt; of the second, b has none: the first one is whole and is taken."""
+    cluster.save(job, 7, attempt="1_1_1", term=1)
+    cluster.save(job, 7, attempt="2_1_1", term=2, publishers=(0,))
+    assert read_manifest(cluster.root / "a" / "iter_0000007").term == 2
+    assert read_manifest(cluster.root / "a" / "iter_0000007_superseded_1").term == 1
+    found = cluster.gather(job)
+    assert steps(found) == {7}
+    job.assert_equal(cluster.read(job, found))
+    assert read_manifest(cluster.root / "a" / "iter_0000007").term == 1
+
+
+def test_a_late_publisher_of_a_lower_term_changes_nothing(cluster: Cluster, job: Job) -> None:
+    """The controller of term 1 was cut off and replaced: its order comes after the step of term 2 is published."""
+    cluster.save(job, 7, attempt="2_1_1", term=2)
+    before = sorted(path.name for path in (cluster.root / "a").iterdir())
+    name = "iter_0000007_tmp_1_1_1"
+    results = [writer.write_share(cluster.disk(0), name, 0, job.held(), {})]
+    with pytest.raises(CheckpointError, match="term 2 in start 1; this order is of term 1"):
+        cluster.publish(0, name, 7, results, term=1)
+    assert sorted(path.name for path in (cluster.root / "a").iterdir()) == sorted([*before, name])
+
+
+def test_a_later_start_supersedes_whatever_its_terms_are(cluster: Cluster, job: Job) -> None:
+    """A new job begins with low terms: its step takes the place of one that an earlier job left, and is the one loaded.
+    A publisher of the earlier start that wakes up late changes nothing."""
+    cluster.save(job, 7, attempt="501_1_1", start=3, term=501)
+    assert writer.next_start([str(cluster.root / "a")]) == 4
+    cluster.save(job.later(), 7, attempt="1_1_1", start=4, term=1)
+    found = cluster.gather(job.later())
+    job.later().assert_equal(cluster.read(job.later(), found))
+    name = "iter_0000007_tmp_501_1_2"
+    results = [writer.write_share(cluster.disk(0), name, 0, job.held(), {})]
+    with pytest.raises(CheckpointError, match="it comes late"):
+        cluster.publish(0, name, 7, results, start=3, term=501)
+
+
+def test_publishing_a_piece_again_is_harmless(cluster: Cluster, job: Job) -> None:
+    """The first publisher was given up for dead; its successor finds the piece there."""
+    name = "iter_0000007_tmp_x"
+    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    first = cluster.publish(0, name, 7, results)
+    assert cluster.publish(1, name, 7, results) == first
+    assert [path.name for path in sorted((cluster.root / "a").glob("iter_*"))] == ["iter_0000007"]
+
+
+def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job) -> None:
+    """Nothing is visible then, and the error says what to do."""
+    name = "iter_0000007_tmp_x"
+    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    (cluster.root / "a" / name / results[1].files[0].name).unlink()
+    with pytest.raises(CorruptCheckpoint, match="TTP_SHARED_DIRS"):
+        cluster.publish(0, name, 7, results)
+    assert not (cluster.root / "a" / "iter_0000007").exists()
+
+
+def test_another_models_checkpoint_is_refused_by_all(cluster: Cluster, job: Job) -> None:
+    """It is not skipped: training from an older step, or from nothing, would be a surprise."""
+    cluster.save(job, 7)
+    other = Job({**job.tensors, "model.norm": torch.zeros(4)})
+    with pytest.raises(CheckpointMismatch, match=r"model\.norm"):
+        cluster.gather(other)
+
+
+def test_a_checkpoint_of_shared_directories_is_found_on_the_node_that_has_it(cluster: Cluster, job: Job) -> None:
+    """A job that began on one node goes on over two, each with its own disk."""
+    job.save(cluster.root / "a", 3)
+    found = cluster.gather(job)
+    assert steps(found) == {3} and any("from node a to node b" in text for text in cluster.said)
+    job.assert_equal(cluster.read(job, found))
+
+
+def test_a_piece_is_valid_by_what_it_has(cluster: Cluster, job: Job) -> None:
+    """`verify` of one node's piece finds damage in its own files, and does not miss those of other nodes."""
+    cluster.save(job, 7)
+    piece = cluster.root / "a" / "iter_0000007"
+    assert verify(piece).hosts == HOSTS
+    _flip(next(piece.glob("__0_*.distcp")))
+    with pytest.raises(CorruptCheckpoint, match="altered"):
+        verify(piece)
+
+
+def test_moves_are_spread_over_those_who_have_the_file() -> None:
+    files = [FileEntry(f"f{number}", 10, "", 0) for number in range(4)]
+    owners = {file.name: [0, 2] for file in files}
+    moves = plan_moves(files, owners, {0: {"f0"}, 2: set(), 4: {file.name for file in files}})
+    assert moves == [Move(files[0], 0, 4), Move(files[1], 2, 4), Move(files[2], 0, 4), Move(files[3], 2, 4)]
+    texts = moved_texts(
+        [Move(FileEntry("f", 2_400_000, "", 0), 0, 4), Move(FileEntry("g", 10**7, "", 0), 0, 4)], "ab   "
+    )
+    assert texts == ["moved 2 files, 12.4 MB, from node a to node  "]

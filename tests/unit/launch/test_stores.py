@@ -1,0 +1,236 @@
+"""The agents meet in one of several stores, find each other when it is lost, and never hang on it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from ttp.errors import ConfigError
+from ttp.launch import stores as stores_module
+from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, is_here, parse_endpoints
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_module, "ROUND_S", 0.05)
+
+
+def free_place() -> Endpoint:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Endpoint("127.0.0.1", probe.getsockname()[1])
+
+
+def serve(place: Endpoint) -> TCPStore:
+    return TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+
+
+def agent(*places: Endpoint) -> Stores:
+    return Stores(places, hosting=False)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_endpoints_are_a_list_in_order() -> None:
+    assert parse_endpoints("a, b:5") == (Endpoint("a", 29400), Endpoint("b", 5))
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a:x", "a:70000", "a:1,a:1", ":29400"])
+def test_a_bad_list_is_refused_with_what_was_wanted(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--rdzv-endpoint is .*wanted"):
+        parse_endpoints(text)
+
+
+def test_a_machine_knows_its_own_names() -> None:
+    """Only there an agent keeps a store."""
+    assert is_here("localhost") and is_here("127.0.0.1")
+    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")
+
+
+def test_an_agent_keeps_a_store_at_its_own_places() -> None:
+    """Others reach it until it is closed."""
+    place = free_place()
+    own = Stores((Endpoint("192.0.2.1", 1), place))
+    assert agent(place).find(patient=False) == place
+    own.close()
+
+
+def test_the_first_place_is_opened_and_all_meet_there() -> None:
+    places = free_place(), free_place()
+    servers = [serve(place) for place in places]
+    one, two = agent(*places), agent(*places)
+    assert one.find(patient=True) == places[0] == two.find(patient=True)
+    assert one.epoch == two.epoch == 1 and servers
+
+
+def test_the_first_place_is_waited_for_at_the_start() -> None:
+    """Its node may take longer to come up; when it does not come, the next one will do."""
+    places = free_place(), free_place()
+    server = serve(places[1])
+    one = agent(*places)
+    assert one.find(patient=True) is None
+    assert one.find(patient=False) == places[1] and server
+
+
+def test_when_the_store_is_lost_all_meet_in_the_next_under_a_higher_number() -> None:
+    """Also one that comes back, whose list begins with its own, empty, store."""
+    places = free_place(), free_place(), free_place()
+    servers = {place: serve(place) for place in places}
+    one, two = agent(*places), agent(*places)
+    assert one.find(patient=True) == two.find(patient=True) == places[0]
+    del servers[places[0]]
+    assert one.find(patient=False) == two.find(patient=False) == places[1]
+    assert one.epoch == two.epoch == 2
+    servers[places[0]] = serve(places[0])
+    back = agent(*places)
+    assert back.find(patient=True) == places[1] and back.epoch == 2
+
+
+def test_one_that_was_cut_off_learns_that_the_others_have_moved_on() -> None:
+    """Its own store never went away: it is in use, under a lower number."""
+    places = free_place(), free_place()
+    servers = [serve(place) for place in places]
+    cut, other = agent(*places), agent(*places)
+    assert cut.find(patient=True) == other.find(patient=True) == places[0]
+    other.epoch = 2  # what it met under since, where `cut` could not look
+    TCPStore(places[1].host, places[1].port, is_master=False).set(stores_module.EPOCH_KEY, "3")
+    assert cut.newer_than(places[0]) == places[1] and servers
+    assert cut.find(patient=False) == places[1] == other.find(patient=False)
+
+
+def test_a_lone_place_that_comes_back_empty_is_opened_again() -> None:
+    place = free_place()
+    servers = [serve(place)]
+    one = agent(place)
+    assert one.find(patient=True) == place
+    servers.clear()
+    assert one.find(patient=False) is None
+    servers.append(serve(place))
+    assert one.find(patient=False) == place and one.epoch == 2
+
+
+class Handler(RendezvousHandler):
+    """Stands in for torch's: joins when it is let, and is asked whether nodes wait."""
+
+    def __init__(self, place: Endpoint) -> None:
+        self.place = place
+        self.joined = threading.Event()
+        self.waiting: Callable[[], int] = lambda: 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.joined.wait()
+        store = TCPStore(self.place.host, self.place.port, is_master=False)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.place.host, self.place.port))
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting()
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def get_run_id(self) -> str:
+        return "job"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Bench:
+    """An agent's rendezvous whose handlers the test lets join."""
+
+    def __init__(self, *places: Endpoint, join_timeout_s: float = 60.0) -> None:
+        self.made: list[Handler] = []
+        self.moving = MovingRendezvous(agent(*places), self._make, "job", join_timeout_s=join_timeout_s)
+
+    def _make(self, place: Endpoint) -> Handler:
+        self.made.append(Handler(place))
+        return self.made[-1]
+
+    def join(self) -> list[RendezvousInfo]:
+        """Begin to join; return a list that will hold what comes of it."""
+        came: list[RendezvousInfo] = []
+        self.thread = threading.Thread(target=lambda: came.append(self.moving.next_rendezvous()), daemon=True)
+        self.thread.start()
+        return came
+
+
+def test_a_join_that_hangs_on_a_lost_store_goes_on_at_the_next_place() -> None:
+    """The hanging call is left to itself."""
+    places = free_place(), free_place()
+    servers = {place: serve(place) for place in places}
+    bench = Bench(*places)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    del servers[places[0]]
+    until(lambda: len(bench.made) == 2)
+    assert not bench.made[0].joined.is_set() and bench.made[1].place == places[1]
+    bench.made[1].joined.set()
+    bench.thread.join(30)
+    met = came[0].bootstrap_store_info
+    assert met is not None and met.master_port == places[1].port
+    bench.moving.shutdown()
+
+
+def test_a_lost_store_does_not_disturb_the_workers() -> None:
+    """The question how many nodes wait is answered at once, with none, whatever becomes of the asking."""
+    place = free_place()
+    server = serve(place)
+    bench = Bench(place)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    bench.made[0].waiting = lambda: 2
+    bench.made[0].joined.set()
+    until(lambda: bool(came) and bench.moving.num_nodes_waiting() == 2)
+
+    def lost() -> int:
+        raise RendezvousConnectionError("gone")
+
+    bench.made[0].waiting = lost
+    until(lambda: bench.moving.num_nodes_waiting() == 0)
+    never = threading.Event()
+    bench.made[0].waiting = lambda: int(never.wait(60))
+    began = time.monotonic()
+    assert bench.moving.num_nodes_waiting() == 0 and time.monotonic() - began < 5
+    never.set()
+    bench.moving.shutdown()
+    assert server
+
+
+def test_too_few_nodes_in_time_is_said_with_the_places() -> None:
+    place = free_place()
+    bench = Bench(place, join_timeout_s=0.3)
+    with pytest.raises(RendezvousTimeoutError, match=rf"within 0 s at {place}: are those nodes up"):
+        bench.moving.next_rendezvous()
+
+
+def test_a_machine_that_does_not_train_can_keep_the_store() -> None:
+    """Until it is told to end."""
+    place = free_place()
+    command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(place.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None and keeper.stdout.readline() == f"rendezvous store on port {place.port}\n"
+        one = agent(place)
+        assert one.find(patient=True) == place
+        keeper.terminate()
+        assert keeper.wait(30) == 0
+    assert one.look(place) is None

@@ -1,0 +1,109 @@
+"""Nodes with checkpoint directories of their own: every node that holds files publishes, and a lost node's are written again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, registration, report
+from tests.unit.protocol.test_controller_dump import failed
+from tests.unit.protocol.test_controller_members import killed
+from ttp.controller.state import Stage
+from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, Written
+
+HOSTS = ("a", "a", "b", "b")
+"""Partners 0 and 2, 1 and 3: each node holds everything."""
+
+
+def publishing(*dead: int) -> ControllerBench:
+    """These ranks are dead, the others have written step 6."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(HOSTS):
+        job.say(registration(rank, host=host))
+    job.say(*(killed(rank) for rank in dead))
+    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in range(4) if rank not in dead))
+    job.all_write(job.orders())
+    assert job.at(Stage.PUBLISHING)
+    return job
+
+
+def test_one_rank_of_every_node_publishes() -> None:
+    """The step is saved when the last node has published."""
+    job = publishing(3)
+    orders = job.sent(PublishOrder)
+    assert sorted(orders) == [0, 2] and orders[0] == orders[2]
+    job.say(Published(2, 1, 6, "/a/iter_0000006"))
+    assert job.told("place_published")[0]["host"] == "b" and job.at(Stage.PUBLISHING)
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
+
+
+def test_a_publisher_is_replaced_from_its_own_node() -> None:
+    """The files are on that node's disk: no other node's rank can rename them."""
+    job = publishing(3)
+    order = job.sent(PublishOrder)[0]
+    job.say(failed(0, order))
+    assert sorted(job.sent(PublishOrder)) == [1]
+    job.say(Published(2, 1, 6, "/a/iter_0000006"), Published(1, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_node_lost_with_what_it_wrote_is_written_again_by_the_others(when: str) -> None:
+    """Whether it had published its files or not: they are gone. The other node holds all shards."""
+    job = publishing(3)
+    if when == "after":
+        job.say(Published(2, 1, 6, "/a/iter_0000006"))
+    job.say(killed(2))
+    assert "node b was lost" in job.told("replanned")[0]["reason"]
+    assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
+    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))
+    orders = job.orders()
+    assert sorted(orders) == [0, 1] and {order.tmp_name for order in orders.values()} == {"iter_0000006_tmp_3_2_1"}
+    job.all_write(orders)
+    assert sorted(job.sent(PublishOrder)) == [0]
+    job.say(Published(0, 2, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING)
+
+
+def test_a_node_lost_between_writing_and_publishing_is_noticed() -> None:
+    """Rank 2 has written and dies, with its node, while others still write."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(HOSTS):
+        job.say(registration(rank, host=host))
+    job.say(killed(3))
+    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
+    orders = job.orders()
+    job.say(job.written(2, orders[2]), killed(2))
+    assert job.at(Stage.WRITING)
+    answers: list[Written] = [job.written(rank, orders[rank]) for rank in (0, 1)]
+    job.say(*answers)
+    assert "node b was lost" in job.told("replanned")[0]["reason"] and job.at(Stage.FREEZING)
+
+
+def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:
+    """Rank 0's word about the first attempt comes late: the second one lists other files."""
+    job = publishing(3)
+    job.say(killed(2))
+    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))
+    job.all_write(job.orders())
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.PUBLISHING)
+    job.say(Published(0, 2, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING)
+
+
+def test_a_node_without_any_files_is_not_waited_for() -> None:
+    """Both ranks of b are dead: a alone wrote, a alone publishes."""
+    job = publishing(2, 3)
+    assert sorted(job.sent(PublishOrder)) == [0]
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING)
+
+
+def test_with_shared_directories_one_rank_publishes_for_all() -> None:
+    """The same job without `local_dirs`."""
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
+    job.all_write(job.orders())
+    assert sorted(job.sent(PublishOrder)) == [0]

@@ -1,0 +1,386 @@
+"""Finding the newest checkpoint whose files lie on several nodes, and moving to each node what it lacks.
+
+All ranks call `newest`, at a start of the job, when a process group is up. One rank of every node, its *keeper*, looks at
+the node's directories; the nodes tell each other what they have, verify it together, and take the newest checkpoint of
+which every file is found somewhere. Its tables of contents say which file holds what; a node then gets the files that its
+ranks will read and that it has not, in chunks, checked on arrival, renamed into place when whole.
+
+Owns the agreement and the moving. Never changes a file that is there; a piece keeps its manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttp.checkpoint import dcp
+from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry, read_contents
+from ttp.checkpoint.durable import fsync_directory, sha256_of, step_directory_name, write_durably
+from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.load import Found, check_tensors
+from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, from_bytes, read_manifest, to_bytes
+from ttp.checkpoint.pieces import SUPERSEDED, supersede
+from ttp.checkpoint.publish import check_complete
+from ttp.checkpoint.verify import share_of_files
+from ttp.errors import CheckpointError, CorruptCheckpoint
+from ttp.proto.messages import FileEntry, ShareResult
+
+CHUNK_BYTES = 4 << 20
+
+Key = tuple[int, int, int, str]
+"""Step, start, term and attempt of a checkpoint: the pieces of one have the same, and the higher is the better."""
+
+
+class Peers(Protocol):
+    """The job's ranks, as one of them sees them. All call `exchange` in the same order; a `send` meets a `receive`."""
+
+    index: int
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank."""
+
+    def send(self, chunk: memoryview, rank: int) -> None: ...
+
+    def receive(self, chunk: memoryview, rank: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One file's way to a node that lacks it; ranks are those nodes' keepers."""
+
+    file: FileEntry
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Which ranks share directories: those with the same host."""
+
+    hosts: tuple[str, ...]
+
+    def keeper_of(self, rank: int) -> int:
+        return self.hosts.index(self.hosts[rank])
+
+    def keepers(self) -> list[int]:
+        return sorted({self.keeper_of(rank) for rank in range(len(self.hosts))})
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return (i, n): the rank is the i-th of its node's n."""
+        mates = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        return mates.index(rank), len(mates)
+
+
+def plan_moves(
+    files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]], needed: Mapping[int, set[str]]
+) -> list[Move]:
+    """Say which keeper sends which file to which (every rank computes the same). The load is spread over the owners.
+
+    owners: the keepers that have a file, by its name; needed: the names that each keeper's node reads.
+    """
+    sent = dict.fromkeys(sorted({rank for ranks in owners.values() for rank in ranks}), 0)
+    moves = []
+    for file in sorted(files, key=lambda file: file.name):
+        for target in sorted(needed):
+            if file.name in needed[target] and target not in owners[file.name]:
+                source = min(owners[file.name], key=lambda rank: (sent[rank], rank))
+                sent[source] += file.nbytes
+                moves.append(Move(file, source, target))
+    return moves
+
+
+def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
+    """Say in words what was moved, a line for each pair of nodes."""
+    texts = []
+    for source, target in sorted({(move.source, move.target) for move in moves}):
+        files = [move.file for move in moves if (move.source, move.target) == (source, target)]
+        megabytes = sum(file.nbytes for file in files) / 1e6
+        noun = "file" if len(files) == 1 else "files"
+        texts.append(
+            f"moved {len(files)} {noun}, {megabytes:.1f} MB, from node {hosts[source]} to node {hosts[target]}"
+        )
+    return texts
+
+
+def newest(
+    paths: Sequence[str],
+    *,
+    save_dirs: Sequence[str],
+    hosts: Sequence[str],
+    peers: Peers,
+    expected: Mapping[str, Sequence[int]],
+    targets: Sequence[HeldTensor],
+    on_skip: Callable[[Path, str], None],
+    say: Callable[[str], None],
+) -> Found | None:
+    """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
+
+    paths: the published directories that may be chosen on this node; expected: shape of every tensor of the job; targets:
+    what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
+    same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
+    """
+    search = _Search(Nodes(tuple(hosts)), peers, tuple(map(Path, save_dirs)))
+    pieces = _pieces_at(paths, on_skip)
+    skipped: list[str] = []
+    offers = peers.exchange([list(key) for key in pieces] if search.keeps else [])
+    keys = sorted({(int(s), int(start), int(term), str(name)) for offer in offers for s, start, term, name in offer})
+    for key in reversed(keys):
+        path = search.save_dirs[0] / step_directory_name(key[0])
+        try:
+            return search.take(pieces.get(key), expected, targets, say, tuple(skipped))
+        except CorruptCheckpoint as error:  # raised by all ranks alike
+            skipped.append(f"{path}: {error}")
+            on_skip(path, str(error))
+    return None
+
+
+def pieces_beside(paths: Sequence[str]) -> list[str]:
+    """Return published directories together with those of the same steps that a later attempt has superseded."""
+    found = []
+    for path in map(Path, paths):
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}\d+")
+        found += [str(path), *sorted(str(path.parent / name) for name in names if aside.fullmatch(name))]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    path: Path
+    manifest: Manifest
+
+
+def _pieces_at(paths: Sequence[str], on_skip: Callable[[Path, str], None]) -> dict[Key, _Piece]:
+    pieces: dict[Key, _Piece] = {}
+    for name in pieces_beside(paths):
+        path = Path(name)
+        try:
+            manifest = read_manifest(path)
+        except (CorruptCheckpoint, OSError) as error:
+            if path.is_dir():
+                on_skip(path, str(error))
+            continue
+        pieces.setdefault((manifest.step, manifest.start, manifest.term, manifest.attempt), _Piece(path, manifest))
+    return pieces
+
+
+class _Search:
+    """One rank's part in looking at checkpoints. Every method is called by all ranks, in the same order."""
+
+    def __init__(self, nodes: Nodes, peers: Peers, save_dirs: tuple[Path, ...]) -> None:
+        self.nodes = nodes
+        self.peers = peers
+        self.save_dirs = save_dirs
+        self.keeps = nodes.keeper_of(peers.index) == peers.index
+
+    def take(
+        self,
+        piece: _Piece | None,
+        expected: Mapping[str, Sequence[int]],
+        targets: Sequence[HeldTensor],
+        say: Callable[[str], None],
+        skipped: tuple[str, ...],
+    ) -> Found:
+        """Make one checkpoint readable on every node. Raises CorruptCheckpoint on all ranks when it is not whole."""
+        manifest, order = self._leading(piece)
+        files = [file for file in manifest.files if file.name != dcp.METADATA_NAME]
+        owners = self._owners(piece, files)
+        contents = self._contents(piece, files, owners)
+        path = self.save_dirs[order] / step_directory_name(manifest.step)
+        check_tensors(path, check_complete(contents), expected)
+        work = self._prepare(piece, manifest, contents, path)
+        moves = self._moves(work, files, owners, targets)
+        problem = ""
+        for move in moves:
+            if self.peers.index == move.source:
+                assert piece is not None
+                self._send(piece.path / move.file.name, move)
+            elif self.peers.index == move.target:
+                problem = self._receive(work, move) or problem
+        self._agree(problem)
+        self._finish(work, path)
+        for text in moved_texts(moves, self.nodes.hosts):
+            say(text)
+        return Found(path, manifest, skipped)
+
+    def _leading(self, piece: _Piece | None) -> tuple[Manifest, int]:
+        """Return the manifest of the first node that has one, and the place of its directory in the list."""
+        mine: list[Any] = []
+        if piece is not None and self.keeps:
+            parents = [Path(os.path.realpath(folder)) for folder in self.save_dirs]
+            parent = Path(os.path.realpath(piece.path.parent))
+            mine = [to_bytes(piece.manifest).decode(), parents.index(parent) if parent in parents else 0]
+        text, order = next(answer for answer in self.peers.exchange(mine) if answer)
+        return from_bytes(text.encode(), "a node's manifest"), int(order)
+
+    def _owners(self, piece: _Piece | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
+        """Return the keepers that have each file whole; ranks verify their node's files together."""
+        here = [file for file in files if piece is not None and _has(piece.path, file)]
+        index, count = self.nodes.place(self.peers.index)
+        good: list[str] = []
+        bad: dict[str, str] = {}
+        for file in share_of_files(here, index, count):
+            assert piece is not None
+            try:
+                found = sha256_of(piece.path / file.name)
+            except OSError as error:
+                found = str(error)
+            if found == file.sha256:
+                good.append(file.name)
+            else:
+                bad[file.name] = f"on node {self.nodes.hosts[self.peers.index]} it was altered (sha256 {found})"
+        owners: dict[str, list[int]] = {file.name: [] for file in files}
+        altered: dict[str, str] = {}
+        for rank, (names, broken) in enumerate(self.peers.exchange([good, bad])):
+            for name in names:
+                owners[name].append(self.nodes.keeper_of(rank))
+            altered |= broken
+        for file in files:
+            if not owners[file.name]:
+                why = altered.get(file.name, f"it is on none of the {len(self.nodes.keepers())} nodes that are here")
+                raise CorruptCheckpoint(f"{file.name}, which rank {file.rank} wrote, is missing: {why}")
+        return {name: sorted(ranks) for name, ranks in owners.items()}
+
+    def _contents(
+        self, piece: _Piece | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]
+    ) -> Contents:
+        """Return what lies in all files; each one's first owner reads its table."""
+        mine = [file for file in files if owners[file.name][0] == self.peers.index]
+        answer: dict[str, Any] = {"tensors": [], "blobs": []}
+        try:
+            if piece is not None and mine:
+                found = read_contents(piece.path, [ShareResult(tuple(mine))])
+                answer["tensors"] = [dataclasses.astuple(entry) for entry in found.tensors]
+                answer["blobs"] = [dataclasses.astuple(entry) for entry in found.blobs]
+        except (CorruptCheckpoint, OSError) as error:
+            answer["error"] = str(error)
+        answers = self.peers.exchange(answer)
+        if error_text := next((other["error"] for other in answers if "error" in other), ""):
+            raise CorruptCheckpoint(error_text)
+        tensors = [_tensor_entry(fields) for other in answers for fields in other["tensors"]]
+        blobs = [BlobEntry(*fields) for other in answers for fields in other["blobs"]]
+        return Contents(tuple(files), tuple(tensors), tuple(blobs))
+
+    def _prepare(self, piece: _Piece | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
+        """Return the folder in which this node's files come together: its piece, or a new one."""
+        name = f"{final.name}_tmp_gather_{uuid.uuid4().hex[:12]}"
+        work, problem = piece.path if piece is not None else final.parent / name, ""
+        if self.keeps:
+            try:
+                work.mkdir(parents=True, exist_ok=True)
+                if piece is None:
+                    write_durably(work / MANIFEST_NAME, to_bytes(manifest))
+                dcp.write_metadata(work, contents, str(final), manifest.attempt)
+            except OSError as error:
+                problem = f"node {self.nodes.hosts[self.peers.index]}: {error}"
+        answers = self.peers.exchange([str(work), problem])
+        self._fail_on([text for _, text in answers])
+        return Path(answers[self.nodes.keeper_of(self.peers.index)][0])
+
+    def _moves(
+        self, work: Path, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]], targets: Sequence[HeldTensor]
+    ) -> list[Move]:
+        needed: dict[int, set[str]] = {}
+        for rank, names in enumerate(self.peers.exchange(sorted(dcp.files_of_runs(work, targets)))):
+            needed.setdefault(self.nodes.keeper_of(rank), set()).update(names)
+        return plan_moves(files, owners, needed)
+
+    def _send(self, path: Path, move: Move) -> None:
+        """Send all bytes, whatever happens here: the other side finds out what is wrong by the checksum."""
+        for size, chunk in _chunks(path, move.file.nbytes):
+            self.peers.send(chunk[:size], move.target)
+
+    def _receive(self, work: Path, move: Move) -> str:
+        """Take a file in; return what went wrong."""
+        unfinished = work / f".{move.file.name}.{uuid.uuid4().hex[:12]}"
+        digest, problem = hashlib.sha256(), ""
+        try:
+            stream = open(unfinished, "xb")  # noqa: SIM115 - closed below, and receiving goes on without it
+        except OSError as error:
+            stream, problem = open(os.devnull, "wb"), str(error)  # noqa: SIM115
+        with stream:
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, move.file.nbytes))))
+            for size in _sizes(move.file.nbytes):
+                self.peers.receive(buffer[:size], move.source)
+                digest.update(buffer[:size])
+                try:
+                    stream.write(buffer[:size])
+                except OSError as error:
+                    problem = problem or str(error)
+            try:
+                stream.flush()
+                os.fsync(stream.fileno())
+            except OSError as error:
+                problem = problem or str(error)
+        if not problem and digest.hexdigest() != move.file.sha256:
+            problem = f"it arrived with sha256 {digest.hexdigest()}, wanted {move.file.sha256}"
+        if not problem:
+            os.replace(unfinished, work / move.file.name)
+            return ""
+        unfinished.unlink(missing_ok=True)
+        return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {problem}"
+
+    def _agree(self, problem: str) -> None:
+        self._fail_on(self.peers.exchange(problem))
+
+    def _fail_on(self, problems: Sequence[str]) -> None:
+        if text := next((problem for problem in problems if problem), ""):
+            raise CheckpointError(f"a node cannot take the files that it needs for resuming: {text}")
+
+    def _finish(self, work: Path, final: Path) -> None:
+        """Give the folder its published name."""
+        problem = ""
+        if self.keeps:
+            try:
+                fsync_directory(work)
+                if work != final:
+                    if final.is_dir():
+                        supersede(final)
+                    os.rename(work, final)
+                    fsync_directory(final.parent)
+            except OSError as error:
+                problem = f"node {self.nodes.hosts[self.peers.index]}: {error}"
+        self._agree(problem)
+
+
+def _has(path: Path, file: FileEntry) -> bool:
+    try:
+        return (path / file.name).stat().st_size == file.nbytes
+    except OSError:
+        return False
+
+
+def _sizes(nbytes: int) -> Iterator[int]:
+    while nbytes > 0:
+        yield min(CHUNK_BYTES, nbytes)
+        nbytes -= CHUNK_BYTES
+
+
+def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the file in chunks; where it cannot be read, what the buffer happens to hold."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, nbytes))))
+    try:
+        stream = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below, and sending goes on without it
+    except OSError:
+        stream = open(os.devnull, "rb", buffering=0)  # noqa: SIM115
+    with stream:
+        for size in _sizes(nbytes):
+            done = 0
+            try:
+                while done < size and (count := stream.readinto(buffer[done:size])):
+                    done += count
+            except OSError:
+                pass
+            yield size, buffer
+
+
+def _tensor_entry(fields: Sequence[Any]) -> TensorEntry:
+    key, dtype, shape, offsets, sizes, *place = fields
+    return TensorEntry(key, dtype, tuple(shape), tuple(offsets), tuple(sizes), *place)

@@ -1,0 +1,174 @@
+"""Checkpoints whose files lie on several nodes, each with directories of its own: a node publishes its *piece*.
+
+A piece is a directory `iter_0000042` with the files that this node's ranks wrote and a manifest that lists the files of
+all nodes, with each one's host, size and checksum. A step counts as published when every file that a manifest lists is
+found among the nodes. `gather.py` finds out, and makes pieces loadable.
+
+Owns the publishing of one piece. What is published is never removed: a piece of the same step from an earlier attempt is
+renamed (`iter_0000042_superseded_1`), is found there all the same, and an attempt of a lower term gives way to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ttp
+from ttp.checkpoint.contents import read_contents
+from ttp.checkpoint.durable import advance_tracker, fsync_directory, step_directory_name, steps_in
+from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest, to_bytes, write_manifest
+from ttp.checkpoint.share import write_share
+from ttp.errors import CheckpointError, CorruptCheckpoint, NotWritable
+from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
+
+SUPERSEDED = "_superseded_"
+
+
+def publish_piece(
+    directory: str | os.PathLike[str],
+    tmp_name: str,
+    *,
+    step: int,
+    results: Sequence[ShareResult],
+    hosts: Sequence[str],
+    cause: Cause,
+    record: CommitRecord | None,
+    state: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    blobs: Mapping[str, object],
+    rank: int,
+    start: int,
+    term: int,
+) -> str:
+    """Make what this rank's node has of the attempt `tmp_name` its piece of the checkpoint of `step`; return its path.
+
+    results: of the ranks of all nodes; hosts: every rank's node; start: this start's number, `term` its controller's. Called by one rank of every node that wrote something,
+    without a collective; may be called again by another one. Raises CorruptCheckpoint (a file is not there), CheckpointError
+    (the attempt is gone, or a later term's is published), NotWritable. Nothing is visible then.
+    """
+    root = Path(directory)
+    final = root / step_directory_name(step)
+    files = [file for result in results for file in result.files]
+    mine = [file for file in files if hosts[file.rank] == hosts[rank]]
+    fields = Manifest(
+        step=step,
+        cause=cause,
+        layout=layout,
+        files=tuple(files),
+        tensors={},
+        state=state,
+        record=record,
+        created_unix_s=time.time(),
+        attempt=tmp_name,
+        term=term,
+        versions={"torch": str(torch.__version__), "ttp": ttp.__version__},
+        hosts=tuple(hosts),
+        start=start,
+    )
+    to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
+    try:
+        if not _is_done(final, fields):
+            claim = _claim(root, tmp_name)
+            _complete(claim, fields, mine, blobs, rank)
+            _place(claim, final, fields)
+        fsync_directory(root)
+        advance_tracker(root, step)
+    except OSError as error:
+        raise NotWritable(
+            f"rank {rank} cannot publish its node's piece of step {step} in {root}: {error.strerror or error}"
+            f" ({error.filename}); make room there or list another checkpoint directory after it"
+        ) from error
+    return str(final)
+
+
+def next_start(save_dirs: Sequence[str]) -> int:
+    """Return a number above those of all starts that have left pieces in these directories."""
+    newest = 0
+    for folder in save_dirs:
+        for _, path in steps_in(Path(folder)):
+            with contextlib.suppress(CorruptCheckpoint, OSError):
+                newest = max(newest, read_manifest(path).start)
+    return newest + 1
+
+
+def _is_done(final: Path, mine: Manifest) -> bool:
+    """True when this attempt is published already. Raises CheckpointError when a later start's or term's is."""
+    if not final.is_dir():
+        return False
+    try:
+        there = read_manifest(final)
+    except CorruptCheckpoint:
+        return False
+    if (there.start, there.term, there.attempt) == (mine.start, mine.term, mine.attempt):
+        return True
+    if (there.start, there.term) > (mine.start, mine.term):
+        raise CheckpointError(
+            f"{final} was published by a controller of term {there.term} in start {there.start}; this order is of term"
+            f" {mine.term} in start {mine.start}: it comes late, and nothing is changed"
+        )
+    return False
+
+
+def _claim(root: Path, tmp_name: str) -> Path:
+    """Give the attempt's directory a name that nobody else knows: a second publisher finds it gone."""
+    names = [name for name in os.listdir(root) if name == tmp_name or name.startswith(f"{tmp_name}_claim_")]
+    for name in sorted(names):
+        claim = root / f"{tmp_name}_claim_{uuid.uuid4().hex[:12]}"
+        try:
+            os.rename(root / name, claim)
+        except FileNotFoundError:
+            continue
+        return claim
+    raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish; write the step again as a new attempt")
+
+
+def _complete(claim: Path, fields: Manifest, mine: Sequence[FileEntry], blobs: Mapping[str, object], rank: int) -> None:
+    """Remove what no writer reported; add the blobs and the manifest, all durable."""
+    for file in mine:
+        path = claim / file.name
+        nbytes = path.stat().st_size if path.exists() else -1
+        if nbytes != file.nbytes:
+            raise CorruptCheckpoint(
+                f"{path}, written by rank {file.rank}, {'is missing' if nbytes < 0 else f'has {nbytes} bytes'}: wanted"
+                f" {file.nbytes} bytes; is TTP_SHARED_DIRS the same on every node? Write the step again"
+            )
+    for name in sorted(set(os.listdir(claim)) - {file.name for file in mine}):
+        os.unlink(claim / name)
+    contents = read_contents(claim, [ShareResult(tuple(mine))])
+    tensors = {entry.key: TensorSpec(entry.dtype, entry.shape) for entry in contents.tensors}
+    share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False)
+    files = sorted((*fields.files, *share.files), key=lambda file: file.name)
+    write_manifest(claim, replace(fields, files=tuple(files), tensors=tensors))
+    fsync_directory(claim)
+
+
+def _place(claim: Path, final: Path, mine: Manifest) -> None:
+    """Rename the finished piece to its final name; what is there is moved aside first."""
+    while True:
+        try:
+            os.rename(claim, final)  # fails when `final` is there: a piece is never empty
+            return
+        except OSError:
+            if not final.is_dir():
+                raise
+        if _is_done(final, mine):
+            return
+        supersede(final)
+
+
+def supersede(final: Path) -> None:
+    """Give a published piece another name, under which it is found as well."""
+    for number in itertools.count(1):
+        aside = final.with_name(f"{final.name}{SUPERSEDED}{number}")
+        if not os.path.lexists(aside):
+            os.rename(final, aside)
+            return

@@ -1,0 +1,378 @@
+"""Where the agents of a job meet: one of several rendezvous stores, so that the loss of its node does not end the job.
+
+`--rdzv-endpoint node-a:29400,node-b:29400` names the places in order. The agent on a named node keeps a store there as
+long as it lives; all are empty but the one in use, which carries a number (its *epoch*). When that one is gone, the agents
+that are left open the first one that they can reach, under a higher number; whoever looks for the job takes the highest. A
+place may be a machine that does not train: `python -m ttp.launch.stores --port 29400` keeps a store and nothing else.
+
+What a store holds is soft: the agents bring all of it to the next one. Owns the choice of the store only; torch's handler
+does the rendezvous. A store's calls can hang when a cable is cut, so none is made on the agent's own thread without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp.launch")
+
+DEFAULT_PORT = 29400
+"""torch's, for c10d."""
+EPOCH_KEY = "ttp/store_epoch"
+CONNECT_S = 3.0
+"""How long a place has to take a connection."""
+ANSWER_S = 30.0
+"""How long a place that takes connections has to answer: a client looks its own name up first, and a name server that does
+not answer costs it five seconds, again and again."""
+LOST_LOOKS = 3
+"""So many looks in a row without an answer: the place is lost."""
+ROUND_S = 1.0
+"""Between two looks at all places while a rendezvous waits."""
+FIRST_PATIENCE_S = 30.0
+"""How long the first place of the list is waited for, at a job's start, before another one is opened."""
+CLOSE_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A place for a store, as every node reaches it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """Parse `host[:port],host[:port],...`. Raises ConfigError."""
+    found = []
+    for part in text.split(","):
+        host, _, port = part.strip().partition(":")
+        if not host or (port and not port.isdecimal()) or int(port or DEFAULT_PORT) > 65535:
+            raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted host[:port], or several with commas, got {part!r}")
+        found.append(Endpoint(host, int(port or DEFAULT_PORT)))
+    if len(set(found)) != len(found):
+        raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted each place once")
+    return tuple(found)
+
+
+def is_here(host: str) -> bool:
+    """Say whether a host's name or address is this machine's: whether one can listen there."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+class Stores:
+    """The job's places for a store, seen from one agent."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool = True) -> None:
+        """`hosting`: keep a store at the places that are here."""
+        self.endpoints = tuple(endpoints)
+        self.epoch = 0
+        """The highest number that this agent has met under; 0: none yet."""
+        self._servers = [server for place in self.endpoints if hosting and (server := _serve(place)) is not None]
+        self._windows = {place: _Window(place) for place in self.endpoints}
+
+    def find(self, patient: bool) -> Endpoint | None:
+        """Return where the job meets, opening a place if none is in use; None: look again later.
+
+        `patient`: where nothing is in use, wait for the first place of the list.
+        """
+        epochs = {place: epoch for place in self.endpoints if (epoch := self.look(place)) is not None}
+        in_use = [place for place, epoch in epochs.items() if epoch >= max(1, self.epoch)]
+        if in_use:
+            chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
+            self.epoch = epochs[chosen]
+            return chosen
+        reachable = [place for place in self.endpoints if place in epochs]
+        if not reachable or (patient and reachable[0] != self.endpoints[0]):
+            return None
+        opened = self._windows[reachable[0]].open(epochs[reachable[0]], self.epoch + 1)
+        if opened is not None:
+            self.epoch = opened
+        return reachable[0] if opened is not None else None
+
+    def look(self, place: Endpoint) -> int | None:
+        """Return a place's number, 0 where it is not in use, None where no store answers."""
+        return self._windows[place].look()
+
+    def newer_than(self, place: Endpoint) -> Endpoint | None:
+        """Return a place that the job meets in rather than in `place`, if there is one."""
+        mine = (self.epoch, -self.endpoints.index(place))
+        for number, other in enumerate(self.endpoints):
+            if other != place and (epoch := self.look(other)) and (epoch, -number) > mine:
+                return other
+        return None
+
+    def close(self) -> None:
+        self._servers.clear()
+
+
+class MovingRendezvous(RendezvousHandler):
+    """Runs torch's handler on the store in use, and makes a new one on the next when that is lost."""
+
+    def __init__(
+        self, stores: Stores, make: Callable[[Endpoint], RendezvousHandler], run_id: str, *, join_timeout_s: float
+    ) -> None:
+        """`make(place)`: torch's handler, as a client of the store at `place`."""
+        self._stores = stores
+        self._make = make
+        self._run_id = run_id
+        self._join_timeout_s = join_timeout_s
+        self._place: Endpoint | None = None
+        self._inner: RendezvousHandler | None = None
+        self._waiting: _Waiting | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round wherever the job meets. Raises RendezvousTimeoutError."""
+        self._stop_asking()
+        began = time.monotonic()
+        while True:
+            left_s = began + self._join_timeout_s - time.monotonic()
+            if left_s <= 0:
+                where = ", ".join(map(str, self._stores.endpoints))
+                raise RendezvousTimeoutError(
+                    f"too few nodes met within {self._join_timeout_s:.0f} s at {where}: are those nodes up, and can they be"
+                    " reached from here?"
+                )
+            first = self._stores.epoch == 0
+            place = self._stores.find(patient=first and time.monotonic() - began < FIRST_PATIENCE_S)
+            info = self._join(place, left_s) if place is not None else None
+            if info is not None:
+                assert self._inner is not None
+                self._waiting = _Waiting(self._inner)
+                return info
+            time.sleep(ROUND_S)
+
+    def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
+        """Try at one place; None when it is lost, or the job has moved on from it."""
+        if place != self._place or self._inner is None:
+            if self._place is not None:
+                log.warning("the rendezvous moves from %s to %s", self._place, place)
+            self._place, self._inner = place, None
+        attempt = _Aside(lambda: self._run_inner(place))
+        until, unanswered = time.monotonic() + left_s, 0
+        while not attempt.wait(ROUND_S):
+            unanswered = unanswered + 1 if self._stores.look(place) is None else 0
+            if unanswered >= LOST_LOOKS:
+                why = "is lost"
+            elif (other := self._stores.newer_than(place)) is not None:
+                why = f"is left: the job meets at {other}"
+            elif time.monotonic() > until:
+                why = "had too few nodes in time"
+            else:
+                continue
+            log.warning("the rendezvous at %s %s", place, why)
+            self._inner = None  # its calls may hang for good: they are left to themselves
+            return None
+        try:
+            return attempt.result()
+        except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
+            log.warning("the rendezvous at %s failed: %s", place, error)
+            self._inner = None
+            return None
+
+    def _run_inner(self, place: Endpoint) -> RendezvousInfo:
+        inner = self._inner or self._make(place)
+        info = inner.next_rendezvous()
+        self._inner = inner
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes want to join. 0 while the store is lost: the workers do not need it."""
+        return self._waiting.count if self._waiting is not None else 0
+
+    def _stop_asking(self) -> None:
+        if self._waiting is not None:
+            self._waiting.stop()
+            self._waiting = None
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        inner = self._inner
+        return inner is not None and inner.is_closed()
+
+    def set_closed(self) -> None:
+        if self._inner is not None:
+            self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all, if its store can be reached; end this agent's own store."""
+        self._stop_asking()
+        inner, self._inner = self._inner, None
+        closed = False
+        if inner is not None and self._place is not None and self._stores.look(self._place) is not None:
+            closing = _Aside(inner.shutdown)
+            closed = closing.wait(CLOSE_S) and closing.succeeded
+        self._stores.close()
+        return closed
+
+
+class _Aside(Generic[T]):
+    """A call on a thread of its own, which is left to itself when it hangs."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._over = threading.Event()
+        self._value: list[T] = []
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="ttp-rendezvous", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value.append(self._call())
+        except Exception as error:
+            self._error = error
+        self._over.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._over.wait(timeout_s)
+
+    @property
+    def succeeded(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def result(self) -> T:
+        """Return what the call returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
+
+
+class _Waiting:
+    """Asks, now and then, how many nodes want to join, so that the agent need not wait for a store that is gone."""
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self.count = 0
+        self._inner: RendezvousHandler | None = inner
+        self._stopping = threading.Event()
+        threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more; a question that hangs is not waited for."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        told = False
+        while not self._stopping.wait(ROUND_S):
+            assert self._inner is not None
+            try:
+                self.count = self._inner.num_nodes_waiting()
+                told = False
+            except (RendezvousError, RuntimeError) as error:
+                self.count = 0
+                if not told and not self._stopping.is_set():
+                    log.warning(
+                        "the rendezvous' store is lost (%s); training goes on, the next start looks for another", error
+                    )
+                told = True
+        self._inner = None
+
+
+def _serve(place: Endpoint) -> TCPStore | None:
+    """Keep a store at a place of this machine; None where the place is another's, or already served from here."""
+    if not is_here(place.host):
+        return None
+    try:
+        return TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        log.info("no store of this agent's own at %s (%s): another one's is used", place, str(error).splitlines()[0])
+        return None
+
+
+class _Window:
+    """Looks at one place, through a connection that is kept. Used by one thread."""
+
+    def __init__(self, place: Endpoint) -> None:
+        self._place = place
+        self._store: TCPStore | None = None
+
+    def look(self) -> int | None:
+        """Return the place's number, 0 where it is not in use, None where no store answers."""
+        try:
+            socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
+        except OSError:
+            self._store = None
+            return None
+        return self._ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
+
+    def open(self, before: int, epoch: int) -> int | None:
+        """Take the place into use under a number; return the number that it has now: another agent may have been faster."""
+        return self._ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
+
+    def _ask(self, question: Callable[[TCPStore], int]) -> int | None:
+        kept = self._store
+        asked = _Aside(lambda: self._answer(kept, question))
+        if asked.wait(ANSWER_S) and asked.succeeded:
+            self._store, answer = asked.result()
+            return answer
+        self._store = None
+        return None
+
+    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], int]) -> tuple[TCPStore, int]:
+        """Ask through the kept connection, or through a new one: the store may have been started again."""
+        if kept is not None:
+            with contextlib.suppress(RuntimeError):
+                return kept, question(kept)
+        timeout = timedelta(seconds=ANSWER_S)
+        store = TCPStore(self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return store, question(store)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep a store at a port until told to end."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.launch.stores", description=main.__doc__)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    arguments = parser.parse_args(argv)
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in the store's own threads too
+    try:
+        server = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    print(f"rendezvous store on port {server.port}", flush=True)
+    signal.sigwait(ends)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
