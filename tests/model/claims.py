@@ -65,4 +65,4 @@ def _of_refusal(world: World, situation: Situation, ranks: list[Rank], reason: s
 
 def _is_sound(rank: Rank) -> bool:
     """Nothing befell it: it left because it was told to."""
-    return rank.ended in ("exit code 75", "exit code 0", "exit code 1") and not (rank.ever_stopped or rank.ever_hung)
+    return rank.ended in ("exit code 75", "exit code 0", "exit code 1") and not rank.unsound

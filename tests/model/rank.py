@@ -61,10 +61,10 @@ class Rank:
     ended: str = ""
     """How the process ended; empty: it lives."""
     stopped: bool = False
-    ever_stopped: bool = False
+    unsound: bool = False
+    """It was stopped, hung or raised in its update: its copy may not have been there when it was needed."""
     hung: bool = False
     """Its update ends late, or never."""
-    ever_hung: bool = False
     late: int = -1
     """The freeze for which its gate was reported as not closed, while the update goes on."""
     broken: str = ""
@@ -93,7 +93,7 @@ def _remains(shape: Shape, rank: Rank, text: str) -> Rank:
     """Return what is left to know of a rank whose process has ended."""
     known = replace(first(shape, rank.number), came=rank.came, ended=text, broken=rank.broken)
     gate = Gate(state=rank.gate.state) if text == "exit code 0" else Gate()
-    return replace(known, gate=gate, ever_stopped=rank.ever_stopped, ever_hung=rank.ever_hung)
+    return replace(known, gate=gate, unsound=rank.unsound)
 
 
 class Turn:
@@ -333,7 +333,7 @@ def raised(shape: Shape, rank: Rank, kind: CauseKind) -> tuple[Rank, tuple[Out, 
     """The training thread raises; in the middle of its update that tears the state."""
     turn = Turn(shape, replace(rank, main="raised", hung=False))
     if rank.gate.busy == "update":
-        turn.rank = replace(turn.rank, gate=rank.gate.fail())
+        turn.rank = replace(turn.rank, gate=rank.gate.fail(), unsound=True)
         turn.freed()
     turn.take(ev.LocalFault(Cause(kind, (rank.number,), kind.value), ""))
     return turn.ended()
@@ -392,7 +392,7 @@ def killed(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
 
 
 def stopped(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
-    return replace(rank, stopped=True, ever_stopped=True), ()
+    return replace(rank, stopped=True, unsound=True), ()
 
 
 def resumed(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
@@ -400,4 +400,4 @@ def resumed(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
 
 
 def hung(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
-    return replace(rank, hung=True, ever_hung=True), ()
+    return replace(rank, hung=True, unsound=True), ()

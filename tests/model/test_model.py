@@ -14,8 +14,8 @@ from tests.model import gate as gates
 from tests.model.search import Found, Search
 from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
-from ttp.controller import decision, leaving, publishing, rolling, rounds, settling
-from ttp.controller.events import Effect, Journal, Send
+from ttp.controller import decision, publishing, rolling, rounds, settling, writing
+from ttp.controller.events import Effect, Send
 from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import StateReport, Thaw
 
@@ -105,17 +105,8 @@ def _thaws_only_the_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(settling, "thaw", thaw)
 
 
-def _thaws_what_the_lost_controller_had_ordered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(settling, "judge", lambda state, fault, now, out: state)
-
-
-def _never_asks_again(patch: pytest.MonkeyPatch) -> None:
-    def next_round(state: ControllerState, why: str, now: float, out: list[Effect]) -> ControllerState:
-        out.append(Journal("frozen", {"records": ()}))
-        return leaving.refuse(state, decision.Refusal(why), now, out)
-
-    patch.setattr(rolling, "next_round", next_round)
-    patch.setattr("ttp.controller.writing.next_round", next_round)
+def _drops_the_parts_of_a_lost_writer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(writing, "hand_over", lambda parts, holders, loads: {})
 
 
 MUTATIONS = (
@@ -124,11 +115,7 @@ MUTATIONS = (
     Mutation("a replica in UPDATING is taken", _takes_a_replica_that_is_updating, ("I3",), ("kill", "hang"), 2),
     Mutation("commit records are forgotten", _forgets_the_records, ("I6", "I9")),
     Mutation("only one rank is thawed", _thaws_only_the_first, ("I11",), ("break",)),
-    Mutation(
-        "a new controller thaws what the lost one had ordered", _thaws_what_the_lost_controller_had_ordered,
-        ("I11", "I9", "not allowed"), ("raise", "controller kill"), 2,
-    ),
-    Mutation("a plan that fell through is not made anew", _never_asks_again, ("I9",), ("kill",), 2),
+    Mutation("a lost writer's parts are dropped", _drops_the_parts_of_a_lost_writer, ("I5",), ("raise", "kill"), 2),
 )  # fmt: skip
 
 

@@ -189,8 +189,7 @@ def lost_writers_parts_are_dropped(patch: Patch) -> None:
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
-    for module in (presence, publishing):
-        patch.setattr(module, "next_publisher", lambda state, now, out: _waiting(state))
+    patch.setattr(publishing, "_without", lambda state, ranks, now, out: _waiting(state))
 
 
 def _waiting(state: Any) -> Any:
