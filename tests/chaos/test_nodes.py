@@ -116,6 +116,7 @@ def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: Mak
     assert_whole(job, whole_job(4, *STEPS))
 
 
+@pytest.mark.long
 def test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again(tmp_path: Path, nodes: MakeNodes) -> None:
     """3 nodes x 2 ranks, `--nnodes 2:3`: the node with rank 0, the active controller and the store is lost; four ranks go
     on from a resharded checkpoint; the node comes back, and six ranks go on. Every stretch has the bits of a job of that
@@ -160,6 +161,7 @@ def assert_stretch(
         assert (line["loss"], line["grad_norm"]) == (wanted[step]["loss"], wanted[step]["grad_norm"]), step
 
 
+@pytest.mark.long
 def test_a_pulled_cable_leaves_both_sides_right_and_one_publishes(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
@@ -183,6 +185,7 @@ def test_a_pulled_cable_leaves_both_sides_right_and_one_publishes(
     assert_whole(job, whole_job(4, *STEPS))
 
 
+@pytest.mark.long
 def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path, nodes: MakeNodes) -> None:
     """3 nodes, `--nnodes 2:3`: the one with the store is cut off. It does not train alone; the two others go on in another
     store; when its cable is back, its agent finds them there."""
@@ -204,6 +207,7 @@ def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_slow_cable_is_no_fault(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """Steps that take twenty times as long for a while, through a cable of 2 Mbit/s: nobody is suspected."""
     a, b = nodes(2)

@@ -43,6 +43,7 @@ def files_on(job: NodesJob, node: Node, step: int) -> set[str]:
     return {path.name for path in (job.disk(node) / step_directory_name(step)).glob("*.distcp")}
 
 
+@pytest.mark.long
 def test_a_job_on_nodes_with_their_own_disks_loses_nothing(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """A rank dies; then a node with its disk; then the node with rank 0 and the active controller. Each node has its own
     ranks' files only; a restart says what it moves; all bits are the unbroken job's."""
@@ -84,6 +85,7 @@ def test_a_job_on_nodes_with_their_own_disks_loses_nothing(tmp_path: Path, nodes
     assert_whole(job, whole_job(4, *STEPS))
 
 
+@pytest.mark.long
 def test_fewer_nodes_gather_what_they_have_and_share_it_with_one_that_comes(tmp_path: Path, nodes: MakeNodes) -> None:
     """3 nodes, `--nnodes 2:3`: one is lost with its disk, four ranks go on from the files of the two others, cut anew; the
     node comes back with an empty disk and is given what its ranks read."""
