@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 KILL_RANK ?=
 SEED ?=
 COUNT ?=
+KILLS ?=
 DEMO_ARGS ?=
 
 .PHONY: demo test check unit chaos bench soak mutants proto docs clean help
@@ -14,7 +15,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos                        the long tests, and many real kills at random moments"
-	@echo "make soak [SEED=0] [COUNT=1000000] simulated jobs by seed: what was injected where, how they ended"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, the larger exhaustive search, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
@@ -48,6 +49,8 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
+	@$(PY) -m tests.model --faults 2 --calm-steps 1
+	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)
 	@$(PY) -m tests.simulation.mutants
