@@ -67,7 +67,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             _check_rank(state, message)
         state = _hear_beats(state, event, now, out)
     state = handler(state, subject, now, out)
-    if was_deaf and not _hears_nobody(state):  # it was this controller that was cut off: the others come back as well
+    if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
+        # It was this controller that was cut off: the others come back as well.
         state = _grant_time(state, now)
     deadline = next_deadline(state)
     if deadline is not None and now >= deadline:
@@ -159,6 +160,10 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
+        if (
+            state.fault is not None and state.fault.updating
+        ):  # its report counts again: perhaps nobody need be waited for
+            state = replace(state, fault=replace(state.fault, updating=()))
     return replace(state, members=members)
 
 
@@ -176,6 +181,13 @@ def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
     members = state.members
     return state.stage in _LED and (members.attached == 0 or 1 < members.suspects == members.alive)
+
+
+def _is_of_a_rank(event: Event) -> bool:
+    """True for what a rank says itself; what launchers say, or streams that end, prove no rank's life."""
+    if isinstance(event, Received):
+        return not isinstance(event.message, AgentHello | WorkerExit)
+    return isinstance(event, Beats)
 
 
 def _expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

@@ -41,11 +41,13 @@ def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> C
 
 
 def _advance(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Have every place published, or change the plan when a place is lost with what was written there."""
+    """Have every place published, or change the plan when a place is lost with what was written there: nobody publishes
+    before all places are known to be able to."""
+    dump = state.dump
+    assert dump is not None
     alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
+    candidates: list[list[int]] = []
     for place in _places(state):
-        dump = state.dump
-        assert dump is not None
         here = [rank for rank in alive if _place_of(state, rank) == place]
         if not here:
             where = f"node {place} was lost with what it had written" if place else "no rank is left to publish"
@@ -55,6 +57,8 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
         able = [rank for rank in here if rank not in dump.failed_publishers]
         if not able:
             return next_directory(replace(state, stage=Stage.WRITING), now, out)
+        candidates.append(able)
+    for able in candidates:
         state = _order_publish(state, able, now, out)
     return state
 

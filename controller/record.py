@@ -73,10 +73,8 @@ def plain_json(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        if _JSON_AS_IT_IS.issuperset(
-            map(type, value)
-        ):  # a fact of 10,000 ranks: the thread that decides waits for this one
-            return value
+        if _JSON_AS_IT_IS.issuperset(map(type, value)):  # 10,000 ranks: the thread that decides waits for this one
+            return list(value)
         return [plain_json(item) for item in value]
     if isinstance(value, frozenset):
         return [plain_json(item) for item in sorted(value)]

@@ -139,16 +139,20 @@ def take_report(state: ControllerState, report: StateReport, out: list[Effect]) 
 def still_updating(state: ControllerState, rank: int, now: float) -> ControllerState:
     """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
 
-    So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller.
+    So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller; but for half
+    of the fault's time at most: the others' shards may do without it, and then there must be time to write them.
     """
-    fault = state.fault
+    fault, settings = state.fault, state.settings
     assert fault is not None
+    if rank in fault.stuck:
+        return state
     if fault.reports[rank] is None and state.members.table[rank].dead is None:
-        round_deadline = max(fault.round_deadline, now + state.settings.freeze_timeout_s)
+        until = min(now + settings.freeze_timeout_s, fault.began + settings.total_timeout_s / 2)
+        round_deadline = max(fault.round_deadline, until)
         return replace(state, fault=replace(fault, round_deadline=round_deadline))
     if rank not in fault.updating:
         return state
-    update_by = max(fault.update_by, now + state.settings.progress_timeout_s)
+    update_by = max(fault.update_by, now + settings.progress_timeout_s)
     return replace(state, fault=replace(fault, update_by=update_by))
 
 

@@ -53,6 +53,14 @@ class Settings:
     standbys: int = 2
     shared_dirs: bool = True
 
+    @property
+    def start_name(self) -> str:
+        """What controllers and ranks of one start of the job call it: a process left over from an earlier start is turned away.
+
+        Without ttprun the starts are not told apart: torchrun's nodes may count them differently.
+        """
+        return start_name(self.job_id, self.round_number) if self.launched else self.job_id
+
     def __post_init__(self) -> None:
         if self.total_timeout_s <= 0:
             raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0")
@@ -100,6 +108,11 @@ class Settings:
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
         )
+
+
+def start_name(job_id: str, round_number: int) -> str:
+    """Return the name of one start of a job, from ttprun's run id and its count of starts."""
+    return f"{job_id}/{round_number}"
 
 
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:

@@ -61,7 +61,7 @@ class Protection:
                 rank=rank, heartbeat_s=settings.heartbeat_s, boundary_s=settings.boundary_s, address=address
             ),
             address,
-            settings.job_id,
+            settings.start_name,
             holder,
             self.gate,
             watch_parent=settings.launched,
@@ -132,7 +132,7 @@ class Protection:
                 bind="127.0.0.1" if settings.one_node else "0.0.0.0",
                 advertise="127.0.0.1" if settings.one_node else settings.host,
                 port=settings.controller_port,
-                job_id=settings.job_id,
+                job_id=settings.start_name,
                 term=term_of(settings.round_number),
                 world_size=self._world_size,
                 journal=log_dir / f"journal_{settings.round_number}.jsonl",

@@ -70,7 +70,7 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
             bind="127.0.0.1" if settings.one_node else "0.0.0.0",
             advertise="127.0.0.1" if settings.one_node else settings.host,
             port=port if port < 65536 else 0,
-            job_id=settings.job_id,
+            job_id=settings.start_name,
             term=term_of(settings.round_number, place),
             world_size=world_size,
             journal=log_dir / f"standby_{settings.round_number}_{place}.jsonl",

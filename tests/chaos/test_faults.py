@@ -44,6 +44,7 @@ def finish(job: Job, status: int = 0) -> None:
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
 
 
+@pytest.mark.long
 def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
     """Before the job's pace is known, the limit for the start finds it; the steps done so far are saved."""
     faults = "hang:rank=1,step=4,point=backward"
@@ -128,6 +129,7 @@ def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path,
     assert_equal(job, whole_job(2, ITERS))
 
 
+@pytest.mark.long
 def test_a_dump_outlives_its_writers_and_publishers(tmp_path: Path, whole_job: RunJob) -> None:
     """Three deaths a dump: a writer before its file is durable and a publisher that has claimed the attempt; then a publisher
     right before the rename that makes the checkpoint visible, and one after it, before the tracker."""

@@ -51,7 +51,10 @@ def test_kill_at_every_point_of_a_step_loses_nothing(tmp_path: Path, whole_job: 
     assert_equal(hurt, whole_job(4))
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 2), (5, 4), (8, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "victim"),
+    [(2, 0), (3, 2), pytest.param(5, 4, marks=pytest.mark.long), pytest.param(8, 0, marks=pytest.mark.long)],
+)
 def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: RunJob, ranks: int, victim: int) -> None:
     """Even sizes by halves, odd ones by the ring; rank 0 is no exception."""
     hurt = run_to_end(tmp_path / "hurt", ranks, faults=f"kill:rank={victim},step=7,point=updating")
@@ -74,6 +77,7 @@ def test_silent_rank_is_declared_dead_and_survived(tmp_path: Path, whole_job: Ru
     assert_equal(hurt, whole_job(2))
 
 
+@pytest.mark.long
 def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holders(
     tmp_path: Path, whole_job: RunJob
 ) -> None:
@@ -100,6 +104,7 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
     assert_equal(hurt, whole_job(4))
 
 
+@pytest.mark.long
 def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_path: Path) -> None:
     faults = "kill:rank=0,step=9,point=ready;kill:rank=1,step=9,point=ready"
     hurt = run_to_end(tmp_path / "hurt", 2, "--training_config.save_interval=6", faults=faults)

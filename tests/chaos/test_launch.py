@@ -373,7 +373,8 @@ from ttp.controller.process import start_controller
 from torch.distributed import TCPStore
 journal = out / f"journal-{start}.jsonl"
 if rank == 0:
-    process = start_controller(job_id=os.environ["TORCHELASTIC_RUN_ID"], term=1, world_size=2, journal=journal)
+    start_name = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TTP_ROUND_ID']}"
+    process = start_controller(job_id=start_name, term=1, world_size=2, journal=journal)
     note("controller", process.pid)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"ttp/controller/{os.environ['TTP_ROUND_ID']}", f"{process.address} {process.pid}")

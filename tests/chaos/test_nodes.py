@@ -87,6 +87,7 @@ def assert_whole(job: NodesJob, reference: Observed) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.long
 def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """2 nodes x 2 ranks: a rank is killed; then the node without rank 0; then the node with rank 0, the active controller
     and the rendezvous store. Each lost node is started again; no committed step is lost, all bits are the unbroken job's."""

@@ -34,6 +34,7 @@ def test_journal_of_a_killed_rank_replays_to_the_same_decisions(
     assert "Freeze to" in printed and "WriteOrder to" in printed and "the replay decides the same" in printed
 
 
+@pytest.mark.long
 def test_replay_without_one_input_decides_otherwise(tmp_path: Path) -> None:
     """The comparison can fail: without the first message of a rank the world never assembles."""
     job = run_to_end(tmp_path / "job", 2, "--training_config.training_iters=3")

@@ -73,6 +73,7 @@ def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
         assert "not restarting" not in job.text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_path: Path) -> None:
     """Under a controller, whatever the time a start takes; a step that was committed before does not count."""

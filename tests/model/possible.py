@@ -10,6 +10,7 @@ from tests.model.disk import Disk
 from tests.model.rank import Rank
 from tests.model.shape import Shape
 from tests.model.situation import SUPERSEDED, Action, Draft, Numbers, Situation, View, view
+from ttp.controller.state import ControllerState
 
 
 class Possibilities:
@@ -113,7 +114,7 @@ class Possibilities:
 
     def _is_news(self, situation: Situation, link: int) -> bool:
         """True where a collective's error is news to the rank's controller; later it would only be one more line."""
-        return link < 0 or self.controller(situation, link).state.fault is None
+        return link < 0 or not _has_causes(self.controller(situation, link).state)
 
     def faults(self, situation: Situation) -> list[Action]:
         """Return what may go wrong now."""
@@ -146,3 +147,7 @@ class Possibilities:
     def anybody(self, situation: Situation) -> bool:
         """True while a rank's process lives: nothing that controllers do without ranks changes anything."""
         return any(self.views[number].alive for number in situation.ranks)
+
+
+def _has_causes(state: ControllerState) -> bool:
+    return state.fault is not None and bool(state.fault.causes)

@@ -16,24 +16,16 @@ from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import (
     CauseKind,
     Dismiss,
-    Exit,
     FaultReport,
     Finished,
-    Freeze,
-    Published,
-    PublishOrder,
     RolledForward,
-    RollForward,
     StateReport,
     Successors,
     Thaw,
     Welcome,
-    WriteOrder,
-    Written,
 )
 
-_PEACEFUL = (Thaw, Welcome, Successors, Dismiss, RollForward, WriteOrder, PublishOrder, Exit)
-_ANSWERS = (Finished, RolledForward, Written, Published)
+_PEACEFUL = (Thaw, Welcome, Successors, Dismiss)
 
 
 @dataclass
@@ -44,6 +36,8 @@ class Found:
     steps: int = 0
     ends: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    endings: set[tuple[object, ...]] = field(default_factory=set)
+    """What the ends have in common with none other: outcome, what is published, how each rank ended and with which state."""
     crossings: int = 0
     """Situations from which every order was followed."""
     violation: str = ""
@@ -133,6 +127,9 @@ class Search:
                 found.ends += 1
                 outcome, violation = judge(world, situation)
                 found.outcomes[outcome] += 1
+                states = (world.rank(situation, rank) for rank in range(world.shape.world_size))
+                ranks = tuple((it.ended, it.main, it.gate.state) for it in states)
+                found.endings.add((outcome, world.disk(situation).published, ranks))
                 found.violation = violation
             else:
                 steps.append(("wait",))
@@ -148,66 +145,40 @@ class Search:
             controller = world.controller(situation, place)
             if not controller.running:
                 continue
+            member = controller.state.members.table[rank]
             if channel[0] == CLOSED:
-                member = controller.state.members.table[rank]
                 if member.dead is not None and not member.attached:
                     return [("hear", place, rank)]
-            elif is_stale(controller.state, world.of_messages.values[channel[0]]):
+            elif is_stale(controller.state, world.of_messages.values[channel[0]]) and not member.suspect:
                 return [("hear", place, rank)]
         for index, channel in enumerate(situation.down):
-            if not channel:
+            if not channel or not isinstance(world.of_messages.values[channel[0]], Welcome | Successors):
                 continue
             rank, place = divmod(index, places)
             view = world.views[situation.ranks[rank]]
-            if view.running and view.link == place and self._changes_no_gate(channel, view.busy):
+            if view.running and view.link == place:
                 faults = [action for action in world.faults_of(situation, rank) if action[0] in ("break", "stop")]
                 return [*faults, ("receive", rank)]
         return None
 
-    def _changes_no_gate(self, channel: tuple[int, ...], busy: bool) -> bool:
-        """True for a welcome, and for a freeze with its thaw behind it."""
-        values = self.world.of_messages.values
-        if isinstance(values[channel[0]], Welcome | Successors):
-            return True
-        if busy or len(channel) < 2 or not isinstance(values[channel[0]], Freeze):
-            return False
-        return isinstance(values[channel[1]], Thaw)
-
     def _all_the_same(self, situation: Situation) -> list[Action] | None:
-        """Return one action where nothing can go wrong any more, and everybody who knows anything knows it: the end does not
-        depend on the order."""
+        """Return one action where nothing can go wrong any more and only training goes on: its end does not depend on the
+        order."""
         world, values = self.world, self.world.of_messages.values
-        if situation.faults_left or world.possible(situation) or world.disk(situation).full:
+        if situation.faults_left or world.possible(situation):
             return None
-        if any(not self._is_no_news(situation, place, rank) for place, rank in situation.exits):
+        if any(rank < 0 or world.rank(situation, rank).ended != "exit code 0" for _, rank in situation.exits):
             return None
-        for index, channel in enumerate(situation.up):
-            leaving = world.controller(situation, index % len(situation.controllers)).state.stage is Stage.EXITING
-            if not all((number == CLOSED and leaving) or isinstance(values[number], _ANSWERS) for number in channel):
-                return None
+        if any(not isinstance(values[number], Finished) for channel in situation.up for number in channel):
+            return None
         if any(not isinstance(values[number], _PEACEFUL) for channel in situation.down for number in channel):
             return None
-        if (
-            sum(
-                not it.gone and not it.idle
-                for it in map(world.of_controllers.values.__getitem__, situation.controllers)
-            )
-            > 1
-        ):
+        controllers = map(world.of_controllers.values.__getitem__, situation.controllers)
+        if any(not (it.gone or it.idle or it.state.stage is Stage.RUNNING) for it in controllers):
+            return None
+        if any(world.views[number].work for number in situation.ranks):
             return None
         return world.ordinary(situation)[:1] or None
-
-    def _is_no_news(self, situation: Situation, place: int, rank: int) -> bool:
-        """True for an end that the controller knows, that is of no consequence, or that it will not be told."""
-        controller = self.world.controller(situation, place)
-        if rank < 0:
-            return False
-        if controller.idle:
-            return any(
-                not it.gone for it in map(self.world.of_controllers.values.__getitem__, situation.controllers[:place])
-            )
-        leaving = controller.state.stage is Stage.EXITING or self.world.rank(situation, rank).ended == "exit code 0"
-        return leaving or controller.state.members.table[rank].dead is not None
 
     def _one_rank(self, situation: Situation) -> list[Action] | None:
         """Return the actions of one rank that has something to receive, and whose training thread waits for nobody: all
@@ -237,7 +208,8 @@ class Search:
                 continue
             if (place, rank) in situation.exits:
                 continue
-            if is_awaited(controller.state, world.of_messages.values[channel[0]]):
+            message = world.of_messages.values[channel[0]]
+            if is_awaited(controller.state, message) and world.changes_no_stage(situation, place, rank, message):
                 faults = [*world.faults_of(situation, rank), *world.faults_of_controller(situation, place)]
                 return [*faults, ("hear", place, rank)]
         return None

@@ -80,14 +80,26 @@ class World(Possibilities):
             _FROM_RANKS[kind](self, draft, rank, what)
 
     def _on_controller(self, draft: Draft, place: int, transition: Callable[..., Any], *arguments: Hashable) -> None:
-        key = ("controller", draft.controllers[place], transition, arguments)
+        draft.controllers[place], out = self._controller_step(draft.controllers[place], transition, *arguments)
+        for kind, what in out:
+            _FROM_CONTROLLERS[kind](self, draft, place, what)
+
+    def _controller_step(
+        self, number: int, transition: Callable[..., Any], *arguments: Hashable
+    ) -> tuple[int, tuple[Any, ...]]:
+        key = ("controller", number, transition, arguments)
         known = self._steps.get(key)
         if known is None:
-            after, out = transition(self.shape, self.controller(draft, place), *arguments)
+            after, out = transition(self.shape, self.of_controllers.values[number], *arguments)
             known = self._steps[key] = (self.of_controllers.of(after), out)
-        draft.controllers[place] = known[0]
-        for kind, what in known[1]:
-            _FROM_CONTROLLERS[kind](self, draft, place, what)
+        return known
+
+    def changes_no_stage(self, situation: Situation, place: int, rank: int, message: Hashable) -> bool:
+        """True for a message that its controller takes without saying anything or going on to another stage."""
+        number = situation.controllers[place]
+        after, out = self._controller_step(number, controllers.hear, rank, message)
+        values = self.of_controllers.values
+        return not out and values[after].state.stage is values[number].state.stage
 
     # from ranks
 

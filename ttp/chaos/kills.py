@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobError as error:
         console.print(f"[red]failed[/] (seed {seed}): {error}")
         return 1
-    return _report(console, survived, same, leftovers, seed)
+    return _report(console, survived, same, leftovers, seed, args.kills)
 
 
 def run(
@@ -101,7 +101,9 @@ def _finish(job: Job) -> None:
         raise JobError(f"the job ended with status {status}\n{job.console_tail()}")
 
 
-def _report(console: Console, survived: list[Survived], same: Comparison, leftovers: list[str], seed: int) -> int:
+def _report(
+    console: Console, survived: list[Survived], same: Comparison, leftovers: list[str], seed: int, wanted: int
+) -> int:
     table = Table(
         "kill", "rank", "last step on record", "published step", "lost", "seen", "frozen", "published", "first new step"
     )
@@ -116,7 +118,10 @@ def _report(console: Console, survived: list[Survived], same: Comparison, leftov
     for process in leftovers:
         console.print(f"[red]left behind[/]: {process}")
     lost = [entry for entry in survived if entry.lost != 0]
-    good = same.equal and not lost and not leftovers
+    missing = wanted - len(survived)
+    if missing:
+        console.print(f"[red]{missing} kills without a journal[/]")
+    good = same.equal and not lost and not leftovers and not missing
     console.print(
         f"{len(survived)} kills, {len(survived) - len(lost)} without a lost step; {same.steps} steps compared:"
         f" {'[bold green]EQUAL[/]' if same.equal else '[bold red]NOT EQUAL[/]'} (seed {seed})"

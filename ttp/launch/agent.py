@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
+from ttp.config import start_name
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
@@ -74,7 +75,7 @@ class HoldAgent(LocalElasticAgent):
         nodes = worker_group.group_world_size or 1
         self._round = Round(
             self._launching,
-            job_id=self._rendezvous_handler.get_run_id(),
+            job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
             job_store=job_store,
             start_id=start_id,
             pids=pids,
