@@ -129,7 +129,8 @@ class Turn:
             case ev.Send(message):
                 if self.rank.link >= 0 and not isinstance(message, Working):
                     self.out.append(("beat" if isinstance(message, Heartbeat) else "up", (self.rank.link, message)))
-            case ev.Connect(address):
+            case ev.Connect(address):  # it takes the place of one that was not answered
+                self.out = [out for out in self.out if out[0] != "connect"]
                 self.out.append(("connect", int(address.removeprefix("c"))))
             case ev.CloseGate(freeze_id):
                 self._close_gate(freeze_id)

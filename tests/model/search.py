@@ -13,6 +13,7 @@ from tests.model.situation import CLOSED, Action, Situation, is_stale
 from tests.model.world import World
 from ttp.controller.rounds import has_culprit
 from ttp.controller.state import ControllerState, Stage
+from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,
     Dismiss,
@@ -73,8 +74,12 @@ class Search:
                 stack.pop()
                 continue
             action = left.pop()
-            after = self._after(situation, action)
             found.steps += 1
+            try:
+                after = self._after(situation, action)
+            except ProtocolError as error:
+                found.violation = f"{' '.join(map(str, action))}: {error}"
+                break
             key = self._key(after)
             if key in self._seen:
                 continue
