@@ -12,6 +12,7 @@ import sys
 import time
 
 from tests.simulation.checks import violations
+from tests.simulation.garbage import seldom_collected
 from tests.simulation.scenario import build
 from tests.simulation.training import Layout, even, pipeline
 
@@ -22,9 +23,10 @@ LAYOUTS = (even(8), pipeline(8, 2))
 def measure(layout: Layout, first: int, count: int) -> float:
     """Return runs a second over these seeds. Raises AssertionError with the seed when an invariant is violated."""
     began = time.process_time()
-    for seed in range(first, first + count):
-        found = violations(build(seed, layout))
-        assert not found, f"seed {seed}, {layout.name}: {found}"
+    with seldom_collected():
+        for seed in range(first, first + count):
+            found = violations(build(seed, layout))
+            assert not found, f"seed {seed}, {layout.name}: {found}"
     return count / (time.process_time() - began)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tests.model.claims import judge
 from tests.model.situation import CLOSED, Action, Situation, is_stale
 from tests.model.world import World
+from tests.simulation.garbage import seldom_collected
 from ttp.controller.rounds import has_culprit
 from ttp.controller.state import ControllerState, Stage
 from ttp.errors import ProtocolError
@@ -60,6 +61,10 @@ class Search:
 
     def run(self, limit: int = 0, tell: Callable[[Found], None] | None = None) -> Found:
         """Search until nothing is left, a violation is found, or `limit` states were seen (0: no limit)."""
+        with seldom_collected():
+            return self._run(limit, tell)
+
+    def _run(self, limit: int, tell: Callable[[Found], None] | None) -> Found:
         found, began = Found(), time.monotonic()
         start = self.world.start()
         key = self._key(start)
