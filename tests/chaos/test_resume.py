@@ -50,6 +50,7 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
     return read_jsonl(output / "metrics.jsonl")
 
 
+@pytest.mark.long
 def test_two_ranks_grow_to_four(tmp_path: Path, whole_job: RunJob) -> None:
     """2 -> 4 with the same global batch."""
     small = run_to_end(tmp_path / "dp2", 2, "--training_config.save_interval=8", "--dataset_config.batch_size=4")
