@@ -18,6 +18,8 @@ _NAMED = 8
 _EACH = 16
 """Up to so many ranks, and then nodes, have a line each in the overview."""
 
+_NONE = "no other"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -116,43 +118,74 @@ def warnings(coverage: Coverage) -> tuple[str, ...]:
     return (*found, f"{more} more shard groups are protected as badly") if more else tuple(found)
 
 
-def overview(coverage: Coverage) -> tuple[str, ...]:
-    """Say what lies where: a line for each rank of a small job, for each node of a larger one."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank of a small job, or one node of a larger one, holds."""
+
+    ranks: str
+    """`3`, or a node's `0-7`; empty: only says how many nodes are not listed."""
+    host: str
+    shards: tuple[str, ...]
+    """Empty for a node."""
+    also_on: tuple[str, ...]
+    """Where the replicas are: shard by shard, or of all of a node's shards together."""
+
+
+def rows(coverage: Coverage) -> tuple[Row, ...]:
+    """Return what lies where: a row for each rank of a small job, for each of the first nodes of a larger one."""
     held: dict[int, list[Group]] = {rank: [] for rank in range(len(coverage.hosts))}
     for group in coverage.groups:
         for rank in group.holders:
             held[rank].append(group)
     if len(held) <= _EACH:
-        return tuple(_rank_line(coverage, rank, groups) for rank, groups in held.items())
+        return tuple(_rank_row(coverage.hosts[rank], rank, groups) for rank, groups in held.items())
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(coverage.hosts):
         nodes.setdefault(host, []).append(rank)
-    lines = [_node_line(host, ranks, held) for host, ranks in list(nodes.items())[:_EACH]]
-    more = len(nodes) - len(lines)
-    return (*lines, f"and {more} more nodes") if more else tuple(lines)
+    found = [_node_row(host, ranks, held) for host, ranks in list(nodes.items())[:_EACH]]
+    more = len(nodes) - len(found)
+    return (*found, Row("", f"and {more} more nodes", (), ())) if more else tuple(found)
 
 
-def _rank_line(coverage: Coverage, rank: int, groups: list[Group]) -> str:
-    """`rank 0 on node a: shard 0 of 2 (12.0 MiB), also on rank 2`."""
-    held = [
-        f"{group.label.partition(':')[0]} ({group.nbytes / 2**20:.1f} MiB), {_also_on(rank, group)}" for group in groups
-    ]
-    return f"rank {rank} on node {coverage.hosts[rank]}: {'; '.join(held) or 'no shard'}"
+def overview(coverage: Coverage) -> tuple[str, ...]:
+    """Say what lies where: a line for each rank of a small job, for each node of a larger one."""
+    by_rank = len(coverage.hosts) <= _EACH
+    return tuple(_rank_line(row) if by_rank else _node_line(row) for row in rows(coverage))
 
 
-def _also_on(rank: int, group: Group) -> str:
+def _rank_row(host: str, rank: int, groups: list[Group]) -> Row:
+    shards = [f"{group.label.partition(':')[0]} ({group.nbytes / 2**20:.1f} MiB)" for group in groups]
+    return Row(str(rank), host, tuple(shards), tuple(_others(rank, group) for group in groups))
+
+
+def _others(rank: int, group: Group) -> str:
     others = [holder for holder in group.holders if holder != rank]
-    return f"also on {named('rank', others)}" if others else "on no other rank"
+    return named("rank", others) if others else f"{_NONE} rank"
 
 
-def _node_line(host: str, ranks: list[int], held: dict[int, list[Group]]) -> str:
-    """`node a: ranks 0-7, their shards also on ranks 8-15`."""
+def _rank_line(row: Row) -> str:
+    """`rank 0 on node a: shard 0 (1.0 MiB), also on rank 2`."""
+    held = [f"{shard}, {_elsewhere(others)}" for shard, others in zip(row.shards, row.also_on, strict=True)]
+    return f"rank {row.ranks} on node {row.host}: {'; '.join(held) or 'no shard'}"
+
+
+def _node_row(host: str, ranks: list[int], held: dict[int, list[Group]]) -> Row:
     mine = set(ranks)
     others = sorted(
         {holder for rank in ranks for group in held[rank] for holder in group.holders if holder not in mine}
     )
-    elsewhere = f"also on ranks {runs(others)}" if others else "on no other node"
-    return f"node {host}: ranks {runs(ranks)}, their shards {elsewhere}"
+    return Row(runs(ranks), host, (), (f"ranks {runs(others)}" if others else f"{_NONE} node",))
+
+
+def _node_line(row: Row) -> str:
+    """`node a: ranks 0-7, their shards also on ranks 8-15`."""
+    if not row.ranks:
+        return row.host
+    return f"node {row.host}: ranks {row.ranks}, their shards {_elsewhere(row.also_on[0])}"
+
+
+def _elsewhere(others: str) -> str:
+    return f"on {others}" if others.startswith(_NONE) else f"also on {others}"
 
 
 def runs(ranks: Iterable[int]) -> str:

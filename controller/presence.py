@@ -182,6 +182,8 @@ def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float,
         return state
     host, pid = (member.registration.host, member.registration.pid) if member.registration else ("", 0)
     fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": host, "pid": pid}
+    if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat
+        fields |= {"phase": place.phase.name, "step": place.step}
     out.append(Journal("death_seen", fields))
     state = forget(replace(state, members=bury(state.members, rank, cause, gone, now)), rank, member)
     state = replace(state, untold=state.untold - {rank})

@@ -10,7 +10,7 @@ from math import inf
 
 from ttp.proto.frozen import replace
 
-from .coverage import coverage_of, named, survives, warnings
+from .coverage import coverage_of, named, rows, survives, warnings
 from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
 from .leaving import finish_job, leave, over, refuse
@@ -66,7 +66,11 @@ def _assemble(state: ControllerState, now: float, out: list[Effect]) -> Controll
     for rank in range(world_size):
         out.append(Send((rank,), welcome(state, rank)))
     fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": state.survives}
-    out.append(Journal("assembled", {**fields, "standbys": state.successors, "warnings": warnings(coverage)}))
+    fields |= {"standbys": state.successors, "warnings": warnings(coverage)}
+    places = tuple(
+        {"ranks": row.ranks, "host": row.host, "shards": row.shards, "also_on": row.also_on} for row in rows(coverage)
+    )
+    out.append(Journal("assembled", {**fields, "rows": places}))
     return state
 
 

@@ -40,6 +40,7 @@ class StackWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
+                file.write(f"main thread {threading.main_thread().ident or 0:#018x}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")

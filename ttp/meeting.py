@@ -27,6 +27,11 @@ def failure_key(round_number: int) -> str:
     return f"ttp/controller_failed/{round_number}"
 
 
+def log_dir_key(round_number: int) -> str:
+    """Return the store's key for the folder of a start's journals on rank 0's node; `ttprun` reads them there."""
+    return f"ttp/log_dir/{round_number}"
+
+
 def publish(store: Store, round_number: int, address: str, pid: int) -> None:
     """Tell all ranks of this start where the controller listens (rank 0)."""
     store.set(controller_key(round_number), f"{address} {pid}")

@@ -81,7 +81,7 @@ class Protection:
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
             self.gate.on_first_step = FirstStep(self._store(), settings.round_number).tell
-        if rank == 0:
+        if rank == 0 and not self._tells_launcher:
             introduce(welcome)
 
     def resumed(self, step: int, record: CommitRecord | None) -> None:
@@ -124,6 +124,11 @@ class Protection:
 
     # --- finding each other ---
 
+    @property
+    def _tells_launcher(self) -> bool:
+        """Say whether ttprun shows what the job survives: it reads the controller's journal."""
+        return self._settings.launched and self._settings.master_port > 0
+
     def _open_controller(self, log_dir: Path) -> str:
         settings = self._settings
         try:
@@ -146,6 +151,8 @@ class Protection:
                 meeting.publish_failure(self._store(), settings.round_number, str(error))
             raise
         address = self._controller.address
+        if self._tells_launcher:
+            self._store().set(meeting.log_dir_key(settings.round_number), str(log_dir.resolve()))
         if self._world_size > 1:
             meeting.publish(self._store(), settings.round_number, address, self._controller.pid)
         return address
@@ -165,7 +172,7 @@ class Protection:
 
 
 def introduce(welcome: Welcome) -> None:
-    """Show at the start, on rank 0, what lies where, what the job survives, and what could be better: a line each.
+    """Show at the start, on rank 0 of a job without ttprun, what lies where, what the job survives, and what could be better: a line each.
 
     A program that has configured no logging sees them all the same: what it may lose is no detail.
     """
