@@ -67,7 +67,7 @@ def _assemble(state: ControllerState, now: float, out: list[Effect]) -> Controll
         out.append(Send((rank,), welcome(state, rank)))
     fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": state.survives}
     fields |= {"standbys": state.successors, "warnings": warnings(coverage)}
-    places = tuple(
+    places: tuple[Fields, ...] = tuple(
         {"ranks": row.ranks, "host": row.host, "shards": row.shards, "also_on": row.also_on} for row in rows(coverage)
     )
     out.append(Journal("assembled", {**fields, "rows": places}))

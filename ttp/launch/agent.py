@@ -65,6 +65,7 @@ class HoldAgent(LocalElasticAgent):
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
         before = set(children_leading_sessions())
+        begun_unix_s = time.time()
         try:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
         except BaseException:
@@ -81,6 +82,7 @@ class HoldAgent(LocalElasticAgent):
             pids=pids,
             nodes=nodes,
             hosts_rank_zero=0 in pids,
+            begun_unix_s=begun_unix_s,
         )
         log.info(
             "start %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
@@ -173,16 +175,20 @@ class HoldAgent(LocalElasticAgent):
         self._restarts += 1
         if round_.refused_by_workers():
             self._remaining_restarts = 0
+            round_.next = f"no restart: exit code {USAGE_ERROR} says that the configuration is wrong"
             log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
             return
         futile = self._futility_of(round_)
         what = f"{what}; {futile.text}" if futile.text else what
         if self._restarts > max_restarts:
+            round_.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)
         elif futile.stop:
             self._remaining_restarts = 0
+            round_.next = f"no restart: {futile.text}"
             log.error("not restarting: %s", what)
         else:
+            round_.next = f"restart {self._restarts} of {max_restarts}"
             pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
             log.warning("restarting (%d of %d restarts): %s%s", self._restarts, max_restarts, what, pause)
             time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
@@ -48,6 +49,14 @@ def make_parser() -> ArgumentParser:
         default=FUTILE_STARTS,
         metavar="COUNT",
         help=f"stop after so many starts in a row that died before their first new step; 0: never (default: {FUTILE_STARTS})",
+    )
+    group.add_argument(
+        "--ttp-story",
+        "--ttp_story",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="file for the job's starts, faults and summary as JSON lines (default: story.jsonl beside the journals)",
     )
     group.add_argument(
         "--rank_table_file",

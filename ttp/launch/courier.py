@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key
+from ttp.meeting import controller_key, log_dir_key
 from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
@@ -60,6 +61,9 @@ class Link(Protocol):
 OpenLink = Callable[[str, Mapping[int, int]], Link]
 """`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
 
+WatchLogDir = Callable[[Path], bool]
+"""`watch_log_dir(path)`: look at the journals there, again and again until it returns True. Must not raise."""
+
 
 class Courier:
     """Tells the controller of every death, those before it was found included. `report` may be called from any thread."""
@@ -70,17 +74,20 @@ class Courier:
         pids: Mapping[int, int],
         open_link: OpenLink,
         *,
+        watch_log_dir: WatchLogDir | None = None,
         search_s: float = SEARCH_S,
         recheck_s: float = RECHECK_S,
     ) -> None:
         self._job_store = job_store
         self._pids = dict(pids)
         self._open_link = open_link
+        self._watch_log_dir = watch_log_dir
         self._search_s = search_s
         self._recheck_s = recheck_s
-        self._lock = threading.Lock()  # guards _link, _entry and _told
+        self._lock = threading.Lock()  # guards _link, _entry, _log_dir and _told
         self._link: Link | None = None
         self._entry: ControllerEntry | None = None
+        self._log_dir: Path | None = None
         self._told: list[Death] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)
@@ -93,6 +100,12 @@ class Courier:
         """The controller that was last found, if any."""
         with self._lock:
             return self._entry
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where rank 0 said that this start's journals are, on its node."""
+        with self._lock:
+            return self._log_dir
 
     @property
     def connected(self) -> bool:
@@ -131,6 +144,7 @@ class Courier:
                 last = self._stopping.is_set()
                 self._look(store, open_link=not last)
                 self._look_for_standbys(store)
+                self._look_for_log_dir(store)
                 if last:
                     return
                 self._stopping.wait(self._search_s if self.entry is None else self._recheck_s)
@@ -169,6 +183,16 @@ class Courier:
         with self._lock:
             if self._link is not None and standbys:
                 self._link.add_controllers(standbys)
+
+    def _look_for_log_dir(self, store: Store) -> None:
+        key = log_dir_key(self._job_store.round_number)
+        if self.log_dir is None and store.check([key]):
+            found = Path(store.get(key).decode())
+            with self._lock:
+                self._log_dir = found
+        found_dir = self.log_dir
+        if found_dir is not None and self._watch_log_dir is not None and self._watch_log_dir(found_dir):
+            self._watch_log_dir = None
 
     def _connect(self, entry: ControllerEntry) -> Link | None:
         try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
-from ttp.checkpoint.keys import step_of_name
+from ttp.checkpoint.durable import step_of_directory
 
 Line = Mapping[str, Any]
 """`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the start began with, i for a standby."""
@@ -136,7 +136,7 @@ def fault_of(
         story = replace(story, saved=saved, goes_on_from=saved.path, steps_lost=_lost(fault, saved.step))
     elif refused is not None:
         path = str(refused["fields"].get("goes_on_from") or "")
-        lost = _lost(fault, step_of_name(PurePath(path).name) or 0)
+        lost = _lost(fault, step_of_directory(Path(path)) or 0)
         story = replace(story, not_saved=refused["fields"]["reason"], goes_on_from=path, steps_lost=lost)
     else:
         told = _last(fault, "exit_sent")

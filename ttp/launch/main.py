@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -32,6 +34,7 @@ from ttp.config import Settings, enabled
 from ttp.errors import ConfigError
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import make_parser
+from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
@@ -66,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
     choose_rendezvous(args)
     config, command, command_args = torchrun.config_from_args(args)
-    launch(config, command, command_args, make_launching(settings, args.ttp_death_poll, args.ttp_futile_starts))
+    launch(config, command, command_args, make_launching(settings, args))
 
 
-def make_launching(settings: Settings, poll_s: float, futile_starts: int) -> Launching:
+def make_launching(settings: Settings, args: Namespace) -> Launching:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
 
     def open_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
@@ -85,10 +88,11 @@ def make_launching(settings: Settings, poll_s: float, futile_starts: int) -> Lau
 
     return Launching(
         total_timeout_s=settings.total_timeout_s,
-        poll_s=poll_s,
+        poll_s=args.ttp_death_poll,
         open_link=open_link,
         request_shutdown=request_shutdown,
-        futile_starts=futile_starts,
+        futile_starts=args.ttp_futile_starts,
+        chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None),
     )
 
 
@@ -107,6 +111,7 @@ def launch(
     agent = make_agent(config, entrypoint, args, handler, launching)
     event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
     shutdown_rendezvous = True
+    ended = "failed"
     try:
         metrics.initialize_metrics(
             metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
@@ -116,18 +121,22 @@ def launch(
         if result.is_failed():
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
+        ended = "succeeded"
         return values
     except ChildFailedError:
         raise
-    except SignalException:
+    except SignalException as signalled:
         # The rendezvous stays open for the other nodes: shutting it down would close it for good.
         shutdown_rendezvous = False
+        ended = f"ended by {signal.Signals(signalled.sigval).name}"
         events.record(agent.get_event_failed(), event_log)
         raise
     except Exception:
         events.record(agent.get_event_failed(), event_log)
         raise
     finally:
+        if launching.chronicle is not None:
+            launching.chronicle.finish(ended)
         if shutdown_rendezvous:
             handler.shutdown()
 

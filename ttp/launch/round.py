@@ -11,7 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from ttp.launch.chronicle import Chronicle, Ending, Start
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
@@ -54,6 +56,8 @@ class Launching:
     request_shutdown: RequestShutdown
     futile_starts: int = FUTILE_STARTS
     """So many starts in a row that died before their first new step end the job; 0: no number does."""
+    chronicle: Chronicle | None = None
+    """Tells the job's starts and faults; None: nobody wants to know."""
 
 
 class Round:
@@ -69,8 +73,12 @@ class Round:
         pids: Mapping[int, int],
         nodes: int,
         hosts_rank_zero: bool,
+        begun_unix_s: float = 0.0,
     ) -> None:
-        """`pids` by global rank. `nodes`: how many nodes take part. `start_id`: TTP_START_ID of these workers."""
+        """`pids` by global rank. `nodes`: how many nodes take part. `start_id`: TTP_START_ID of these workers.
+
+        begun_unix_s: before the first of them was started: older lines in its journals are another job's.
+        """
         self._launching = launching
         self._start_id = start_id
         self._pids = dict(pids)
@@ -78,7 +86,18 @@ class Round:
         self._hosts_rank_zero = hosts_rank_zero
         self._fault: Fault | None = None
         self._ended: set[int] = set()
-        self._courier = Courier(job_store, pids, lambda address, ranks: launching.open_link(address, job_id, ranks))
+        self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s)
+        self._chronicle = launching.chronicle if hosts_rank_zero else None
+        if launching.chronicle is not None:
+            launching.chronicle.begin(hosts_rank_zero)
+        self.next = ""
+        """What follows this start, in words, once it is known."""
+        self._courier = Courier(
+            job_store,
+            pids,
+            lambda address, ranks: launching.open_link(address, job_id, ranks),
+            watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle is not None else None,
+        )
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
         self._begun_monotonic_s = time.monotonic()
@@ -216,6 +235,22 @@ class Round:
             self._launching.request_shutdown,
             patience_s=self._left_s(self._fault) if self._fault is not None and self._nodes > 1 else 0.0,
         )
+
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell this start's fault, if it had one: all that writes about it has ended here."""
+        if self._chronicle is None:
+            return
+        deaths = [death for death in self.deaths().values() if death.failed and death.rank not in self._ended]
+        own = [death for death in deaths if death.status not in SAVED_EXIT_CODES]
+        ending = Ending(
+            log_dir=self._courier.log_dir,
+            exits={death.rank: death.text for death in own},
+            first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
+            next=self.next or (self._fault.cause if self._fault is not None else ""),
+        )
+        self._chronicle.end(self._start, ending)
 
     def _begin(self, why: str) -> Fault:
         if self._fault is None:

@@ -14,10 +14,16 @@ from ttp.launch.main import store_host
 from ttp.launch.topology import choose_rendezvous
 
 OWN_FLAGS = [
-    "--rank-table-file", "--rank_table_file", "--ttp-death-poll", "--ttp-futile-starts", "--ttp-ot", "--ttp_death_poll",
-    "--ttp_futile_starts", "--ttp_ot",
+    "--rank-table-file", "--rank_table_file", "--ttp-death-poll", "--ttp-futile-starts", "--ttp-ot", "--ttp-story",
+    "--ttp_death_poll", "--ttp_futile_starts", "--ttp_ot", "--ttp_story",
 ]  # fmt: skip
-OWN_DEFAULTS = {"ttp_ot": None, "ttp_death_poll": 0.002, "ttp_futile_starts": 3, "rank_table_file": None}
+OWN_DEFAULTS = {
+    "ttp_ot": None,
+    "ttp_death_poll": 0.002,
+    "ttp_futile_starts": 3,
+    "ttp_story": None,
+    "rank_table_file": None,
+}
 LINES = [
     ["train.py"],
     ["--standalone", "--nproc-per-node", "4", "train.py", "--lr", "1"],

@@ -1,0 +1,223 @@
+"""What ttprun tells of its job: a table at each start, the story of each fault, a summary at the end; and the same as JSON lines.
+
+Read from the controllers' journals on the node of rank 0; the other nodes' launchers keep to their own short lines. Never
+decides anything, and a journal that cannot be read costs a line of warning, no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ttp.console import open_console
+from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
+from ttp.launch.hang_stacks import gather, main_frames, read_blocks
+from ttp.launch.story_text import Summary, fault_lines, summary_lines
+
+log = logging.getLogger("ttp.launch")
+
+STORY_NAME = "story.jsonl"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+"""What a journal that is missing, cut off or altered may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of the workers, as the launcher on rank 0's node knows it."""
+
+    number: int
+    begun_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a start ended on this node."""
+
+    log_dir: Path | None
+    """Where its journals are; None: no rank has said so."""
+    exits: Mapping[int, str]
+    """How workers ended that failed by themselves."""
+    first_exit_unix_s: float | None
+    next: str
+    """What follows, in words."""
+
+
+class Chronicle:
+    """Tells one job. `watch` runs on the courier's thread of a start, the rest on the agent's."""
+
+    def __init__(self, story_path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals)."""
+        self._story_path = story_path
+        self._clock = clock
+        self._begun_unix_s = clock()
+        self._lock = threading.Lock()  # guards all below
+        self._here = False
+        self._starts = 0
+        self._introduced = -1
+        self._rows: Any = None
+        self._stories: list[FaultStory] = []
+        self._false_alarms = 0
+        self._lost_s = 0.0
+        self._down_since_unix_s: float | None = None
+
+    def begin(self, here: bool) -> None:
+        """A start begins; `here`: rank 0 is on this node."""
+        with self._lock:
+            self._here = here
+            self._starts += 1
+
+    def watch(self, start: Start, log_dir: Path) -> bool:
+        """Show the start's table when all ranks are registered; False: not yet."""
+        try:
+            lines = read_start(log_dir, start)
+        except _UNREADABLE as error:
+            log.warning("start %d: what the job survives cannot be shown: %s", start.number, error)
+            return True
+        with self._lock:
+            return self._introduce(start, log_dir, lines)
+
+    def end(self, start: Start, ending: Ending) -> None:
+        """All of a start's workers and controllers on this node have ended: tell its fault, if it had one."""
+        with self._lock:
+            try:
+                self._end(start, ending)
+            except _UNREADABLE as error:
+                log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
+
+    def finish(self, result: str) -> None:
+        """The job has ended on this node."""
+        with self._lock:
+            if not self._here:
+                return
+            now = self._clock()
+            if self._down_since_unix_s is not None:
+                self._lost_s += now - self._down_since_unix_s
+                self._down_since_unix_s = None
+            stories = self._stories
+            summary = Summary(
+                result=result,
+                starts=self._starts,
+                faults=len(stories),
+                false_alarms=self._false_alarms,
+                saved_steps=tuple(story.saved.step for story in stories if story.saved is not None),
+                steps_lost=sum(story.steps_lost or 0 for story in stories),
+                unknown_losses=sum(story.steps_lost is None for story in stories),
+                lost_s=round(self._lost_s, 3),
+                lasted_s=round(now - self._begun_unix_s, 3),
+            )
+            self._print(summary_lines(summary))
+            self._write("end", asdict(summary))
+
+    # --- with the lock held ---
+
+    def _introduce(self, start: Start, log_dir: Path, lines: Sequence[Line]) -> bool:
+        told = next((line for line in lines if line["event"] == "assembled"), None)
+        if told is None or self._introduced == start.number:
+            return told is not None
+        self._introduced = start.number
+        self._story_path = self._story_path or log_dir / STORY_NAME
+        if self._down_since_unix_s is not None:
+            self._lost_s += max(0.0, float(told["unix_s"]) - self._down_since_unix_s)
+            self._down_since_unix_s = None
+        fields = told["fields"]
+        pids = {str(line["fields"]["rank"]): line["fields"]["pid"] for line in lines if line["event"] == "registered"}
+        standbys = len(fields["standbys"])
+        behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+        self._print(
+            [
+                f"--- start {start.number}: {fields['world_size']} ranks, a controller with {behind}; "
+                f"the job survives: {fields['survives']} ---"
+            ]
+        )
+        if fields["rows"] != self._rows:  # a restart of the same ranks needs no second table
+            self._rows = fields["rows"]
+            open_console(sys.stderr, soft_wrap=False).print(start_table(fields["rows"], pids))
+        self._print([f"warning: {text}" for text in fields["warnings"]])
+        shown = ("world_size", "survives", "standbys", "warnings", "rows")
+        self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
+        return True
+
+    def _end(self, start: Start, ending: Ending) -> None:
+        lines = read_start(ending.log_dir, start) if ending.log_dir is not None else []
+        if ending.log_dir is not None:
+            self._introduce(start, ending.log_dir, lines)
+            self._story_path = self._story_path or ending.log_dir / STORY_NAME
+        self._false_alarms += false_alarms(lines)
+        story = fault_of(start.number, lines, ending.exits, ending.first_exit_unix_s)
+        if story is None:
+            return
+        if ending.log_dir is not None and story.kind == "hung":
+            story = with_stacks(story, lines, ending.log_dir)
+        story = replace(story, next=ending.next)
+        self._stories.append(story)
+        self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s
+        self._print(fault_lines(story))
+        self._write("fault", asdict(story))
+
+    def _print(self, lines: Sequence[str]) -> None:
+        if lines:
+            open_console(sys.stderr).print("\n".join(lines), markup=False)
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+        if self._story_path is None:
+            return
+        try:
+            self._story_path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._story_path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"unix_s": self._clock(), "event": event, **fields}) + "\n")
+        except OSError as error:
+            log.warning("the story could not be written to %s: %s", self._story_path, error)
+
+
+def read_start(log_dir: Path, start: Start) -> list[Line]:
+    """Return the lines that count of a start's journals, in order of time; a line that was cut off is left out.
+
+    An earlier job may have appended to files of the same names: what is older than the start is not the start's.
+    Raises OSError and ValueError.
+    """
+    lines: list[Line] = []
+    for path in (log_dir / f"journal_{start.number}.jsonl", *log_dir.glob(f"standby_{start.number}_*.jsonl")):
+        place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
+        with open(path, encoding="utf-8") as file:
+            read = [json.loads(line) for line in file if line.endswith("\n")]
+        lines += [{**line, "controller": place} for line in read if line["unix_s"] >= start.begun_unix_s]
+    return leading_lines(lines)
+
+
+def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> Table:
+    """Lay out what lies where: a row for each rank, or for each node of a large job."""
+    by_rank = any(row["shards"] for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        ("rank", "node", "pid", "holds", "also on") if by_rank else ("ranks", "node", "their shards also on")
+    ):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        also_on = "; ".join(row["also_on"])
+        cells = [row["ranks"], row["host"]]
+        cells += [str(pids.get(row["ranks"], "")), "; ".join(row["shards"])] if by_rank else []
+        table.add_row(*(Text(cell) for cell in (*cells, also_on)))
+    return table
+
+
+def with_stacks(story: FaultStory, lines: Sequence[Line], log_dir: Path) -> FaultStory:
+    """Gather the stacks that the ranks saved for this hang and quote where its suspects stood. Raises OSError."""
+    hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
+    blocks = read_blocks(log_dir, hung["text"])
+    if not blocks:
+        return story
+    path = log_dir / f"stacks_{story.start}.txt"
+    gather(path, blocks, hung["ranks"])
+    culprits = tuple(replace(c, stood=main_frames(blocks.get(c.rank, ""))) for c in story.culprits)
+    return replace(story, culprits=culprits, stacks=str(path))

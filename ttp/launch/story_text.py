@@ -1,0 +1,172 @@
+"""What an operator reads: a fault in a few labelled lines, and the job's summary at its end.
+
+Pure: text out of facts. Where it goes is the chronicle's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ttp.launch.fault_story import STAGES, Culprit, FaultStory, Saved
+from ttp.launch.story import ranks_text
+
+_NAMED = 8
+_LABEL = 8
+"""Columns of the labels."""
+
+_KINDS = {
+    "exited": "a process ended",
+    "silent": "a rank fell silent",
+    "exception": "an exception",
+    "hung": "a hang",
+    "preempted": "a notice to leave",
+    "agent_lost": "a launcher was lost",
+    "controller_lost": "the controllers were lost",
+    "peer_error": "a failed collective, nobody known to be at fault",
+    "unled": "workers failed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The whole job, as this node's launcher saw it."""
+
+    result: str
+    starts: int
+    faults: int
+    false_alarms: int
+    saved_steps: tuple[int, ...]
+    """Steps of the dying-gasp checkpoints."""
+    steps_lost: int
+    unknown_losses: int
+    """Faults after which it is not known how many steps were lost."""
+    lost_s: float
+    """From each fault's first sign until all ranks were there again, or until the job's end."""
+    lasted_s: float
+
+
+def fault_lines(story: FaultStory) -> list[str]:
+    """Say a fault in labelled lines, under a heading."""
+    found = [
+        ("who", _who(story.culprits)),
+        ("cause", _cause(story.culprits)),
+        *(("", text) for culprit in story.culprits[:1] for text in culprit.trace[:-1]),
+        ("where", _where(story)),
+        *(("stood", text) for text in _stood(story)),
+        ("saved", _saved(story)),
+        ("took", _took(story.took_ms or {}, story.took_over)),
+        ("next", _next(story)),
+    ]
+    heading = f"--- fault in start {story.start}: {_KINDS.get(story.kind, story.kind)} ---"
+    return [heading, *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Say how the job went."""
+    faults = _count(summary.faults, "fault")
+    if summary.false_alarms:
+        faults += f", {_count(summary.false_alarms, 'false alarm')}"
+    saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
+    more = "..., " if len(summary.saved_steps) > _NAMED else ""
+    lost = _count(summary.steps_lost, "step")
+    if summary.unknown_losses:
+        lost += f", and not known after {_count(summary.unknown_losses, 'fault')}"
+    found = [
+        ("result", summary.result),
+        ("starts", f"{summary.starts} in {_seconds(summary.lasted_s)}"),
+        ("faults", faults),
+        ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
+        ("lost", f"{lost}; {_seconds(summary.lost_s)} without training" if summary.faults else "nothing"),
+    ]
+    return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
+
+
+def _who(culprits: Sequence[Culprit]) -> str:
+    """`rank 2 on node a (pid 71); ranks 4-5 on node b (pids 80, 81)`."""
+    nodes: dict[str, list[Culprit]] = {}
+    for culprit in culprits:
+        nodes.setdefault(culprit.host, []).append(culprit)
+    return "; ".join(_on_node(host, group) for host, group in nodes.items()) or "no rank is known to be at fault"
+
+
+def _on_node(host: str, group: Sequence[Culprit]) -> str:
+    pids = [str(culprit.pid) for culprit in group if culprit.pid]
+    more = ", ..." if len(pids) > _NAMED else ""
+    processes = f" (pid{'s' if len(pids) > 1 else ''} {', '.join(pids[:_NAMED])}{more})" if pids else ""
+    return f"{ranks_text(culprit.rank for culprit in group)}{f' on node {host}' if host else ''}{processes}"
+
+
+def _grouped(culprits: Iterable[Culprit], texts: Iterable[str]) -> str:
+    """`signal SIGKILL`, or where they differ `rank 0: signal SIGKILL; rank 2: exit code 1`."""
+    groups: dict[str, list[int]] = {}
+    for culprit, text in zip(culprits, texts, strict=True):
+        if text:
+            groups.setdefault(text, []).append(culprit.rank)
+    if len(groups) == 1:
+        return next(iter(groups))
+    told = [f"{ranks_text(ranks)}: {text}" for text, ranks in list(groups.items())[:_NAMED]]
+    return "; ".join(told) + ("; ..." if len(groups) > _NAMED else "")
+
+
+def _cause(culprits: Sequence[Culprit]) -> str:
+    return _grouped(culprits, (culprit.cause for culprit in culprits))
+
+
+def _where(story: FaultStory) -> str:
+    """Say where the culprits were, and where the others stood when they were frozen."""
+    own = _grouped(story.culprits, map(_place, story.culprits))
+    others = "; ".join(f"{ranks_text(p.ranks)} in {p.phase} of step {p.step}" for p in story.survivors[:_NAMED])
+    return "; the others: ".join(text for text in (own or "not known", others) if text) if own or others else ""
+
+
+def _place(culprit: Culprit) -> str:
+    if not culprit.phase:
+        return ""
+    return f"{'in' if culprit.reported else 'last heard of in'} {culprit.phase} of step {culprit.step}"
+
+
+def _stood(story: FaultStory) -> list[str]:
+    if story.kind != "hung":
+        return []
+    lines = [f"rank {c.rank}: {'; called by '.join(c.stood)}" for c in story.culprits[:_NAMED] if c.stood]
+    silent = [c.rank for c in story.culprits if not c.stood]
+    if silent:
+        lines.append(f"{ranks_text(silent)}: no stacks were found on this node")
+    return [*lines, f"all stacks, suspects first: {story.stacks}"] if story.stacks else lines
+
+
+def _saved(story: FaultStory) -> str:
+    if story.saved is None:
+        return f"nothing: {story.not_saved}{_lost(story.steps_lost)}"
+    return f"{_written(story.saved)}{_lost(story.steps_lost)}"
+
+
+def _written(saved: Saved) -> str:
+    return f"step {saved.step} in {saved.path} ({saved.bytes / 2**20:.1f} MiB, written by {ranks_text(saved.ranks)})"
+
+
+def _lost(steps: int | None) -> str:
+    if steps is None:
+        return ""
+    return f"; {_count(steps, 'step')} lost" if steps else "; no step lost"
+
+
+def _took(took_ms: Mapping[str, float], took_over: int) -> str:
+    parts = ", ".join(f"{stage} {took_ms[stage]:,.0f} ms" for stage in STAGES if stage in took_ms)
+    by = f"; standby {took_over} took over from the controller" if took_over else ""
+    return f"{parts}; {took_ms['total']:,.0f} ms in all{by}" if parts else ""
+
+
+def _next(story: FaultStory) -> str:
+    if not story.next.startswith("restart"):
+        return story.next
+    return f"{story.next}, from {story.goes_on_from or 'the newest valid checkpoint that is found'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
