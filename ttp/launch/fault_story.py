@@ -191,10 +191,22 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
             found[fields["rank"]] = Culprit(rank=fields["rank"], cause=fields["text"], trace=trace)
     if not found:
         found = _suspected(fault)
-    names = {line["fields"]["rank"]: line["fields"]["text"] for line in lines if line["event"] == "death_named"}
+    names = _names(lines)
     frozen = next((line["fields"] for line in fault if line["event"] == "frozen"), None)
     registered = {line["fields"]["rank"]: line["fields"] for line in lines if line["event"] == "registered"}
     return tuple(_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
+
+
+def _names(lines: Sequence[Line]) -> dict[int, str]:
+    """Return what a rank's end turned out to be, once it was more than `exiting`."""
+    names = {}
+    for line in lines:
+        fields = line["fields"]
+        if line["event"] in ("freeze_sent", "publish_sent") and len(fields["culprits"]) == 1:
+            names[fields["culprits"][0]] = fields["text"]
+        elif line["event"] == "death_named":
+            names[fields["rank"]] = fields["text"]
+    return {rank: text for rank, text in names.items() if text != _EXITING}
 
 
 def _suspected(fault: Sequence[Line]) -> dict[int, Culprit]:

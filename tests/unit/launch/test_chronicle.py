@@ -1,0 +1,149 @@
+"""What ttprun prints and writes of a job, from journals on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.launch.journals import JOURNALS, journal
+from ttp.launch.chronicle import Chronicle, Ending, Start, read_start
+from ttp.processor.stacks import StackWriter
+from ttp.processor.voice import Voice
+
+START_KEYS = ["unix_s", "event", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
+FAULT_KEYS = [
+    "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
+    "steps_lost", "took_over", "took_ms", "stacks", "next",
+]  # fmt: skip
+CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood"]
+SAVED_KEYS = ["step", "path", "bytes", "ranks"]
+END_KEYS = [
+    "unix_s", "event", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
+    "lost_s", "lasted_s",
+]  # fmt: skip
+KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
+
+
+def put(name: str, log_dir: Path, number: int = 0) -> Start:
+    shutil.copy(JOURNALS / f"{name}.jsonl", log_dir / f"journal_{number}.jsonl")
+    return Start(number=number, begun_unix_s=0.0)
+
+
+def ending(log_dir: Path | None, **exits: str) -> Ending:
+    told = {int(rank.removeprefix("rank_")): text for rank, text in exits.items()}
+    return Ending(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3")
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_job_is_told_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table once, though the courier looks again and the end looks once more; then the fault; then the summary."""
+    chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
+    chronicle.begin(here=True)
+    start = Start(number=0, begun_unix_s=0.0)
+    (tmp_path / "journal_0.jsonl").touch()
+    assert not chronicle.watch(start, tmp_path), "nobody has registered yet"
+    put("killed", tmp_path)
+    assert chronicle.watch(start, tmp_path) and chronicle.watch(start, tmp_path)
+    chronicle.end(start, ending(tmp_path, rank_2="signal SIGKILL"))
+    chronicle.finish("succeeded")
+    told = capsys.readouterr().err
+    assert told.count("the job survives: any 1 of 4 ranks; 4 of 6 pairs ---") == 1
+    rows = [line.split() for line in told.splitlines() if "shard" in line]
+    assert rows[0] == ["0", "vm", "22696", "shard", "0", "of", "2", "(0.2", "MiB)", "rank", "2"] and len(rows) == 4
+    parts = ("the job survives", "also on", "--- fault in start 0", "next    restart 1 of 3", "--- the job has ended")
+    assert sorted(parts, key=told.index) == list(parts)
+    assert "lost    0 steps; 2." in told
+
+
+def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
+    """Names and their order: others read them."""
+    path = tmp_path / "elsewhere" / "told.jsonl"
+    chronicle = Chronicle(path)
+    chronicle.begin(here=True)
+    chronicle.end(put("killed", tmp_path), ending(tmp_path))
+    chronicle.finish("succeeded")
+    start, fault, end = written(path)
+    assert [list(start), list(fault), list(end)] == [START_KEYS, FAULT_KEYS, END_KEYS]
+    assert list(fault["culprits"][0]) == CULPRIT_KEYS and list(fault["saved"]) == SAVED_KEYS
+    assert [start["event"], fault["event"], end["event"]] == ["start", "fault", "end"]
+    assert start["rows"][0] == {"ranks": "0", "host": "vm", "shards": ["shard 0 of 2 (0.2 MiB)"], "also_on": ["rank 2"]}
+    assert end["saved_steps"] == [7] and end["faults"] == 1
+    assert not (tmp_path / "story.jsonl").exists()
+
+
+def test_a_restart_of_the_same_ranks_repeats_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says that they are back, and the time without training ends there."""
+    chronicle = Chronicle()
+    for number in (0, 1):
+        chronicle.begin(here=True)
+        start = put("killed", tmp_path, number)
+        assert chronicle.watch(start, tmp_path)
+    told = capsys.readouterr().err
+    assert told.count("also on") == 1 and "--- start 1: 4 ranks" in told
+    assert [line["start"] for line in written(tmp_path / "story.jsonl")] == [0, 1]
+
+
+def test_a_hang_is_told_with_the_gathered_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The suspect's frames are quoted, out of its own file."""
+    start = put("hung", tmp_path)
+    reason = next(line["fields"]["text"] for line in journal("hung") if line["event"] == "hung")
+    for rank in (0, 1):
+        writer = StackWriter(tmp_path / f"rank_{rank}" / "stacks.log", Voice(rank))
+        writer.save(reason)
+        writer.finish(30.0)
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    lines = [line for line in (tmp_path / "journal_0.jsonl").read_text().splitlines() if "assembled" not in line]
+    (tmp_path / "journal_0.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    chronicle.end(start, ending(tmp_path))
+    told = capsys.readouterr().err
+    assert "stood   rank 1: in " in told and "test_chronicle.py:" in told
+    assert f"all stacks, suspects first: {tmp_path}/stacks_0.txt" in told
+    assert (tmp_path / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")
+
+
+def test_a_node_without_rank_0_stays_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no journal, and the other node tells the job."""
+    chronicle = Chronicle(tmp_path / "story.jsonl")
+    chronicle.begin(here=False)
+    chronicle.finish("succeeded")
+    assert capsys.readouterr().err == "" and not (tmp_path / "story.jsonl").exists()
+
+
+def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytest.CaptureFixture[str]) -> None:
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    chronicle.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
+    told = capsys.readouterr().err
+    assert "cause   exit code 1" in told and "saved   nothing: no controller led the ranks" in told
+
+
+def test_a_damaged_journal_costs_a_line_of_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The launcher goes on; the summary comes all the same."""
+    (tmp_path / "journal_0.jsonl").write_text('{"unix_s": 1.0, "event"\n')
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    start = Start(number=0, begun_unix_s=0.0)
+    with caplog.at_level(logging.WARNING, "ttp.launch"):
+        assert chronicle.watch(start, tmp_path)
+        chronicle.end(start, ending(tmp_path))
+    assert "what the job survives cannot be shown" in caplog.text
+    assert "the story of start 0 cannot be told" in caplog.text
+
+
+def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Path) -> None:
+    """A new launcher in the same folder begins with start 0 again, and appends."""
+    put("killed", tmp_path)
+    with open(tmp_path / "journal_0.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"unix_s": KILLED_AT_S + 60, "event": "assembled", "fields": {}}) + "\n")
+        file.write('{"unix_s": 17')
+    lines = read_start(tmp_path, Start(number=0, begun_unix_s=KILLED_AT_S + 30))
+    assert [line["event"] for line in lines] == ["assembled"]

@@ -1,0 +1,114 @@
+"""A start's fault out of real journals: who, where, why, what was saved, how long."""
+
+from __future__ import annotations
+
+from tests.unit.launch.journals import JOURNALS, journal, story
+from ttp.launch.chronicle import Start, read_start
+from ttp.launch.fault_story import Culprit, Line, Place, Saved, false_alarms, fault_of, trace_end
+
+
+def line(unix_s: float, event: str, controller: int = 0, **fields: object) -> Line:
+    return {"unix_s": unix_s, "event": event, "fields": fields, "controller": controller}
+
+
+def test_a_killed_rank_is_told_with_its_process_and_its_last_heartbeat() -> None:
+    """The survivors that leave afterwards are no culprits, nor are the peers whose collective failed."""
+    told = story("killed")
+    assert told.kind == "exited"
+    assert told.culprits == (Culprit(rank=2, host="vm", pid=22698, cause="signal SIGKILL", phase="COMPUTE", step=1),)
+    assert told.survivors == (Place(phase="DONE", step=7, ranks=(3,)), Place(phase="COMPUTE", step=8, ranks=(0, 1)))
+    assert told.saved == Saved(step=7, path="/run/checkpoints/iter_0000007", bytes=569970, ranks=(0, 1, 3))
+    assert told.steps_lost == 0 and told.goes_on_from == told.saved.path and not told.not_saved
+    assert told.took_over == 0
+
+
+def test_the_parts_add_up_to_the_whole_but_for_the_leave() -> None:
+    """Each stage begins where the one before it ended; what the launcher saw first counts."""
+    first_sign = next(one["unix_s"] for one in journal("killed") if one["event"] == "death_seen")
+    told = fault_of(0, journal("killed"), {2: "signal SIGKILL"}, first_exit_unix_s=first_sign - 0.5)
+    assert told is not None and told.took_ms is not None
+    assert list(told.took_ms) == ["seen", "frozen", "decided", "written", "published", "total"]
+    assert 500 <= told.took_ms["seen"] < 501
+    assert abs(sum(told.took_ms.values()) - 2 * told.took_ms["total"]) < 1.0
+
+
+def test_the_launchers_words_for_a_death_are_the_better_ones() -> None:
+    """It knows of kills for want of memory, and may know a status that no controller lived to hear."""
+    assert story("killed", {2: "signal SIGKILL, out of memory (x)"}).culprits[0].cause.endswith("out of memory (x)")
+    refused = story("refused", {0: "signal SIGKILL", 2: "signal SIGSEGV"})
+    assert [culprit.cause for culprit in refused.culprits] == ["signal SIGKILL", "signal SIGSEGV"]
+
+
+def test_an_exception_is_told_with_the_end_of_its_traceback() -> None:
+    """The rank lives on as a holder: its own report says where it was."""
+    (culprit,) = story("raised").culprits
+    assert culprit.rank == 1 and culprit.cause == "InjectedFault: rank 1, step 5: fault injected at backward"
+    assert culprit.trace[0] == 'File "/srv/ttp/chaos/inject.py", line 166, in commit'
+    assert culprit.trace[-1].endswith(culprit.cause) and len(culprit.trace) == 3
+    assert (culprit.phase, culprit.step, culprit.reported) == ("COMPUTE", 5, True)
+    assert trace_end("") == ()
+
+
+def test_a_refusal_says_why_and_what_it_costs() -> None:
+    """Nothing was saved: every step after the periodic checkpoint is lost."""
+    told = story("refused")
+    assert told.saved is None and told.not_saved.startswith("no live rank can write at step 8: shard 0 of 2")
+    assert told.goes_on_from == "/run/checkpoints/iter_0000006" and told.steps_lost == 2
+    assert told.took_ms is not None and list(told.took_ms) == ["seen", "frozen", "total"]
+
+
+def test_a_false_alarm_before_a_hang_is_no_part_of_its_story() -> None:
+    """The journal has a suspicion that was taken back, then a standstill that ended, then the hang."""
+    told = story("hung")
+    assert false_alarms(journal("hung")) == 1
+    assert told.kind == "hung" and [culprit.rank for culprit in told.culprits] == [1]
+    assert "rank 1 in COMPUTE of step 200" in told.culprits[0].cause
+    assert told.took_ms is not None and told.took_ms["total"] < 100
+
+
+def test_a_notice_is_told_as_one() -> None:
+    """SIGTERM to one rank: the step in flight was finished."""
+    told = story("told_to_leave")
+    assert told.kind == "preempted" and told.culprits[0].cause == "SIGTERM; step 420 is finished"
+    assert told.saved is not None and told.saved.step == 420
+
+
+def test_a_takeover_is_told_from_the_journal_of_the_standby_that_led() -> None:
+    """The first controller died before it could decide; the standby's lines from before it led do not count."""
+    lines = read_start(JOURNALS / "taken_over", Start(number=1, begun_unix_s=0.0))
+    told = fault_of(1, lines, {})
+    assert told is not None and told.took_over == 1
+    assert [(c.rank, c.pid, c.cause) for c in told.culprits] == [(1, 28445, "signal SIGKILL")]
+    assert told.saved is not None and told.saved.bytes == 166374 + 134670 + 269006
+    assert told.saved.ranks == (0, 2, 3)
+
+
+def test_an_idle_standbys_lines_are_left_out() -> None:
+    """It hears of the deaths after the job is over, and would make culprits of the survivors."""
+    idle = [line(0.0, "death_seen", 1, rank=0, kind="exited", text="exiting")]
+    assert fault_of(0, [*idle, *journal("killed")], {}) == story("killed")
+    assert fault_of(0, idle, {}) is None
+
+
+def test_a_start_without_a_fault_has_no_story() -> None:
+    """Nor has one whose only freeze was a false alarm."""
+    calm = [line(1.0, "assembled"), line(9.0, "rank_finished", rank=0), line(9.0, "finished", ranks=1)]
+    assert fault_of(0, calm, {}) is None
+    alarm = [line(2.0, "suspect", rank=0, why="x"), line(2.0, "freeze_sent"), line(3.0, "thawed")]
+    assert fault_of(0, [*calm, *alarm], {}) is None
+
+
+def test_workers_that_no_controller_led_are_told_by_how_they_ended() -> None:
+    """A script that fails before its session."""
+    told = fault_of(3, [], {1: "exit code 1"}, 50.0)
+    assert told is not None and told.kind == "unled" and told.began_unix_s == 50.0
+    assert told.culprits == (Culprit(rank=1, cause="exit code 1"),)
+    assert told.not_saved == "no controller led the ranks" and told.steps_lost is None
+
+
+def test_a_journal_that_ends_in_the_middle_of_a_fault_says_so() -> None:
+    """The controller and its standby died: nobody decided."""
+    lines = journal("killed")
+    cut = lines[: next(number for number, one in enumerate(lines) if one["event"] == "decided")]
+    told = fault_of(0, cut, {2: "signal SIGKILL"})
+    assert told is not None and told.not_saved == "the controllers ended before they had decided"

@@ -1,0 +1,115 @@
+"""The words of a story and of the summary: frozen, since people search for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.launch.journals import story
+from ttp.launch.fault_story import Culprit, FaultStory, Place, Saved
+from ttp.launch.story_text import Summary, fault_lines, summary_lines
+
+KILL = FaultStory(
+    start=4,
+    began_unix_s=100.0,
+    kind="exited",
+    culprits=(Culprit(rank=2, host="a", pid=71, cause="signal SIGKILL", phase="READY", step=42),),
+    survivors=(Place(phase="READY", step=42, ranks=(0, 1)), Place(phase="DONE", step=42, ranks=(3,))),
+    saved=Saved(step=42, path="/ckpt/iter_0000042", bytes=3 << 20, ranks=(0, 1, 3)),
+    goes_on_from="/ckpt/iter_0000042",
+    steps_lost=0,
+    took_ms={"seen": 3.2, "frozen": 4.0, "decided": 0.1, "written": 1650.0, "published": 27.0, "total": 1684.3},
+    next="restart 1 of 3",
+)
+SUMMARY = Summary(
+    result="succeeded",
+    starts=3,
+    faults=2,
+    false_alarms=1,
+    saved_steps=(42, 90),
+    steps_lost=0,
+    unknown_losses=0,
+    lost_s=31.25,
+    lasted_s=301.0,
+)
+
+
+def test_a_kill_is_told_in_seven_lines() -> None:
+    """Who, cause, where, saved, took, next."""
+    assert fault_lines(KILL) == [
+        "--- fault in start 4: a process ended ---",
+        "who     rank 2 on node a (pid 71)",
+        "cause   signal SIGKILL",
+        "where   last heard of in READY of step 42; the others: ranks 0-1 in READY of step 42; rank 3 in DONE of step 42",
+        "saved   step 42 in /ckpt/iter_0000042 (3.0 MiB, written by ranks 0-1, 3); no step lost",
+        "took    seen 3 ms, frozen 4 ms, decided 0 ms, written 1,650 ms, published 27 ms; 1,684 ms in all",
+        "next    restart 1 of 3, from /ckpt/iter_0000042",
+    ]
+
+
+def test_a_hang_is_told_with_where_its_suspect_stood() -> None:
+    """The innermost frame first; where all stacks are."""
+    (culprit,) = story("hung").culprits
+    stood = replace(culprit, stood=("in recv, wire.py:9", "in step, train.py:80"))
+    lines = fault_lines(replace(story("hung"), culprits=(stood,), stacks="/log/stacks_0.txt"))
+    assert "stood   rank 1: in recv, wire.py:9; called by in step, train.py:80" in lines
+    assert "stood   all stacks, suspects first: /log/stacks_0.txt" in lines
+    assert "stood   rank 1: no stacks were found on this node" in fault_lines(story("hung"))
+
+
+def test_an_exceptions_traceback_ends_under_its_cause() -> None:
+    lines = fault_lines(story("raised"))
+    cause = lines.index("cause   InjectedFault: rank 1, step 5: fault injected at backward")
+    assert lines[cause + 1] == '        File "/srv/ttp/chaos/inject.py", line 166, in commit'
+    assert lines[cause + 2].startswith("        raise InjectedFault(")
+    assert lines[cause + 3].startswith("where   in COMPUTE of step 5; the others: rank 0")
+
+
+def test_a_refusal_says_why_nothing_was_saved_and_where_the_job_goes_on() -> None:
+    """Different causes are told rank by rank; several nodes one after the other."""
+    told = replace(
+        story("refused", {0: "signal SIGKILL", 2: "exit code 1"}),
+        culprits=(
+            Culprit(rank=0, host="a", pid=1, cause="signal SIGKILL"),
+            Culprit(rank=2, host="b", pid=3, cause="exit code 1"),
+        ),
+        next="restart 2 of 3",
+    )
+    lines = fault_lines(told)
+    assert "who     rank 0 on node a (pid 1); rank 2 on node b (pid 3)" in lines
+    assert "cause   rank 0: signal SIGKILL; rank 2: exit code 1" in lines
+    saved = next(line for line in lines if line.startswith("saved"))
+    assert saved.startswith("saved   nothing: no live rank can write at step 8") and saved.endswith("; 2 steps lost")
+    assert lines[-1] == "next    restart 2 of 3, from /run/checkpoints/iter_0000006"
+
+
+def test_a_thousand_culprits_fill_no_screen() -> None:
+    """Ranks in runs, the first few processes, one cause."""
+    many = tuple(Culprit(rank=rank, host="a", pid=rank + 1, cause="signal SIGKILL") for rank in range(1000))
+    lines = fault_lines(replace(KILL, culprits=many))
+    assert lines[1] == "who     ranks 0-999 on node a (pids 1, 2, 3, 4, 5, 6, 7, 8, ...)"
+    assert lines[2] == "cause   signal SIGKILL" and max(map(len, lines)) < 200
+
+
+def test_what_follows_is_told_when_it_is_no_restart() -> None:
+    assert fault_lines(replace(KILL, next="no restart left (of 3)"))[-1] == "next    no restart left (of 3)"
+    assert fault_lines(replace(KILL, goes_on_from=""))[-1].endswith("from the newest valid checkpoint that is found")
+
+
+def test_the_summary_tells_the_whole_job() -> None:
+    assert summary_lines(SUMMARY) == [
+        "--- the job has ended ---",
+        "result  succeeded",
+        "starts  3 in 301.0 s",
+        "faults  2 faults, 1 false alarm",
+        "saved   steps 42, 90",
+        "lost    0 steps; 31.2 s without training",
+    ]
+
+
+def test_the_summary_does_not_hide_what_is_not_known() -> None:
+    """A job whose ranks all died never told how far they had come."""
+    lines = summary_lines(replace(SUMMARY, unknown_losses=1, steps_lost=3, saved_steps=(), lasted_s=7200.0))
+    assert "lost    3 steps, and not known after 1 fault; 31.2 s without training" in lines
+    assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
+    calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
+    assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
