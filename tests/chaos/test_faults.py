@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.conftest import SMALL, RunJob, run_to_end
 from tests.chaos.test_kills import assert_equal, published_steps
-from ttp.chaos.job import Job
+from ttp.chaos.job import Job, read_jsonl
 
 LONG = 440
 """Steps of a job in which the controller has time to learn the length of a step, more than once."""
@@ -53,6 +53,34 @@ def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
         (hung,) = story(job, 0, "hung")
         assert hung["ranks"] == [1] and "in COMPUTE of step 4" in hung["text"], hung
         assert published_steps(job) == [3]
+        assert_the_hang_is_told(job)
+
+
+def assert_the_hang_is_told(job: Job) -> None:
+    """The launcher's table, the story with the frames of the suspect, the summary; and the same for machines."""
+    console = job.console_tail(10_000)
+    log_dir = job.output_dir / "log"
+    wanted = (
+        "--- start 0: 2 ranks, a controller with 1 standby; the job survives: any 1 of 2 ranks ---",
+        "--- fault in start 0: a hang ---",
+        f"who     rank 1 on node {os.uname().nodename} (pid ",
+        "where   in COMPUTE of step 4; the others: rank 0 in ",
+        "stood   rank 1 in ",
+        "called in commit, ",
+        f"all stacks, suspects first: {log_dir}/stacks_0.txt",
+        "saved   step 3 in ",
+        "took    seen ",
+        f"next    restart 1 of 6, from {job.output_dir}/checkpoints/iter_0000003",
+        "--- the job has ended ---\nresult  succeeded\nstarts  2 in ",
+        "faults  1 fault\nsaved   step 3\nlost    0 steps; ",
+    )
+    found = [console.find(text) for text in wanted]
+    assert -1 not in found and found == sorted(found), list(zip(wanted, found, strict=True))
+    assert (log_dir / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")
+    start, fault, again, end = read_jsonl(log_dir / "story.jsonl")
+    assert [line["event"] for line in (start, fault, again, end)] == ["start", "fault", "start", "end"]
+    assert start["pids"]["1"] == fault["culprits"][0]["pid"] and start["rows"] == again["rows"]
+    assert fault["saved"]["step"] == 3 and fault["kind"] == "hung" and end["saved_steps"] == [3]
 
 
 def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_job: RunJob) -> None:

@@ -67,6 +67,9 @@ def test_exception_in_one_rank_is_persisted_and_survived(tmp_path: Path, whole_j
     hurt = run_to_end(tmp_path / "hurt", 2, faults="raise:rank=1,step=5,point=backward")
     assert published_steps(hurt) == [4]
     assert "fault injected at backward" in (hurt.output_dir / "log" / "rank_1" / "error.log").read_text()
+    console = hurt.console_tail(10_000)
+    assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
+    assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
     assert_equal(hurt, whole_job(2))
 
 

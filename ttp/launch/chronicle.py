@@ -1,6 +1,7 @@
 """What ttprun tells of its job: a table at each start, the story of each fault, a summary at the end; and the same as JSON lines.
 
-Read from the controllers' journals on the node of rank 0; the other nodes' launchers keep to their own short lines. Never
+Read from the controllers' journals on the node of rank 0; another node's launcher keeps to its own short lines, but tells
+a fault that a standby on its node has led, when rank 0's launcher cannot. Never
 decides anything, and a journal that cannot be read costs a line of warning, no more.
 """
 
@@ -64,6 +65,8 @@ class Chronicle:
         self._lock = threading.Lock()  # guards all below
         self._here = False
         self._starts = 0
+        self._untold: tuple[Start, Ending] | None = None
+        """A start that the launcher on another node tells, unless that node is lost: then rank 0 comes to another one."""
         self._introduced = -1
         self._rows: Any = None
         self._stories: list[FaultStory] = []
@@ -76,6 +79,9 @@ class Chronicle:
         with self._lock:
             self._here = here
             self._starts += 1
+            untold, self._untold = self._untold, None
+            if here and untold is not None:
+                self._guarded_end(*untold, introduce=False)
 
     def watch(self, start: Start, log_dir: Path) -> bool:
         """Show the start's table when all ranks are registered; False: not yet."""
@@ -90,10 +96,10 @@ class Chronicle:
     def end(self, start: Start, ending: Ending) -> None:
         """All of a start's workers and controllers on this node have ended: tell its fault, if it had one."""
         with self._lock:
-            try:
-                self._end(start, ending)
-            except _UNREADABLE as error:
-                log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
+            if self._here or self._told_only_here(start, ending):
+                self._guarded_end(start, ending, introduce=True)
+            else:
+                self._untold = (start, ending)
 
     def finish(self, result: str) -> None:
         """The job has ended on this node."""
@@ -120,6 +126,22 @@ class Chronicle:
             self._write("end", asdict(summary))
 
     # --- with the lock held ---
+
+    def _told_only_here(self, start: Start, ending: Ending) -> bool:
+        """Say whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
+        on rank 0's node cannot read it."""
+        if ending.log_dir is None or (ending.log_dir / f"journal_{start.number}.jsonl").exists():
+            return False
+        try:
+            return bool(read_start(ending.log_dir, start))
+        except _UNREADABLE:
+            return False
+
+    def _guarded_end(self, start: Start, ending: Ending, *, introduce: bool) -> None:
+        try:
+            self._end(start, ending, introduce)
+        except _UNREADABLE as error:
+            log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
 
     def _introduce(self, start: Start, log_dir: Path, lines: Sequence[Line]) -> bool:
         told = next((line for line in lines if line["event"] == "assembled"), None)
@@ -148,10 +170,11 @@ class Chronicle:
         self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
         return True
 
-    def _end(self, start: Start, ending: Ending) -> None:
+    def _end(self, start: Start, ending: Ending, introduce: bool) -> None:
         lines = read_start(ending.log_dir, start) if ending.log_dir is not None else []
         if ending.log_dir is not None:
-            self._introduce(start, ending.log_dir, lines)
+            if introduce:  # a short start, that ended before the courier looked
+                self._introduce(start, ending.log_dir, lines)
             self._story_path = self._story_path or ending.log_dir / STORY_NAME
         self._false_alarms += false_alarms(lines)
         story = fault_of(start.number, lines, ending.exits, ending.first_exit_unix_s)
@@ -187,7 +210,7 @@ def read_start(log_dir: Path, start: Start) -> list[Line]:
     Raises OSError and ValueError.
     """
     lines: list[Line] = []
-    for path in (log_dir / f"journal_{start.number}.jsonl", *log_dir.glob(f"standby_{start.number}_*.jsonl")):
+    for path in (*log_dir.glob(f"journal_{start.number}.jsonl"), *log_dir.glob(f"standby_{start.number}_*.jsonl")):
         place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
         with open(path, encoding="utf-8") as file:
             read = [json.loads(line) for line in file if line.endswith("\n")]

@@ -19,6 +19,7 @@ Line = Mapping[str, Any]
 TRACE_LINES = 3
 STAGES = ("seen", "frozen", "decided", "written", "published")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
+_UNDECIDED = "not known on this node: its journal ends before a decision"
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported"})
 _PEER = "peer_error"
 _EXITING = "exiting"
@@ -113,7 +114,7 @@ def fault_of(
         if not exits:
             return None
         culprits = tuple(Culprit(rank=rank, cause=exits[rank]) for rank in sorted(exits))
-        why = "no controller led the ranks" if not lines else "the journal tells of no fault"
+        why = "the journal tells of no fault" if lines else "no controller on this node led the ranks"
         return FaultStory(
             start=start, began_unix_s=first_exit_unix_s or 0.0, kind="unled", culprits=culprits, not_saved=why
         )
@@ -140,7 +141,7 @@ def fault_of(
         story = replace(story, not_saved=refused["fields"]["reason"], goes_on_from=path, steps_lost=lost)
     else:
         told = _last(fault, "exit_sent")
-        why = str(told["fields"]["reason"]) if told else "the controllers ended before they had decided"
+        why = str(told["fields"]["reason"]) if told else _UNDECIDED
         story = replace(story, not_saved=why)
     return story
 

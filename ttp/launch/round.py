@@ -87,16 +87,16 @@ class Round:
         self._fault: Fault | None = None
         self._ended: set[int] = set()
         self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s)
-        self._chronicle = launching.chronicle if hosts_rank_zero else None
-        if launching.chronicle is not None:
-            launching.chronicle.begin(hosts_rank_zero)
+        self._chronicle = launching.chronicle
+        if self._chronicle is not None:
+            self._chronicle.begin(hosts_rank_zero)
         self.next = ""
         """What follows this start, in words, once it is known."""
         self._courier = Courier(
             job_store,
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks),
-            watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle is not None else None,
+            watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle and hosts_rank_zero else None,
         )
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)

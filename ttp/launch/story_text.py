@@ -12,6 +12,8 @@ from ttp.launch.fault_story import STAGES, Culprit, FaultStory, Saved
 from ttp.launch.story import ranks_text
 
 _NAMED = 8
+_QUOTED = 4
+"""Suspects of a hang whose frames are quoted; the others' are in the gathered file."""
 _LABEL = 8
 """Columns of the labels."""
 
@@ -53,7 +55,7 @@ def fault_lines(story: FaultStory) -> list[str]:
         ("cause", _cause(story.culprits)),
         *(("", text) for culprit in story.culprits[:1] for text in culprit.trace[:-1]),
         ("where", _where(story)),
-        *(("stood", text) for text in _stood(story)),
+        *(("" if place else "stood", text) for place, text in enumerate(_stood(story))),
         ("saved", _saved(story)),
         ("took", _took(story.took_ms or {}, story.took_over)),
         ("next", _next(story)),
@@ -129,7 +131,12 @@ def _place(culprit: Culprit) -> str:
 def _stood(story: FaultStory) -> list[str]:
     if story.kind != "hung":
         return []
-    lines = [f"rank {c.rank}: {'; called by '.join(c.stood)}" for c in story.culprits[:_NAMED] if c.stood]
+    quoted = [culprit for culprit in story.culprits if culprit.stood][:_QUOTED]
+    lines = [
+        f"rank {culprit.rank} {frame}" if place == 0 else f"    called {frame}"
+        for culprit in quoted
+        for place, frame in enumerate(culprit.stood)
+    ]
     silent = [c.rank for c in story.culprits if not c.stood]
     if silent:
         lines.append(f"{ranks_text(silent)}: no stacks were found on this node")
@@ -138,7 +145,8 @@ def _stood(story: FaultStory) -> list[str]:
 
 def _saved(story: FaultStory) -> str:
     if story.saved is None:
-        return f"nothing: {story.not_saved}{_lost(story.steps_lost)}"
+        known = "" if story.not_saved.startswith("not known") else "nothing: "
+        return f"{known}{story.not_saved}{_lost(story.steps_lost)}"
     return f"{_written(story.saved)}{_lost(story.steps_lost)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key
+from ttp.meeting import controller_key, log_dir_key
 from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
@@ -174,6 +175,26 @@ def test_a_controller_published_in_the_last_moment_is_known_at_the_end(
     courier.close()
     assert courier.entry == ControllerEntry("host:8000", 12)
     assert not courier.connected
+
+
+def test_the_journals_folder_is_watched_until_there_was_enough_to_see(
+    store: TCPStore, switchboard: Switchboard
+) -> None:
+    """Rank 0 says where it is before its controller has written anything; without a controller it is known as well."""
+    seen: list[Path] = []
+
+    def watch(path: Path) -> bool:
+        seen.append(path)
+        return len(seen) == 3
+
+    place = JobStore("127.0.0.1", store.port, 7)
+    courier = Courier(place, {}, switchboard, watch_log_dir=watch, search_s=0.005)
+    courier.start()
+    store.set(log_dir_key(6), "/old")
+    store.set(log_dir_key(7), "/output/log")
+    until(lambda: len(seen) == 3)
+    courier.close()
+    assert seen == [Path("/output/log")] * 3 and courier.log_dir == Path("/output/log")
 
 
 def test_a_garbled_entry_is_not_used(
