@@ -170,6 +170,7 @@ class HoldAgent(LocalElasticAgent):
         root = next(iter(result.failures), None)
         if root is not None and (raised := exception_text(result.failures[root])):
             what = f"{what}; rank {root} raised {raised}"
+            round_.raised[root] = [raised]
         if root is not None and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
         self._restarts += 1

@@ -24,7 +24,7 @@ from rich.text import Text
 from ttp.console import open_console
 from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_blocks
-from ttp.launch.story_text import Summary, fault_lines, summary_lines
+from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 
 log = logging.getLogger("ttp.launch")
 
@@ -52,6 +52,9 @@ class Ending:
     first_exit_unix_s: float | None
     next: str
     """What follows, in words."""
+    pids: Mapping[int, int]
+    """Of this node's workers, by rank."""
+    one_node: bool = True
 
 
 class Chronicle:
@@ -158,7 +161,7 @@ class Chronicle:
         behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
         self._print(
             [
-                f"--- start {start.number}: {fields['world_size']} ranks, a controller with {behind}; "
+                f"--- start {start.number}: {counted(fields['world_size'], 'rank')}, a controller with {behind}; "
                 f"the job survives: {fields['survives']} ---"
             ]
         )
@@ -177,7 +180,8 @@ class Chronicle:
                 self._introduce(start, ending.log_dir, lines)
             self._story_path = self._story_path or ending.log_dir / STORY_NAME
         self._false_alarms += false_alarms(lines)
-        story = fault_of(start.number, lines, ending.exits, ending.first_exit_unix_s)
+        seen = (ending.exits, ending.first_exit_unix_s)
+        story = fault_of(start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node)
         if story is None:
             return
         if ending.log_dir is not None and story.kind == "hung":

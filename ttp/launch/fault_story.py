@@ -20,6 +20,7 @@ TRACE_LINES = 3
 STAGES = ("seen", "frozen", "decided", "written", "published")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
 _UNDECIDED = "not known on this node: its journal ends before a decision"
+_NEVER_DECIDED = "the controllers ended before a decision"
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported"})
 _PEER = "peer_error"
 _EXITING = "exiting"
@@ -101,19 +102,25 @@ def leading_lines(lines: Sequence[Line]) -> list[Line]:
 
 
 def fault_of(
-    start: int, lines: Sequence[Line], exits: Mapping[int, str], first_exit_unix_s: float | None = None
+    start: int,
+    lines: Sequence[Line],
+    exits: Mapping[int, str],
+    first_exit_unix_s: float | None = None,
+    *,
+    pids: Mapping[int, int] | None = None,
+    one_node: bool = False,
 ) -> FaultStory | None:
     """Tell the fault of a start from all its controllers' lines; None if there was none.
 
     `exits`: how workers on this node ended that failed by themselves, as the launcher saw it; `first_exit_unix_s`: when it
-    saw the first of them.
+    saw the first of them. pids: of this node's workers. one_node: no other node has a journal of this start.
     """
     lines = leading_lines(lines)
     fault = _lines_of_the_fault(lines)
     if not fault:
         if not exits:
             return None
-        culprits = tuple(Culprit(rank=rank, cause=exits[rank]) for rank in sorted(exits))
+        culprits = tuple(Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in sorted(exits))
         why = "the journal tells of no fault" if lines else "no controller on this node led the ranks"
         return FaultStory(
             start=start, began_unix_s=first_exit_unix_s or 0.0, kind="unled", culprits=culprits, not_saved=why
@@ -126,7 +133,7 @@ def fault_of(
     story = FaultStory(
         start=start,
         began_unix_s=began,
-        kind=_kind(fault),
+        kind=_kind(fault, {culprit.rank for culprit in culprits} & set(exits)),
         culprits=culprits,
         survivors=_survivors(fault, {culprit.rank for culprit in culprits}),
         took_over=max(int(line["controller"]) for line in fault),
@@ -141,7 +148,8 @@ def fault_of(
         story = replace(story, not_saved=refused["fields"]["reason"], goes_on_from=path, steps_lost=lost)
     else:
         told = _last(fault, "exit_sent")
-        why = str(told["fields"]["reason"]) if told else _UNDECIDED
+        undecided = _NEVER_DECIDED if one_node else _UNDECIDED
+        why = str(told["fields"]["reason"]) if told else undecided
         story = replace(story, not_saved=why)
     return story
 
@@ -166,8 +174,11 @@ def _last(lines: Sequence[Line], event: str) -> Line | None:
     return next((line for line in reversed(lines) if line["event"] == event), None)
 
 
-def _kind(fault: Sequence[Line]) -> str:
-    """Return the root cause's kind, in the controller's newest words."""
+def _kind(fault: Sequence[Line], ended: set[int]) -> str:
+    """Return the root cause's kind, in the controller's newest words; `ended`: culprits that the launcher saw end by
+    themselves, which a controller that only suspected them did not live to hear."""
+    if ended and not any(line["event"] in ("death_seen", "hung", "fault_reported") for line in fault):
+        return "exited"
     named = next((line for line in reversed(fault) if line["event"] in ("publish_sent", "freeze_sent")), None)
     first = next((line for line in fault if "kind" in line["fields"]), None)
     chosen = named or first
@@ -191,7 +202,7 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
             trace = trace_end(fields.get("detail", ""))
             found[fields["rank"]] = Culprit(rank=fields["rank"], cause=fields["text"], trace=trace)
     if not found:
-        found = _suspected(fault)
+        found = {rank: replace(one, cause=exits.get(rank, one.cause)) for rank, one in _suspected(fault).items()}
     names = _names(lines)
     frozen = next((line["fields"] for line in fault if line["event"] == "frozen"), None)
     registered = {line["fields"]["rank"]: line["fields"] for line in lines if line["event"] == "registered"}

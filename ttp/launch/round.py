@@ -92,6 +92,8 @@ class Round:
             self._chronicle.begin(hosts_rank_zero)
         self.next = ""
         """What follows this start, in words, once it is known."""
+        self.raised: dict[int, list[str]] = {}
+        """By rank, the exceptions that workers here recorded, once they were read."""
         self._courier = Courier(
             job_store,
             pids,
@@ -246,9 +248,11 @@ class Round:
         own = [death for death in deaths if death.status not in SAVED_EXIT_CODES]
         ending = Ending(
             log_dir=self._courier.log_dir,
-            exits={death.rank: death.text for death in own},
+            exits={death.rank: ": ".join((death.text, *self.raised.get(death.rank, ()))) for death in own},
             first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
             next=self.next or (self._fault.cause if self._fault is not None else ""),
+            pids=self._pids,
+            one_node=self._nodes == 1,
         )
         self._chronicle.end(self._start, ending)
 

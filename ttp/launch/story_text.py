@@ -66,14 +66,14 @@ def fault_lines(story: FaultStory) -> list[str]:
 
 def summary_lines(summary: Summary) -> list[str]:
     """Say how the job went."""
-    faults = _count(summary.faults, "fault")
+    faults = counted(summary.faults, "fault")
     if summary.false_alarms:
-        faults += f", {_count(summary.false_alarms, 'false alarm')}"
+        faults += f", {counted(summary.false_alarms, 'false alarm')}"
     saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
-    lost = _count(summary.steps_lost, "step")
+    lost = counted(summary.steps_lost, "step")
     if summary.unknown_losses:
-        lost += f", and not known after {_count(summary.unknown_losses, 'fault')}"
+        lost += f", and not known after {counted(summary.unknown_losses, 'fault')}"
     found = [
         ("result", summary.result),
         ("starts", f"{summary.starts} in {_seconds(summary.lasted_s)}"),
@@ -82,6 +82,11 @@ def summary_lines(summary: Summary) -> list[str]:
         ("lost", f"{lost}; {_seconds(summary.lost_s)} without training" if summary.faults else "nothing"),
     ]
     return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 fault`, `2 faults`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _who(culprits: Sequence[Culprit]) -> str:
@@ -157,7 +162,7 @@ def _written(saved: Saved) -> str:
 def _lost(steps: int | None) -> str:
     if steps is None:
         return ""
-    return f"; {_count(steps, 'step')} lost" if steps else "; no step lost"
+    return f"; {counted(steps, 'step')} lost" if steps else "; no step lost"
 
 
 def _took(took_ms: Mapping[str, float], took_over: int) -> str:
@@ -170,10 +175,6 @@ def _next(story: FaultStory) -> str:
     if not story.next.startswith("restart"):
         return story.next
     return f"{story.next}, from {story.goes_on_from or 'the newest valid checkpoint that is found'}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _seconds(seconds: float) -> str:

@@ -36,7 +36,7 @@ def put(name: str, log_dir: Path, number: int = 0) -> Start:
 
 def ending(log_dir: Path | None, **exits: str) -> Ending:
     told = {int(rank.removeprefix("rank_")): text for rank, text in exits.items()}
-    return Ending(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3")
+    return Ending(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3", pids={1: 71})
 
 
 def written(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +149,11 @@ def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytes
     chronicle.begin(here=True)
     chronicle.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
     told = capsys.readouterr().err
-    assert "cause   exit code 1" in told and "saved   nothing: no controller on this node led the ranks" in told
+    assert (
+        "who     rank 1 (pid 71)" in told
+        and "cause   exit code 1" in told
+        and "saved   nothing: no controller on this node led the ranks" in told
+    )
 
 
 def test_a_damaged_journal_costs_a_line_of_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

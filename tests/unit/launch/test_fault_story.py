@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.unit.launch.journals import JOURNALS, journal, story
 from ttp.launch.chronicle import Start, read_start
 from ttp.launch.fault_story import Culprit, Line, Place, Saved, false_alarms, fault_of, trace_end
@@ -112,3 +114,20 @@ def test_a_journal_that_ends_in_the_middle_of_a_fault_says_so() -> None:
     cut = lines[: next(number for number, one in enumerate(lines) if one["event"] == "decided")]
     told = fault_of(0, cut, {2: "signal SIGKILL"})
     assert told is not None and told.not_saved == "not known on this node: its journal ends before a decision"
+
+
+def test_a_suspicion_that_nobody_lived_to_confirm_is_what_the_launcher_saw() -> None:
+    """The only rank was killed: its stream broke, and its controller was ended before the lease was over."""
+    lines = journal("killed")
+    first = next(number for number, one in enumerate(lines) if one["event"] == "assembled")
+    at_s = float(lines[-1]["unix_s"])
+    cause: dict[str, Any] = {"kind": "silent", "culprits": [2], "text": "its stream broke"}
+    signs = [
+        line(at_s, "suspect", rank=2, why=cause["text"]),
+        line(at_s, "freeze_sent", freeze_id=1, ranks=[], **cause),
+    ]
+    told = fault_of(0, [*lines[: first + 1], *signs], {2: "signal SIGKILL"}, one_node=True)
+    assert told is not None and told.kind == "exited" and told.culprits[0].cause == "signal SIGKILL"
+    assert told.culprits[0].pid == 22698 and told.not_saved == "the controllers ended before a decision"
+    silent = fault_of(0, [*lines[: first + 1], *signs], {})
+    assert silent is not None and silent.kind == "silent" and silent.culprits[0].cause == "its stream broke"
