@@ -168,8 +168,8 @@ def _gathered(lines: list[tuple[float, str, str]]) -> list[tuple[float, str, str
 
 
 def _fields(fields: Any) -> str:
-    """Return a journal line's fields in their order; empty ones say nothing."""
-    told = {key: value for key, value in fields.items() if value not in ((), "", None)}
+    """Return a journal line's fields in their order; empty ones say nothing, and the start's table is what the script set up."""
+    told = {key: value for key, value in fields.items() if value not in ((), "", None) and key != "rows"}
     if not any(step >= 0 for step in told.get("backup_steps", ())):
         told.pop("backup_steps", None)
     return "".join(f" {key}={_value(value)}" for key, value in told.items())

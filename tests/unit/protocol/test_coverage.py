@@ -12,9 +12,11 @@ from tests.unit.protocol.bench import ControllerBench, registration
 from ttp.controller.coverage import (
     Coverage,
     Group,
+    Row,
     coverage_of,
     fatal_ranks,
     overview,
+    rows,
     survived_pairs,
     survives,
     warnings,
@@ -66,6 +68,19 @@ def test_only_rank_0_is_told_what_to_show() -> None:
     welcomes = job.sent(Welcome)
     assert len(welcomes[0].overview) == 4 and len(welcomes[0].warnings) == 2
     assert not any(welcomes[rank].overview or welcomes[rank].warnings for rank in (1, 2, 3))
+
+
+def test_the_journal_has_the_table_of_who_holds_what() -> None:
+    """Of a large job by node, and not of every one."""
+    job = ControllerBench(holders=((0, 2), (1, 3)), assembled=False)
+    for rank in range(4):
+        job.say(registration(rank, host="ab"[rank // 2]))
+    (told,) = job.told("assembled")
+    table = told["rows"]
+    assert isinstance(table, tuple) and len(table) == 4
+    assert table[0] == {"ranks": "0", "host": "a", "shards": ("shard 0 (1.0 MiB)",), "also_on": ("rank 2",)}
+    large = rows(coverage(even(800), [f"n{rank // 8}" for rank in range(800)]))
+    assert large[0] == Row("0-7", "n0", (), ("ranks 400-407",)) and large[-1] == Row("", "and 84 more nodes", (), ())
 
 
 def test_a_lone_holder_is_named() -> None:
