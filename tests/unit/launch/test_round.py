@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -10,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch import round as rounds
+from ttp.launch.chronicle import Chronicle
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.meeting import controller_key
@@ -38,7 +41,7 @@ class LineToController:
 class Start:
     """Two workers on this node, and their round."""
 
-    def __init__(self, total_timeout_s: float, controller: bool) -> None:
+    def __init__(self, total_timeout_s: float, controller: bool, chronicle: Chronicle | None = None) -> None:
         self.line = LineToController()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if controller:
@@ -51,13 +54,14 @@ class Start:
                 poll_s=0.002,
                 open_link=lambda address, job_id, pids: self.line,
                 request_shutdown=lambda address: None,
+                chronicle=chronicle,
             ),
             job_id="job",
             job_store=JobStore("127.0.0.1", self.store.port, 0),
             start_id="none-of-the-kind",
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=1,
-            hosts_rank_zero=False,
+            hosts_rank_zero=chronicle is not None,
         )
         if controller:
             self.until_led()
@@ -156,3 +160,21 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
     finally:
         start.close()
     assert "no controller has led the ranks" in caplog.text
+
+
+def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
+    """Who failed by itself, with its process, its exception and what follows; not the worker that ttprun has ended."""
+    path = tmp_path / "story.jsonl"
+    start = Start(60.0, controller=False, chronicle=Chronicle(path))
+    try:
+        start.fail_one()
+        start.held.join(DEADLINE_S)
+        start.round.end_workers(signal.SIGTERM, 5.0)
+        start.round.raised[1] = ["ValueError: boom"]
+        start.round.next = "restart 1 of 3"
+    finally:
+        start.close()
+    (told,) = [json.loads(line) for line in path.read_text().splitlines()]
+    (culprit,) = told["culprits"]
+    assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
+    assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
