@@ -64,7 +64,8 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
     assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in group._group_actions]
     for (_, _, default, meaning), action in zip(rows, group._group_actions, strict=True):
         assert (action.help or "").startswith(meaning), meaning
-        assert default == {"ttp_ot": "`TTP_OT` or 120"}.get(action.dest, str(action.default or "none"))
+        unset = {"ttp_ot": "`TTP_OT` or 120", "ttp_story": "`story.jsonl` beside the journals"}
+        assert default == unset.get(action.dest, str(action.default or "none"))
 
 
 @pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
