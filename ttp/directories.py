@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ttp.checkpoint import load, writer
 from ttp.checkpoint.durable import step_of_directory, write_durably
+from ttp.checkpoint.pieces import list_pieces
 from ttp.errors import CheckpointError, NotWritable
 
 LOCK_NAME = ".ttp_lock"
@@ -38,11 +39,12 @@ def check_same(directory: str, mark: str, keeper: int) -> None:
 class RunDirectories:
     """Rank 0's view of the checkpoint directories, in order of preference."""
 
-    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool) -> None:
-        """`first_start`: this is not a restart after a fault."""
+    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool, *, pieces: bool = False) -> None:
+        """`first_start`: this is not a restart after a fault. `pieces`: each node has directories of its own."""
         self._save_dirs = tuple(save_dirs)
         self._job_id = job_id
         self._first_start = first_start
+        self._list = list_pieces if pieces else load.list_checkpoints
         self._locks: list[int] = []
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
@@ -77,7 +79,7 @@ class RunDirectories:
 
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
-        found = [str(path) for path in load.list_checkpoints(self._save_dirs)]
+        found = [str(path) for path in self._list(self._save_dirs)]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]

@@ -138,7 +138,9 @@ class Session:
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
         self._at_point = start_injector(parse_faults(settings.faults), self.rank, settings.round_number)
         self._at_point("start")
-        self._directories = RunDirectories(self.save_dirs, settings.job_id, settings.round_number == 0)
+        self._directories = RunDirectories(
+            self.save_dirs, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
+        )
         self._hosts, start = self._agree_on_hosts()
         self._keeps = self.rank == self._keeper()
         """This rank looks after the directories: for all ranks, or for those of its node."""

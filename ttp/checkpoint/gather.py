@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ttp.checkpoint.durable import fsync_directory, sha256_of, step_directory_na
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.load import Found, check_tensors
 from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, from_bytes, read_manifest, to_bytes
-from ttp.checkpoint.pieces import SUPERSEDED, supersede
+from ttp.checkpoint.pieces import pieces_behind, supersede
 from ttp.checkpoint.publish import check_complete
 from ttp.checkpoint.verify import share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -122,7 +121,7 @@ def newest(
 ) -> Found | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published directories that may be chosen on this node; expected: shape of every tensor of the job; targets:
+    paths: the published names (`list_pieces`) that may be chosen on this node; expected: shape of every tensor of the job; targets:
     what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
     same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
     """
@@ -141,16 +140,6 @@ def newest(
     return None
 
 
-def pieces_beside(paths: Sequence[str]) -> list[str]:
-    """Return published directories together with those of the same steps that a later attempt has superseded."""
-    found = []
-    for path in map(Path, paths):
-        names = os.listdir(path.parent) if path.parent.is_dir() else []
-        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}\d+")
-        found += [str(path), *sorted(str(path.parent / name) for name in names if aside.fullmatch(name))]
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     path: Path
@@ -159,13 +148,11 @@ class _Piece:
 
 def _pieces_at(paths: Sequence[str], on_skip: Callable[[Path, str], None]) -> dict[Key, _Piece]:
     pieces: dict[Key, _Piece] = {}
-    for name in pieces_beside(paths):
-        path = Path(name)
+    for path in pieces_behind(paths):
         try:
             manifest = read_manifest(path)
         except (CorruptCheckpoint, OSError) as error:
-            if path.is_dir():
-                on_skip(path, str(error))
+            on_skip(path, str(error))
             continue
         pieces.setdefault((manifest.step, manifest.start, manifest.term, manifest.attempt), _Piece(path, manifest))
     return pieces
