@@ -44,7 +44,7 @@ class RunDirectories:
         self._save_dirs = tuple(save_dirs)
         self._job_id = job_id
         self._first_start = first_start
-        self._list = list_pieces if pieces else load.list_checkpoints
+        self._pieces = pieces
         self._locks: list[int] = []
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
@@ -79,13 +79,21 @@ class RunDirectories:
 
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
-        found = [str(path) for path in self._list(self._save_dirs)]
+        listed = list_pieces if self._pieces else load.list_checkpoints
+        found = [str(path) for path in listed(self._save_dirs)]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]
         if named and step_of_directory(Path(named[0])) is None:
             raise CheckpointError(
                 f"resume is {choice!r}: wanted auto, never, or the path of a checkpoint (.../iter_0000042)"
+            )
+        if named and self._pieces and str(Path(named[0]).parent) not in map(os.path.realpath, self._save_dirs):
+            # What other nodes lack is put beside it, and it gets its name there: that is for this run's directories only.
+            raise CheckpointError(
+                f"resume is {choice!r} with TTP_SHARED_DIRS=False: wanted a checkpoint in one of this run's directories"
+                f" ({', '.join(self._save_dirs)}), got one in {Path(named[0]).parent}; copy it there, or name its directory among"
+                " them"
             )
         after = load.step_of(named[0]) if named else 0
         earlier = self._note_of_this_job()

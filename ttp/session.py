@@ -235,7 +235,7 @@ class Session:
 
         choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start), or the path of one
         checkpoint. `never` and a path are about the job's first start, and are refused when save_dirs hold newer
-        checkpoints, which would be mixed up with this run's; a restart after a fault goes on where the fault left off.
+        checkpoints, which would be mixed up with this run's, and a path must lie in save_dirs where TTP_SHARED_DIRS is False; a restart after a fault goes on where the fault left off.
         Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError,
         ConfigError (the optimizer has trained already).
         """

@@ -121,7 +121,7 @@ def newest(
 ) -> Found | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published names (`list_pieces`) that may be chosen on this node; expected: shape of every tensor of the job; targets:
+    paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; expected: shape of every tensor of the job; targets:
     what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
     same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
     """
@@ -203,7 +203,7 @@ class _Search:
         if piece is not None and self.keeps:
             parents = [Path(os.path.realpath(folder)) for folder in self.save_dirs]
             parent = Path(os.path.realpath(piece.path.parent))
-            mine = [to_bytes(piece.manifest).decode(), parents.index(parent) if parent in parents else 0]
+            mine = [to_bytes(piece.manifest).decode(), parents.index(parent)]
         text, order = next(answer for answer in self.peers.exchange(mine) if answer)
         return from_bytes(text.encode(), "a node's manifest"), int(order)
 

@@ -65,6 +65,21 @@ def test_a_named_checkpoint_older_than_others_is_refused(tmp_path: Path) -> None
         first_start(tmp_path).candidates(named)
 
 
+def test_a_named_checkpoint_elsewhere_is_refused_where_nodes_have_their_own_directories(tmp_path: Path) -> None:
+    """It would be renamed into the run's directory, on another file system perhaps: it is the user's, and stays."""
+    named = publish(tmp_path / "elsewhere", 6)[0]
+    own = RunDirectories([str(tmp_path / "own")], "job", first_start=True, pieces=True)
+    with pytest.raises(
+        CheckpointError, match=r"TTP_SHARED_DIRS=False: wanted .*own\), got one in .*elsewhere; copy it"
+    ):
+        own.candidates(named)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    named = publish(tmp_path / "own", 6)[0]
+    linked = RunDirectories([str(tmp_path / "link")], "job", first_start=True, pieces=True)
+    assert linked.candidates(named) == [named]
+
+
 def test_an_earlier_jobs_note_does_not_count(tmp_path: Path) -> None:
     """A first start that never came to resume leaves no note of another job behind."""
     assert first_start(tmp_path).candidates("never") == []
