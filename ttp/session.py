@@ -153,7 +153,6 @@ class Session:
             pid=os.getpid(),
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
-            term=term_of(settings.round_number),
         )
         self.holder.hosts, self.holder.start = self._hosts, start
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
@@ -422,6 +421,7 @@ class Session:
             results=results,
             cause=Cause(CauseKind.PERIODIC, (), f"periodic checkpoint of step {step}"),
             record=record if record is not None and record.step == step else None,
+            term=term_of(self.settings.round_number),  # no controller orders it: any controller's dump may replace it
         )
 
     # --- the end of train ---
