@@ -17,6 +17,7 @@ import time
 import uuid
 from typing import Any
 
+from torch.distributed import DistError  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
@@ -31,6 +32,10 @@ from ttp.launch.story import exception_text, ranks_text, root_cause_first, trace
 from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
+
+BROKEN_ROUNDS = 5
+"""So many rendezvous in a row may break after they were complete: a node can die at any moment, but not at every one."""
+REJOIN_PAUSE_S = 1.0
 
 SHUTDOWN_S = 30
 """Grace of workers that are ended without a controller, where torch says none (older versions do not)."""
@@ -58,6 +63,19 @@ class HoldAgent(LocalElasticAgent):
         )
 
     # --- what torch's agent calls, in the order in which it does ---
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes (before each start), and agree on the ranks. A node that dies in between leaves the others without
+        its answers: they meet again, and those that had all answers see them wait."""
+        for broken in range(1, BROKEN_ROUNDS + 1):
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except DistError as error:
+                if broken == BROKEN_ROUNDS:
+                    raise
+                log.warning("the rendezvous was complete and broke (%s): is a node lost? Meeting again", error)
+            time.sleep(REJOIN_PAUSE_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers (after each rendezvous) and watch them."""

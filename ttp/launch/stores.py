@@ -323,14 +323,14 @@ class _Window:
 
     def __init__(self, place: Endpoint) -> None:
         self._place = place
-        self._store: TCPStore | None = None
+        self._client: TCPStore | None = None
 
     def look(self) -> int | None:
         """Return the place's number, 0 where it is not in use, None where no store answers."""
         try:
             socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
         except OSError:
-            self._store = None
+            self._client = None
             return None
         return self._ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
 
@@ -339,12 +339,12 @@ class _Window:
         return self._ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
 
     def _ask(self, question: Callable[[TCPStore], int]) -> int | None:
-        kept = self._store
+        kept = self._client
         asked = _Aside(lambda: self._answer(kept, question))
         if asked.wait(ANSWER_S) and asked.succeeded:
-            self._store, answer = asked.result()
+            self._client, answer = asked.result()
             return answer
-        self._store = None
+        self._client = None
         return None
 
     def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], int]) -> tuple[TCPStore, int]:

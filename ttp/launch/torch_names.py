@@ -23,6 +23,7 @@ class PrivateName:
 
 
 PRIVATE_NAMES = (
+    PrivateName("_rendezvous", "method", "meet again when a node dies before all ranks are known"),
     PrivateName("_start_workers", "method", "begin a start: the death watch and the courier follow the workers"),
     PrivateName("_monitor_workers", "method", "hold the survivors before torch ends them, and explain the end"),
     PrivateName("_stop_workers", "method", "hold the survivors when another node causes the restart"),
