@@ -28,10 +28,15 @@ from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import EXPIRED_GRACE_S, USAGE_ERROR, Launching, Round
+from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
 from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
+
+NEWS_S = 2 * ROUND_S
+"""How long after its own workers have left an agent may hear that another node waits."""
+NEWS_LOOK_S = 0.05
 
 BROKEN_ROUNDS = 5
 """So many rendezvous in a row may break after they were complete: a node can die at any moment, but not at every one."""
@@ -115,6 +120,8 @@ class HoldAgent(LocalElasticAgent):
             return self._ask_torch(worker_group)
         if round_.failed():
             round_.hold()
+            if round_.left_for_others() and self._another_node_waits():
+                return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
         elif self._makes_room(round_):
             return RunResult(
                 state=WorkerState.HEALTHY
@@ -137,6 +144,16 @@ class HoldAgent(LocalElasticAgent):
             return False
         round_.take_leave("the set of nodes changes (another node's fault, or a node that wants to join)")
         return not round_.succeeded()
+
+    def _another_node_waits(self) -> bool:
+        """Say whether a node waits to be taken in, or does so soon: each agent asks now and then only, and another one may have
+        told its workers to leave before this one knew."""
+        until_s = time.monotonic() + NEWS_S
+        while self._rendezvous_handler.num_nodes_waiting() == 0:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(NEWS_LOOK_S)
+        return True
 
     def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -87,6 +87,48 @@ def test_a_node_lost_between_the_rendezvous_and_the_ranks_does_not_end_the_other
                 agent._rendezvous(group)
             assert nodes.rounds == BROKEN_ROUNDS
         assert nodes.calls == [], "the rendezvous stays open for the others"
+
+
+class Left:
+    """Stands in for a round whose workers here have all left on the controller's word."""
+
+    def failed(self) -> bool:
+        return True
+
+    def hold(self) -> None: ...
+
+    def left_for_others(self) -> bool:
+        return True
+
+    def end_workers(self, death_signal: int, grace_s: float) -> None: ...
+
+
+class WaitingNodes(FixedNodes):
+    """Says at each question how many nodes wait."""
+
+    def __init__(self, answers: list[int]) -> None:
+        super().__init__(HashStore(), 0, 2)
+        self.answers = answers
+
+    def num_nodes_waiting(self) -> int:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["heard late", "nobody waits"])
+def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
+    answers: list[int], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node's agent told its ranks to leave before this one had heard of the node that waits."""
+    monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
+    failed = RunResult(state=WorkerState.FAILED)
+    monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
+    judged: list[RunResult] = []
+    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: judged.append(result))
+    agent = make_agent(WaitingNodes(answers))
+    agent._round = Left()  # type: ignore[assignment]
+    result = agent._monitor_workers(agent.get_worker_group())
+    assert (result.state is WorkerState.FAILED) == counts and bool(judged) == counts
 
 
 def test_the_rendezvous_must_give_fresh_stores() -> None:
