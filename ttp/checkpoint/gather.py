@@ -10,9 +10,11 @@ Owns the agreement and the moving. Never changes a file that is there; a piece k
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
 
 CHUNK_BYTES = 4 << 20
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
 
 Key = tuple[int, int, int, str]
 """Step, start, term and attempt of a checkpoint: the pieces of one have the same, and the higher is the better."""
@@ -158,6 +161,13 @@ def _pieces_at(paths: Sequence[str], on_skip: Callable[[Path, str], None]) -> di
     return pieces
 
 
+def clean_unfinished(piece: Path) -> None:
+    """Remove what a killed keeper has taken in only in part. Raises OSError."""
+    for name in os.listdir(piece):
+        if _UNFINISHED.fullmatch(name):
+            os.unlink(piece / name)
+
+
 class _Search:
     """One rank's part in looking at checkpoints. Every method is called by all ranks, in the same order."""
 
@@ -262,6 +272,7 @@ class _Search:
         if self.keeps:
             try:
                 work.mkdir(parents=True, exist_ok=True)
+                clean_unfinished(work)
                 if piece is None:
                     write_durably(work / MANIFEST_NAME, to_bytes(manifest))
                 dcp.write_metadata(work, contents, str(final), manifest.attempt)
@@ -309,9 +320,13 @@ class _Search:
         if not problem and digest.hexdigest() != move.file.sha256:
             problem = f"it arrived with sha256 {digest.hexdigest()}, wanted {move.file.sha256}"
         if not problem:
-            os.replace(unfinished, work / move.file.name)
-            return ""
-        unfinished.unlink(missing_ok=True)
+            try:
+                os.replace(unfinished, work / move.file.name)
+                return ""
+            except OSError as error:
+                problem = str(error)
+        with contextlib.suppress(OSError):  # `clean_unfinished` removes it later
+            unfinished.unlink(missing_ok=True)
         return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {problem}"
 
     def _agree(self, problem: str) -> None:

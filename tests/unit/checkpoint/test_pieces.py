@@ -227,6 +227,29 @@ def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) 
     job.assert_equal(cluster.read(job, found))
 
 
+def test_a_file_that_cannot_get_its_name_is_said_on_every_rank(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the rank that failed; what stays half moved is removed by the next start, and nothing else is."""
+    cluster.save(job, 7)
+    replace, unlink = os.replace, Path.unlink
+
+    def full(source: Any, target: Any) -> None:
+        if Path(target).suffix == ".distcp":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: full(path, "x.distcp"))
+        with pytest.raises(CheckpointError, match=r"cannot take the files .* No space left on device"):
+            cluster.gather(job, hosts=("b", "b", "a", "a"))
+    assert Path.unlink is unlink and list(cluster.root.rglob(".*distcp*"))
+    found = cluster.gather(job, hosts=("b", "b", "a", "a"))
+    job.assert_equal(cluster.read(job, found))
+    assert not list(cluster.root.rglob(".*distcp*"))
+
+
 def test_a_step_that_only_one_node_has_published_counts_when_all_files_are_there(cluster: Cluster, job: Job) -> None:
     """Node b was lost between writing and publishing: its files are in an attempt that has no manifest."""
     cluster.save(job, 4)
