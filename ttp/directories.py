@@ -26,9 +26,21 @@ NOTE_NAME = ".ttp_run.json"
 LOCK_WAIT_S = 10.0
 """A rank 0 that was killed holds its lock until the kernel has freed it."""
 
+_SAME_FOR_NODES = (
+    "; if that is a rank of this job, its nodes share this directory: set TTP_SHARED_DIRS=True on all of them"
+)
 
-def check_same(directory: str, mark: str, keeper: int) -> None:
-    """Make sure that `directory` is the one that rank `keeper` has claimed under this name. Raises NotWritable."""
+
+def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> None:
+    """Make sure that `directory` is the one that rank `keeper` has claimed under this name. Raises NotWritable.
+
+    own_host: this rank's node as the job names it, where each node has directories of its own; empty where all share them.
+    """
+    if not (Path(directory) / mark).exists() and own_host:
+        raise NotWritable(
+            f"checkpoint directory {directory} is another one here than for rank {keeper}, whose node is named {own_host!r} as"
+            " well: wanted a name for each node, for TTP_SHARED_DIRS is False; set TTP_HOST to another one on each"
+        )
     if not (Path(directory) / mark).exists():
         raise NotWritable(
             f"checkpoint directory {directory} is another one here than for rank {keeper}: wanted one that all nodes share; if"
@@ -137,7 +149,7 @@ class RunDirectories:
                 os.close(descriptor)
                 raise NotWritable(
                     f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
-                    " over each other: end that job, or choose another directory"
+                    f" over each other: end that job, or choose another directory{_SAME_FOR_NODES if self._pieces else ''}"
                 ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)

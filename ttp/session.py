@@ -217,7 +217,7 @@ class Session:
         keeper = self._keeper()
         try:
             for directory in () if refusal else self.save_dirs:
-                check_same(directory, told[keeper][1], keeper)
+                check_same(directory, told[keeper][1], keeper, self.settings.host if self._hosts else "")
                 writer.probe_writable(directory)
         except NotWritable as error:
             refusal = f"rank {self.rank}: {error}"

@@ -105,6 +105,8 @@ def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         assert other.stdout is not None and other.stdout.readline() == "locked\n"
         with pytest.raises(NotWritable, match=f"in use by another job.*pid {other.pid}"):
             first_start(tmp_path).claim()
+        with pytest.raises(NotWritable, match=r"a rank of this job, its nodes share .* TTP_SHARED_DIRS=True"):
+            RunDirectories([str(tmp_path)], "job", first_start=True, pieces=True).claim()
         other.kill()
     run = first_start(tmp_path)
     run.claim()
@@ -118,6 +120,8 @@ def test_ranks_find_out_whether_they_have_the_same_directory(tmp_path: Path) -> 
     directories.check_same(str(tmp_path / "here"), run.mark, 0)
     with pytest.raises(NotWritable, match=r"there is another one here than for rank 0.*TTP_SHARED_DIRS=False"):
         directories.check_same(str(tmp_path / "there"), run.mark, 0)
+    with pytest.raises(NotWritable, match=r"whose node is named 'n' as well.*TTP_HOST"):
+        directories.check_same(str(tmp_path / "there"), run.mark, 0, own_host="n")
     run.remove_mark()
     run.release()
     assert [path.name for path in (tmp_path / "here").iterdir()] == [".ttp_lock"]
