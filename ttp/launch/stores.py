@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
+from ttp.launch.rank_table import is_own_address
 
 log = logging.getLogger("ttp.launch")
 
@@ -78,22 +79,6 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     if len(set(found)) != len(found):
         raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted each place once")
     return tuple(found)
-
-
-def is_here(host: str) -> bool:
-    """Say whether a host's name or address is this machine's: whether one can listen there."""
-    try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 class Stores:
@@ -328,7 +313,7 @@ class _Waiting:
 
 def _serve(place: Endpoint) -> TCPStore | None:
     """Keep a store at a place of this machine; None where the place is another's, or already served from here."""
-    if not is_here(place.host):
+    if not is_own_address(place.host):
         return None
     try:
         return TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)

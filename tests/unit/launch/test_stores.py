@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from ttp.errors import ConfigError
 from ttp.launch import stores as stores_module
-from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, is_here, parse_endpoints
+from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +61,6 @@ def test_a_bad_list_is_refused_with_what_was_wanted(text: str) -> None:
         parse_endpoints(text)
 
 
-def test_a_machine_knows_its_own_names() -> None:
-    """Only there an agent keeps a store."""
-    assert is_here("localhost") and is_here("127.0.0.1")
-    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")
-
-
 def test_an_agent_keeps_a_store_at_its_own_places() -> None:
     """Others reach it until it is closed."""
     place = free_place()
@@ -78,7 +72,7 @@ def test_an_agent_keeps_a_store_at_its_own_places() -> None:
 def test_a_place_whose_name_is_known_late_is_served_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server may lag behind: every agent, and the one that is meant, looks again."""
     place, known = free_place(), [False]
-    monkeypatch.setattr(stores_module, "is_here", lambda host: known[0])
+    monkeypatch.setattr(stores_module, "is_own_address", lambda host: known[0])
     own = Stores((place,))
     assert own.find(patient=True) is None and own.find(patient=True) is None
     known[0] = True
