@@ -17,7 +17,7 @@ import time
 import uuid
 from typing import Any
 
-from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException

@@ -55,7 +55,7 @@ def test_workers_of_a_start_that_broke_in_the_middle_are_ended(monkeypatch: pyte
             child.wait()
 
 
-class LosesNodes(HashStore):  # type: ignore[misc]
+class LosesNodes(HashStore):
     """A store in which the answers of a node are missing for the first rounds: it died after the round was complete."""
 
     def __init__(self, missing: str, rounds: int) -> None:
