@@ -1,8 +1,9 @@
 """The checkpoint directories of one run: that nobody else writes there, and which checkpoints the run may go on from.
 
-Called by rank 0 alone; the session tells the others. Owns the lock file and the run's note beside the checkpoints:
+Called by rank 0 alone, or by the keeper of each node that has directories of its own; the session tells
+the others. Owns the lock file and the run's note beside the checkpoints:
 
-    .ttp_lock       held (flock) by rank 0 of the job that writes here, released by the kernel when it ends, however it ends
+    .ttp_lock       held (flock) by that rank of the job that writes here, released by the kernel when it ends, however it ends
     .ttp_run.json   what was there when the job was first started: a restart after a fault must not take it for its own
 """
 
@@ -49,7 +50,7 @@ def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> No
 
 
 class RunDirectories:
-    """Rank 0's view of the checkpoint directories, in order of preference."""
+    """The view of the checkpoint directories, in order of preference, of the rank that keeps them."""
 
     def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool, *, pieces: bool = False) -> None:
         """`first_start`: this is not a restart after a fault. `pieces`: each node has directories of its own."""
