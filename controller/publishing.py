@@ -35,6 +35,7 @@ def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> C
         results=results(dump),
         cause=cause,
         record=dump.decision.record,
+        term=state.settings.term,
     )
     state = replace(state, stage=Stage.PUBLISHING, dump=replace(dump, order=order))
     return _advance(state, now, out)

@@ -350,6 +350,7 @@ def _encode_publish(message: m.PublishOrder) -> pb.PublishOrder:
         results=[encode_share(share) for share in message.results],
         cause=encode_cause(message.cause),
         record=None if message.record is None else encode_record(message.record),
+        term=message.term,
     )
 
 
@@ -362,6 +363,7 @@ def _decode_publish(wire: pb.PublishOrder) -> m.PublishOrder:
         results=tuple(decode_share(share) for share in wire.results),
         cause=decode_cause(wire.cause),
         record=decode_record(wire.record) if wire.HasField("record") else None,
+        term=wire.term,
     )
 
 

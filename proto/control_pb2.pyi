@@ -411,7 +411,7 @@ class WriteOrder(_message.Message):
     def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., tmp_name: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class PublishOrder(_message.Message):
-    __slots__ = ("freeze_id", "step", "directory", "tmp_name", "results", "cause", "record")
+    __slots__ = ("freeze_id", "step", "directory", "tmp_name", "results", "cause", "record", "term")
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +419,7 @@ class PublishOrder(_message.Message):
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     freeze_id: int
     step: int
     directory: str
@@ -426,7 +427,8 @@ class PublishOrder(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[ShareResult]
     cause: Cause
     record: CommitRecord
-    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., tmp_name: _Optional[str] = ..., results: _Optional[_Iterable[_Union[ShareResult, _Mapping]]] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+    term: int
+    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., tmp_name: _Optional[str] = ..., results: _Optional[_Iterable[_Union[ShareResult, _Mapping]]] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Exit(_message.Message):
     __slots__ = ("code", "reason")

@@ -299,6 +299,8 @@ class PublishOrder:
     cause: Cause
     record: CommitRecord | None
     """Commit record of `step`, if any survivor has it."""
+    term: int
+    """The ordering controller's: a checkpoint of a higher one is not replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The checkpoint directories of one run: that nobody else writes there, and which checkpoints the run may go on from.
 
-Called by rank 0 alone; the session tells the others. Owns the lock file and the run's note beside the checkpoints:
+Called by rank 0 alone, or by the keeper of each node that has directories of its own; the session tells
+the others. Owns the lock file and the run's note beside the checkpoints:
 
-    .ttp_lock       held (flock) by rank 0 of the job that writes here, released by the kernel when it ends, however it ends
+    .ttp_lock       held (flock) by that rank of the job that writes here, released by the kernel when it ends, however it ends
     .ttp_run.json   what was there when the job was first started: a restart after a fault must not take it for its own
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from ttp.checkpoint import load, writer
 from ttp.checkpoint.durable import step_of_directory, write_durably
+from ttp.checkpoint.pieces import list_pieces
 from ttp.errors import CheckpointError, NotWritable
 
 LOCK_NAME = ".ttp_lock"
@@ -25,9 +27,21 @@ NOTE_NAME = ".ttp_run.json"
 LOCK_WAIT_S = 10.0
 """A rank 0 that was killed holds its lock until the kernel has freed it."""
 
+_SAME_FOR_NODES = (
+    "; if that is a rank of this job, its nodes share this directory: set TTP_SHARED_DIRS=True on all of them"
+)
 
-def check_same(directory: str, mark: str, keeper: int) -> None:
-    """Make sure that `directory` is the one that rank `keeper` has claimed under this name. Raises NotWritable."""
+
+def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> None:
+    """Make sure that `directory` is the one that rank `keeper` has claimed under this name. Raises NotWritable.
+
+    own_host: this rank's node as the job names it, where each node has directories of its own; empty where all share them.
+    """
+    if not (Path(directory) / mark).exists() and own_host:
+        raise NotWritable(
+            f"checkpoint directory {directory} is another one here than for rank {keeper}, whose node is named {own_host!r} as"
+            " well: wanted a name for each node, for TTP_SHARED_DIRS is False; set TTP_HOST to another one on each"
+        )
     if not (Path(directory) / mark).exists():
         raise NotWritable(
             f"checkpoint directory {directory} is another one here than for rank {keeper}: wanted one that all nodes share; if"
@@ -36,13 +50,14 @@ def check_same(directory: str, mark: str, keeper: int) -> None:
 
 
 class RunDirectories:
-    """Rank 0's view of the checkpoint directories, in order of preference."""
+    """The view of the checkpoint directories, in order of preference, of the rank that keeps them."""
 
-    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool) -> None:
-        """`first_start`: this is not a restart after a fault."""
+    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool, *, pieces: bool = False) -> None:
+        """`first_start`: this is not a restart after a fault. `pieces`: each node has directories of its own."""
         self._save_dirs = tuple(save_dirs)
         self._job_id = job_id
         self._first_start = first_start
+        self._pieces = pieces
         self._locks: list[int] = []
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
@@ -77,13 +92,21 @@ class RunDirectories:
 
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
-        found = [str(path) for path in load.list_checkpoints(self._save_dirs)]
+        listed = list_pieces if self._pieces else load.list_checkpoints
+        found = [str(path) for path in listed(self._save_dirs)]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]
         if named and step_of_directory(Path(named[0])) is None:
             raise CheckpointError(
                 f"resume is {choice!r}: wanted auto, never, or the path of a checkpoint (.../iter_0000042)"
+            )
+        if named and self._pieces and str(Path(named[0]).parent) not in map(os.path.realpath, self._save_dirs):
+            # What other nodes lack is put beside it, and it gets its name there: that is for this run's directories only.
+            raise CheckpointError(
+                f"resume is {choice!r} with TTP_SHARED_DIRS=False: wanted a checkpoint in one of this run's directories"
+                f" ({', '.join(self._save_dirs)}), got one in {Path(named[0]).parent}; copy it there, or name its directory among"
+                " them"
             )
         after = load.step_of(named[0]) if named else 0
         earlier = self._note_of_this_job()
@@ -127,7 +150,7 @@ class RunDirectories:
                 os.close(descriptor)
                 raise NotWritable(
                     f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
-                    " over each other: end that job, or choose another directory"
+                    f" over each other: end that job, or choose another directory{_SAME_FOR_NODES if self._pieces else ''}"
                 ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)

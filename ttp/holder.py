@@ -78,7 +78,6 @@ class OptimizerHolder:
         pid: int,
         save_dirs: Sequence[str],
         layout: Mapping[str, Any],
-        term: int,
     ) -> None:
         self.optimizer = optimizer
         self.step_states = StepStates()
@@ -98,7 +97,6 @@ class OptimizerHolder:
         """Address of the standby controller that this rank has started, if any."""
         self._written = WrittenShares()
         self._rank = rank
-        self._term = term
         self._layout = dict(layout)
         self._trusted: frozenset[str] = frozenset()
         self.hosts: tuple[str, ...] = ()
@@ -159,7 +157,7 @@ class OptimizerHolder:
             expected=self.optimizer.expected_tensors(),
             blobs=param_group_blobs(self._param_groups(order.step)),
             rank=self._rank,
-            term=self._term,
+            term=order.term,
             trusted=self._trusted,
             advance=self._advance,
         )
@@ -178,7 +176,7 @@ class OptimizerHolder:
             blobs=param_group_blobs(self._param_groups(order.step)),
             rank=self._rank,
             start=self.start,
-            term=self._term,
+            term=order.term,
         )
 
     @property

@@ -138,7 +138,9 @@ class Session:
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
         self._at_point = start_injector(parse_faults(settings.faults), self.rank, settings.round_number)
         self._at_point("start")
-        self._directories = RunDirectories(self.save_dirs, settings.job_id, settings.round_number == 0)
+        self._directories = RunDirectories(
+            self.save_dirs, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
+        )
         self._hosts, start = self._agree_on_hosts()
         self._keeps = self.rank == self._keeper()
         """This rank looks after the directories: for all ranks, or for those of its node."""
@@ -151,7 +153,6 @@ class Session:
             pid=os.getpid(),
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
-            term=term_of(settings.round_number),
         )
         self.holder.hosts, self.holder.start = self._hosts, start
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
@@ -216,7 +217,7 @@ class Session:
         keeper = self._keeper()
         try:
             for directory in () if refusal else self.save_dirs:
-                check_same(directory, told[keeper][1], keeper)
+                check_same(directory, told[keeper][1], keeper, self.settings.host if self._hosts else "")
                 writer.probe_writable(directory)
         except NotWritable as error:
             refusal = f"rank {self.rank}: {error}"
@@ -233,7 +234,7 @@ class Session:
 
         choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start), or the path of one
         checkpoint. `never` and a path are about the job's first start, and are refused when save_dirs hold newer
-        checkpoints, which would be mixed up with this run's; a restart after a fault goes on where the fault left off.
+        checkpoints, which would be mixed up with this run's, and a path must lie in save_dirs where TTP_SHARED_DIRS is False; a restart after a fault goes on where the fault left off.
         Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError,
         ConfigError (the optimizer has trained already).
         """
@@ -420,6 +421,7 @@ class Session:
             results=results,
             cause=Cause(CauseKind.PERIODIC, (), f"periodic checkpoint of step {step}"),
             record=record if record is not None and record.step == step else None,
+            term=term_of(self.settings.round_number),  # no controller orders it: any controller's dump may replace it
         )
 
     # --- the end of train ---

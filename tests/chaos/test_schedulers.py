@@ -118,6 +118,27 @@ def stand_in(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def test_the_batch_script_asks_slurm_for_what_it_relies_on() -> None:
+    """The time limit's signal goes to the shell, which requeues; a lost node ends neither the job nor the step."""
+    text = (EXAMPLES / "slurm" / "train.sbatch").read_text()
+    asked = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")}
+    assert {"--signal=B:TERM@180", "--requeue", "--no-kill"} <= asked
+    assert re.search(r"^srun --no-kill --kill-on-bad-exit=0 ", text, re.MULTILINE)
+
+
+def test_the_batch_script_names_two_meeting_points(stand_in: Path) -> None:
+    """The first two nodes, each with the job's port; one node alone is named once."""
+    text = (EXAMPLES / "slurm" / "train.sbatch").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("ENDPOINTS=")]
+    for nodes, wanted in (("a,b,c", "a:5,b:5"), ("a", "a:5")):
+        environ = os.environ | {"SLURM_JOB_NODELIST": nodes, "MASTER_PORT": "5"}
+        environ |= {"PATH": f"{stand_in}:{os.environ['PATH']}"}
+        shell = subprocess.run(
+            ["bash", "-c", f"{line}\necho $ENDPOINTS"], env=environ, capture_output=True, text=True, check=True
+        )
+        assert shell.stdout == f"{wanted}\n"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("receiver", ["batch shell", "every process of the step"])

@@ -81,5 +81,5 @@ def _downward(job: Job, rank: int) -> list[Downward]:
         Thaw(old),
         RollForward(old, record),
         WriteOrder(old, 1, "/a", _NAME, (Part("g0", 0, 1),)),
-        PublishOrder(old, 1, "/a", _NAME, (), cause, None),
+        PublishOrder(old, 1, "/a", _NAME, (), cause, None, 0),
     ]

@@ -10,6 +10,7 @@ Owns the agreement and the moving. Never changes a file that is there; a piece k
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -26,13 +27,14 @@ from ttp.checkpoint.durable import fsync_directory, sha256_of, step_directory_na
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.load import Found, check_tensors
 from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, from_bytes, read_manifest, to_bytes
-from ttp.checkpoint.pieces import SUPERSEDED, supersede
+from ttp.checkpoint.pieces import pieces_behind, supersede
 from ttp.checkpoint.publish import check_complete
 from ttp.checkpoint.verify import share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
 
 CHUNK_BYTES = 4 << 20
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
 
 Key = tuple[int, int, int, str]
 """Step, start, term and attempt of a checkpoint: the pieces of one have the same, and the higher is the better."""
@@ -122,7 +124,7 @@ def newest(
 ) -> Found | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published directories that may be chosen on this node; expected: shape of every tensor of the job; targets:
+    paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; expected: shape of every tensor of the job; targets:
     what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
     same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
     """
@@ -141,16 +143,6 @@ def newest(
     return None
 
 
-def pieces_beside(paths: Sequence[str]) -> list[str]:
-    """Return published directories together with those of the same steps that a later attempt has superseded."""
-    found = []
-    for path in map(Path, paths):
-        names = os.listdir(path.parent) if path.parent.is_dir() else []
-        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}\d+")
-        found += [str(path), *sorted(str(path.parent / name) for name in names if aside.fullmatch(name))]
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     path: Path
@@ -159,16 +151,21 @@ class _Piece:
 
 def _pieces_at(paths: Sequence[str], on_skip: Callable[[Path, str], None]) -> dict[Key, _Piece]:
     pieces: dict[Key, _Piece] = {}
-    for name in pieces_beside(paths):
-        path = Path(name)
+    for path in pieces_behind(paths):
         try:
             manifest = read_manifest(path)
         except (CorruptCheckpoint, OSError) as error:
-            if path.is_dir():
-                on_skip(path, str(error))
+            on_skip(path, str(error))
             continue
         pieces.setdefault((manifest.step, manifest.start, manifest.term, manifest.attempt), _Piece(path, manifest))
     return pieces
+
+
+def clean_unfinished(piece: Path) -> None:
+    """Remove what a killed keeper has taken in only in part. Raises OSError."""
+    for name in os.listdir(piece):
+        if _UNFINISHED.fullmatch(name):
+            os.unlink(piece / name)
 
 
 class _Search:
@@ -216,7 +213,7 @@ class _Search:
         if piece is not None and self.keeps:
             parents = [Path(os.path.realpath(folder)) for folder in self.save_dirs]
             parent = Path(os.path.realpath(piece.path.parent))
-            mine = [to_bytes(piece.manifest).decode(), parents.index(parent) if parent in parents else 0]
+            mine = [to_bytes(piece.manifest).decode(), parents.index(parent)]
         text, order = next(answer for answer in self.peers.exchange(mine) if answer)
         return from_bytes(text.encode(), "a node's manifest"), int(order)
 
@@ -275,6 +272,7 @@ class _Search:
         if self.keeps:
             try:
                 work.mkdir(parents=True, exist_ok=True)
+                clean_unfinished(work)
                 if piece is None:
                     write_durably(work / MANIFEST_NAME, to_bytes(manifest))
                 dcp.write_metadata(work, contents, str(final), manifest.attempt)
@@ -322,9 +320,13 @@ class _Search:
         if not problem and digest.hexdigest() != move.file.sha256:
             problem = f"it arrived with sha256 {digest.hexdigest()}, wanted {move.file.sha256}"
         if not problem:
-            os.replace(unfinished, work / move.file.name)
-            return ""
-        unfinished.unlink(missing_ok=True)
+            try:
+                os.replace(unfinished, work / move.file.name)
+                return ""
+            except OSError as error:
+                problem = str(error)
+        with contextlib.suppress(OSError):  # `clean_unfinished` removes it later
+            unfinished.unlink(missing_ok=True)
         return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {problem}"
 
     def _agree(self, problem: str) -> None:

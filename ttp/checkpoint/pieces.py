@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,20 @@ import torch
 
 import ttp
 from ttp.checkpoint.contents import read_contents
-from ttp.checkpoint.durable import advance_tracker, fsync_directory, step_directory_name, steps_in
+from ttp.checkpoint.durable import (
+    advance_tracker,
+    fsync_directory,
+    step_directory_name,
+    step_of_directory,
+    steps_in,
+)
 from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest, to_bytes, write_manifest
 from ttp.checkpoint.share import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
 
 SUPERSEDED = "_superseded_"
+_ASIDE = re.compile(rf"(iter_\d{{7,}}){SUPERSEDED}\d+")
 
 
 def publish_piece(
@@ -93,11 +101,36 @@ def publish_piece(
 def next_start(save_dirs: Sequence[str]) -> int:
     """Return a number above those of all starts that have left pieces in these directories."""
     newest = 0
-    for folder in save_dirs:
-        for _, path in steps_in(Path(folder)):
-            with contextlib.suppress(CorruptCheckpoint, OSError):
-                newest = max(newest, read_manifest(path).start)
+    for path in pieces_behind(list_pieces(save_dirs)):
+        with contextlib.suppress(CorruptCheckpoint, OSError):
+            newest = max(newest, read_manifest(path).start)
     return newest + 1
+
+
+def list_pieces(save_dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the published names of all pieces of these directories, newest step first (then in the directories' order).
+
+    A name may have superseded pieces only: a publisher that is killed between two renames leaves it so.
+    """
+    found: set[tuple[int, int, Path]] = set()
+    for order, folder in enumerate(map(Path, save_dirs)):
+        found |= {(-step, order, path) for step, path in steps_in(folder)}
+        for name in os.listdir(folder) if folder.is_dir() else []:
+            match = _ASIDE.fullmatch(name)
+            if match and (step := step_of_directory(Path(match.group(1)))) is not None:
+                found.add((-step, order, folder / match.group(1)))
+    return [path for _, _, path in sorted(found)]
+
+
+def pieces_behind(names: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the directories of published names: each that is there, and those that a later attempt has superseded."""
+    found = []
+    for path in map(Path, names):
+        beside = os.listdir(path.parent) if path.parent.is_dir() else []
+        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}\d+")
+        found += [path] if path.is_dir() else []
+        found += sorted(path.parent / name for name in beside if aside.fullmatch(name))
+    return found
 
 
 def _is_done(final: Path, mine: Manifest) -> bool:

@@ -17,6 +17,7 @@ import time
 import uuid
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
@@ -27,10 +28,19 @@ from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import EXPIRED_GRACE_S, USAGE_ERROR, Launching, Round
+from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
 from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
+
+NEWS_S = 2 * ROUND_S
+"""How long after its own workers have left an agent may hear that another node waits."""
+NEWS_LOOK_S = 0.05
+
+BROKEN_ROUNDS = 5
+"""So many rendezvous in a row may break after they were complete: a node can die at any moment, but not at every one."""
+REJOIN_PAUSE_S = 1.0
 
 SHUTDOWN_S = 30
 """Grace of workers that are ended without a controller, where torch says none (older versions do not)."""
@@ -58,6 +68,19 @@ class HoldAgent(LocalElasticAgent):
         )
 
     # --- what torch's agent calls, in the order in which it does ---
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes (before each start), and agree on the ranks. A node that dies in between leaves the others without
+        its answers: they meet again, and those that had all answers see them wait."""
+        for broken in range(1, BROKEN_ROUNDS + 1):
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except DistError as error:
+                if broken == BROKEN_ROUNDS:
+                    raise
+                log.warning("the rendezvous was complete and broke (%s): is a node lost? Meeting again", error)
+            time.sleep(REJOIN_PAUSE_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers (after each rendezvous) and watch them."""
@@ -99,6 +122,8 @@ class HoldAgent(LocalElasticAgent):
             return self._ask_torch(worker_group)
         if round_.failed():
             round_.hold()
+            if round_.left_for_others() and self._another_node_waits():
+                return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
         elif self._makes_room(round_):
             return RunResult(
                 state=WorkerState.HEALTHY
@@ -121,6 +146,16 @@ class HoldAgent(LocalElasticAgent):
             return False
         round_.take_leave("the set of nodes changes (another node's fault, or a node that wants to join)")
         return not round_.succeeded()
+
+    def _another_node_waits(self) -> bool:
+        """Say whether a node waits to be taken in, or does so soon: each agent asks now and then only, and another one may have
+        told its workers to leave before this one knew."""
+        until_s = time.monotonic() + NEWS_S
+        while self._rendezvous_handler.num_nodes_waiting() == 0:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(NEWS_LOOK_S)
+        return True
 
     def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -12,8 +12,10 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from ttp.errors import ConfigError
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEY = "ttp/job_store"
@@ -78,19 +80,29 @@ class FreshStoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; called by the agent at every start of the workers, when those of the last are dead."""
-        info = self._join()
+        joined = self._join()
         self._server = None  # closes the last round's
         key = f"{_KEY}/{self._next_round}" if self._same_keys_every_round else _KEY
-        info.store.set(f"{key}/next_round/{info.rank}", str(self._next_round))
-        if info.rank == 0:
+        joined.store.set(f"{key}/next_round/{joined.rank}", str(self._next_round))
+        if joined.rank == 0:
             # A node that has just joined may be the one with rank 0: the others know how often the job was started.
-            known = [int(info.store.get(f"{key}/next_round/{node}")) for node in range(info.world_size)]
-            self._server = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-            info.store.set(key, JobStore(self._host, self._server.port, max(known)).encode())
-        self._job_store = JobStore.decode(info.store.get(key).decode())
+            known = [int(joined.store.get(f"{key}/next_round/{node}")) for node in range(joined.world_size)]
+            self._server = self._serve()
+            joined.store.set(key, JobStore(self._host, self._server.port, max(known)).encode())
+        self._job_store = JobStore.decode(joined.store.get(key).decode())
         self._next_round = self._job_store.round_number + 1
         address = RendezvousStoreInfo(self._job_store.host, self._job_store.port)
-        return RendezvousInfo(info.store, info.rank, info.world_size, address)
+        return RendezvousInfo(joined.store, joined.rank, joined.world_size, address)
+
+    def _serve(self) -> TCPStore:
+        """Make the workers' store. Raises ConfigError: unlike a lost node, a wrong address stays wrong."""
+        try:
+            return TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        except DistError as error:
+            raise ConfigError(
+                f"this node has rank 0 and cannot reach the workers' store that it has made, under its own name"
+                f" {self._host!r} ({error}); name an address of this node with --local-addr"
+            ) from error
 
     def _join(self) -> RendezvousInfo:
         """Run the wrapped handler, told not to make its own store; the workers do not inherit the variable."""

@@ -144,6 +144,14 @@ class Round:
         """Say whether a worker here left on a notice: that is nobody's failure."""
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
+    def left_for_others(self) -> bool:
+        """Say whether every worker here has ended, none in failure by itself, and some left on the controller's word: what
+        made them leave happened on another node, if it was not a notice."""
+        deaths = self.deaths()
+        statuses = {death.status for death in deaths.values() if death.failed}
+        all_ended = all(rank in deaths and deaths[rank].settled for rank in self._pids)
+        return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
+
     def refused_by_workers(self) -> bool:
         """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
         the bundled trainer), and none for another reason: a restart would end the same way."""

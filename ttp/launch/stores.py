@@ -27,8 +27,10 @@ from typing import Generic, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
+from ttp.launch.rank_table import is_own_address
 
 log = logging.getLogger("ttp.launch")
 
@@ -59,36 +61,24 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     """Parse `host[:port],host[:port],...`. Raises ConfigError."""
     found = []
     for part in text.split(","):
-        host, _, port = part.strip().partition(":")
-        if not host or (port and not port.isdecimal()) or int(port or DEFAULT_PORT) > 65535:
-            raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted host[:port], or several with commas, got {part!r}")
-        found.append(Endpoint(host, int(port or DEFAULT_PORT)))
+        try:
+            if not part.strip():
+                raise ValueError("empty")
+            found.append(Endpoint(*parse_rendezvous_endpoint(part, DEFAULT_PORT)))
+        except ValueError as error:
+            raise ConfigError(
+                f"--rdzv-endpoint is {text!r}: wanted host[:port], or several with commas, got {part!r} ({error})"
+            ) from None
     if len(set(found)) != len(found):
         raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted each place once")
     return tuple(found)
-
-
-def is_here(host: str) -> bool:
-    """Say whether a host's name or address is this machine's: whether one can listen there."""
-    try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 class Stores:
@@ -99,7 +89,9 @@ class Stores:
         self.endpoints = tuple(endpoints)
         self.epoch = 0
         """The highest number that this agent has met under; 0: none yet."""
-        self._servers = [server for place in self.endpoints if hosting and (server := _serve(place)) is not None]
+        self._hosting = hosting
+        self._servers: dict[Endpoint, TCPStore] = {}
+        self._serve()
         self._windows = {place: _Window(place) for place in self.endpoints}
 
     def find(self, patient: bool) -> Endpoint | None:
@@ -114,12 +106,20 @@ class Stores:
             self.epoch = epochs[chosen]
             return chosen
         reachable = [place for place in self.endpoints if place in epochs]
+        if patient or not reachable:
+            self._serve()  # a name server may know this machine's name later than this agent begins
         if not reachable or (patient and reachable[0] != self.endpoints[0]):
             return None
         opened = self._windows[reachable[0]].open(epochs[reachable[0]], self.epoch + 1)
         if opened is not None:
             self.epoch = opened
         return reachable[0] if opened is not None else None
+
+    def _serve(self) -> None:
+        """Keep a store at the places that are here, where there is none yet."""
+        for place in self.endpoints if self._hosting else ():
+            if place not in self._servers and (server := _serve(place)) is not None:
+                self._servers[place] = server
 
     def look(self, place: Endpoint) -> int | None:
         """Return a place's number, 0 where it is not in use, None where no store answers."""
@@ -166,11 +166,11 @@ class MovingRendezvous(RendezvousHandler):
                 )
             first = self._stores.epoch == 0
             place = self._stores.find(patient=first and time.monotonic() - began < FIRST_PATIENCE_S)
-            info = self._join(place, left_s) if place is not None else None
-            if info is not None:
+            joined = self._join(place, left_s) if place is not None else None
+            if joined is not None:
                 assert self._inner is not None
                 self._waiting = _Waiting(self._inner)
-                return info
+                return joined
             time.sleep(ROUND_S)
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
@@ -179,7 +179,13 @@ class MovingRendezvous(RendezvousHandler):
             if self._place is not None:
                 log.warning("the rendezvous moves from %s to %s", self._place, place)
             self._place, self._inner = place, None
-        attempt = _Aside(lambda: self._run_inner(place))
+        kept = self._inner
+
+        def run() -> tuple[RendezvousHandler, RendezvousInfo]:
+            inner = kept or self._make(place)
+            return inner, inner.next_rendezvous()
+
+        attempt = _Aside(run)
         until, unanswered = time.monotonic() + left_s, 0
         while not attempt.wait(ROUND_S):
             unanswered = unanswered + 1 if self._stores.look(place) is None else 0
@@ -195,17 +201,13 @@ class MovingRendezvous(RendezvousHandler):
             self._inner = None  # its calls may hang for good: they are left to themselves
             return None
         try:
-            return attempt.result()
+            inner, joined = attempt.result()  # only here: an attempt that was left may end later, and changes nothing
+            self._inner = inner
+            return joined
         except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
             return None
-
-    def _run_inner(self, place: Endpoint) -> RendezvousInfo:
-        inner = self._inner or self._make(place)
-        info = inner.next_rendezvous()
-        self._inner = inner
-        return info
 
     def num_nodes_waiting(self) -> int:
         """How many nodes want to join. 0 while the store is lost: the workers do not need it."""
@@ -284,11 +286,13 @@ class _Waiting:
         self.count = 0
         self._inner: RendezvousHandler | None = inner
         self._stopping = threading.Event()
-        threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more; a question that hangs is not waited for."""
+        """Ask no more: the handler is for one thread at a time. A question that hangs is not waited for."""
         self._stopping.set()
+        self._thread.join(ROUND_S)
 
     def _run(self) -> None:
         told = False
@@ -309,7 +313,7 @@ class _Waiting:
 
 def _serve(place: Endpoint) -> TCPStore | None:
     """Keep a store at a place of this machine; None where the place is another's, or already served from here."""
-    if not is_here(place.host):
+    if not is_own_address(place.host):
         return None
     try:
         return TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
@@ -323,14 +327,14 @@ class _Window:
 
     def __init__(self, place: Endpoint) -> None:
         self._place = place
-        self._kept: TCPStore | None = None
+        self._client: TCPStore | None = None
 
     def look(self) -> int | None:
         """Return the place's number, 0 where it is not in use, None where no store answers."""
         try:
             socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
         except OSError:
-            self._kept = None
+            self._client = None
             return None
         return self._ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
 
@@ -339,12 +343,12 @@ class _Window:
         return self._ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
 
     def _ask(self, question: Callable[[TCPStore], int]) -> int | None:
-        kept = self._kept
+        kept = self._client
         asked = _Aside(lambda: self._answer(kept, question))
         if asked.wait(ANSWER_S) and asked.succeeded:
-            self._kept, answer = asked.result()
+            self._client, answer = asked.result()
             return answer
-        self._kept = None
+        self._client = None
         return None
 
     def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], int]) -> tuple[TCPStore, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RUN_WITH = ("2.13.0", "2.14.1")
-"""Versions of torch that ttprun's tests were run with."""
+"""Versions of torch that ttprun was run with: the first with all its tests, 2.14.1 with the unit tests and test_launch.py only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class PrivateName:
 
 
 PRIVATE_NAMES = (
+    PrivateName("_rendezvous", "method", "meet again when a node dies before all ranks are known"),
     PrivateName("_start_workers", "method", "begin a start: the death watch and the courier follow the workers"),
     PrivateName("_monitor_workers", "method", "hold the survivors before torch ends them, and explain the end"),
     PrivateName("_stop_workers", "method", "hold the survivors when another node causes the restart"),

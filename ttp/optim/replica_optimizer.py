@@ -219,8 +219,10 @@ class TTPReplicaOptimizer(Optimizer):
         if self.layout.replicas == 1 or self._group is None:
             return ()
         self._tracker.waiting = True
-        found = compare(self.current_step, dict(self._held(backup=False)), self.layout, self._group, self.device)
-        self._tracker.waiting = False
+        try:
+            found = compare(self.current_step, dict(self._held(backup=False)), self.layout, self._group, self.device)
+        finally:
+            self._tracker.waiting = False
         known = {(divergence.key, divergence.start) for divergence in self.divergences}
         new = tuple(divergence for divergence in found if (divergence.key, divergence.start) not in known)
         self.divergences += new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from ttp.checkpoint import gather, load, writer
 from ttp.checkpoint.gather import Move, moved_texts, plan_moves
 from ttp.checkpoint.load import Found, verify
 from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.pieces import list_pieces
+from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
 
@@ -115,7 +118,7 @@ class Cluster:
             disk.mkdir(parents=True, exist_ok=True)
             try:
                 found[rank] = gather.newest(
-                    [str(path) for path in load.list_checkpoints([disk])],
+                    [str(path) for path in list_pieces([disk])],
                     save_dirs=[str(disk)],
                     hosts=self.hosts,
                     peers=Rank(rank, threads, self.spoil),
@@ -224,6 +227,29 @@ def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) 
     job.assert_equal(cluster.read(job, found))
 
 
+def test_a_file_that_cannot_get_its_name_is_said_on_every_rank(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the rank that failed; what stays half moved is removed by the next start, and nothing else is."""
+    cluster.save(job, 7)
+    replace, unlink = os.replace, Path.unlink
+
+    def full(source: Any, target: Any) -> None:
+        if Path(target).suffix == ".distcp":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: full(path, "x.distcp"))
+        with pytest.raises(CheckpointError, match=r"cannot take the files .* No space left on device"):
+            cluster.gather(job, hosts=("b", "b", "a", "a"))
+    assert Path.unlink is unlink and list(cluster.root.rglob(".*distcp*"))
+    found = cluster.gather(job, hosts=("b", "b", "a", "a"))
+    job.assert_equal(cluster.read(job, found))
+    assert not list(cluster.root.rglob(".*distcp*"))
+
+
 def test_a_step_that_only_one_node_has_published_counts_when_all_files_are_there(cluster: Cluster, job: Job) -> None:
     """Node b was lost between writing and publishing: its files are in an attempt that has no manifest."""
     cluster.save(job, 4)
@@ -242,6 +268,41 @@ def test_a_later_attempt_supersedes_an_earlier_one_which_is_found_all_the_same(c
     assert steps(found) == {7}
     job.assert_equal(cluster.read(job, found))
     assert read_manifest(cluster.root / "a" / "iter_0000007").term == 1
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL: nothing catches it."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """End whoever renames something to a path of this name."""
+    rename = os.rename
+
+    def watched(source: Any, to: Any) -> None:
+        if Path(to).name == target and Path(to).with_name(f"{target}_superseded_1").exists():
+            raise Killed
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", watched)
+
+
+def test_a_piece_is_found_when_its_superseder_was_killed_between_the_renames(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the superseded name is left of the first attempt on node a; cleaning removes the other attempt's claim."""
+    cluster.save(job, 7, attempt="1_1_1", start=5)
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, "iter_0000007")
+        with pytest.raises(Killed):
+            cluster.save(job, 7, attempt="2_1_1", start=5, term=2, publishers=(0,))
+    writer.clean_stale(cluster.root / "a")
+    assert [path.name for path in (cluster.root / "a").glob("iter_*")] == ["iter_0000007_superseded_1"]
+    assert writer.next_start([str(cluster.root / "a")]) == 6
+    run = RunDirectories([str(cluster.root / "a")], "job", first_start=True, pieces=True)
+    assert run.candidates("auto") == [str(cluster.root / "a" / "iter_0000007")]
+    found = cluster.gather(job)
+    assert steps(found) == {7}
+    job.assert_equal(cluster.read(job, found))
 
 
 def test_a_late_publisher_of_a_lower_term_changes_nothing(cluster: Cluster, job: Job) -> None:

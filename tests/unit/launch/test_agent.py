@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from tests.unit.launch.test_rendezvous import FixedNodes
-from ttp.launch.agent import HoldAgent
+from ttp.launch import agent as agent_module
+from ttp.launch.agent import BROKEN_ROUNDS, HoldAgent
 from ttp.launch.courier import Link
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous
@@ -24,8 +25,8 @@ def no_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
     raise ConnectionError("no controller in this test")
 
 
-def make_agent() -> HoldAgent:
-    handler = FreshStoreRendezvous(FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
+def make_agent(nodes: FixedNodes | None = None) -> HoldAgent:
+    handler = FreshStoreRendezvous(nodes or FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
     spec = WorkerSpec(role="r", local_world_size=2, rdzv_handler=handler, entrypoint="sleep", args=("600",))
     launching = Launching(total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None)
     return HoldAgent(spec, DefaultLogsSpecs(), launching)
@@ -52,6 +53,82 @@ def test_workers_of_a_start_that_broke_in_the_middle_are_ended(monkeypatch: pyte
         for child in (other, *started):
             child.kill()
             child.wait()
+
+
+class LosesNodes(HashStore):
+    """A store in which the answers of a node are missing for the first rounds: it died after the round was complete."""
+
+    def __init__(self, missing: str, rounds: int) -> None:
+        super().__init__()
+        self.missing, self.rounds = missing, rounds
+
+    def get(self, key: str) -> bytes:
+        if self.missing in key and self.rounds:
+            self.rounds -= 1
+            raise DistStoreError("wait timeout after 60000ms")
+        return bytes(super().get(key))
+
+
+@pytest.mark.parametrize("missing", ["ttp/job_store/", "assigned_ranks"])
+def test_a_node_lost_between_the_rendezvous_and_the_ranks_does_not_end_the_others(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They meet again; when that breaks every time, the error is the store's."""
+    monkeypatch.setattr(agent_module, "REJOIN_PAUSE_S", 0.0)
+    for rounds in (1, BROKEN_ROUNDS):
+        nodes = FixedNodes(LosesNodes(missing, rounds), 0, 1, prefixed=False)
+        agent = make_agent(nodes)
+        group = agent.get_worker_group()
+        if rounds == 1:
+            agent._rendezvous(group)
+            assert [worker.global_rank for worker in group.workers] == [0, 1] and nodes.rounds == 2
+        else:
+            with pytest.raises(DistStoreError):
+                agent._rendezvous(group)
+            assert nodes.rounds == BROKEN_ROUNDS
+        assert nodes.calls == [], "the rendezvous stays open for the others"
+
+
+class Left:
+    """Stands in for a round whose workers here have all left on the controller's word."""
+
+    def failed(self) -> bool:
+        return True
+
+    def hold(self) -> None: ...
+
+    def left_for_others(self) -> bool:
+        return True
+
+    def end_workers(self, death_signal: int, grace_s: float) -> None: ...
+
+
+class WaitingNodes(FixedNodes):
+    """Says at each question how many nodes wait."""
+
+    def __init__(self, answers: list[int]) -> None:
+        super().__init__(HashStore(), 0, 2)
+        self.answers = answers
+
+    def num_nodes_waiting(self) -> int:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["heard late", "nobody waits"])
+def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
+    answers: list[int], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node's agent told its ranks to leave before this one had heard of the node that waits."""
+    monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
+    failed = RunResult(state=WorkerState.FAILED)
+    monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
+    judged: list[RunResult] = []
+    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: judged.append(result))
+    agent = make_agent(WaitingNodes(answers))
+    agent._round = Left()  # type: ignore[assignment]
+    result = agent._monitor_workers(agent.get_worker_group())
+    assert (result.state is WorkerState.FAILED) == counts and bool(judged) == counts
 
 
 def test_the_rendezvous_must_give_fresh_stores() -> None:

@@ -41,7 +41,9 @@ class LineToController:
 class Start:
     """Two workers on this node, and their round."""
 
-    def __init__(self, total_timeout_s: float, controller: bool, chronicle: Chronicle | None = None) -> None:
+    def __init__(
+        self, total_timeout_s: float, controller: bool, chronicle: Chronicle | None = None, nodes: int = 1
+    ) -> None:
         self.line = LineToController()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if controller:
@@ -60,7 +62,7 @@ class Start:
             job_store=JobStore("127.0.0.1", self.store.port, 0),
             start_id="none-of-the-kind",
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
-            nodes=1,
+            nodes=nodes,
             hosts_rank_zero=chronicle is not None,
         )
         if controller:
@@ -82,8 +84,8 @@ class Start:
             time.sleep(0.005)
         self.held.start()
 
-    def leave(self, status: int) -> None:
-        stdin = self.workers[0].stdin
+    def leave(self, status: int, rank: int = 0) -> None:
+        stdin = self.workers[rank].stdin
         assert stdin is not None
         stdin.write(f"{status}\n".encode())
         stdin.flush()
@@ -110,6 +112,24 @@ def led(short_times: None) -> Iterator[Start]:
     start = Start(60.0, controller=True)
     yield start
     start.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "nodes", "told"), [((75, 75), 2, True), ((75, 3), 2, False), ((75, 75), 1, False)]
+)
+def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
+    short_times: None, statuses: tuple[int, int], nodes: int, told: bool
+) -> None:
+    """Where there is one, and nothing failed here."""
+    start = Start(60.0, controller=True, nodes=nodes)
+    try:
+        for rank, status in enumerate(statuses):
+            start.leave(status, rank)
+        start.held.start()
+        start.held.join(DEADLINE_S)
+        assert start.round.living() == [] and start.round.left_for_others() is told
+    finally:
+        start.close()
 
 
 def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from ttp.errors import ConfigError
 from ttp.launch import stores as stores_module
-from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, is_here, parse_endpoints
+from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +49,16 @@ def test_endpoints_are_a_list_in_order() -> None:
     assert parse_endpoints("a, b:5") == (Endpoint("a", 29400), Endpoint("b", 5))
 
 
+def test_an_address_of_the_newer_kind_is_taken_as_torchrun_takes_it() -> None:
+    """In brackets, with a port or without; it is written in brackets again."""
+    places = parse_endpoints("[::1]:29401,[fe80::2]")
+    assert places == (Endpoint("::1", 29401), Endpoint("fe80::2", 29400)) and str(places[0]) == "[::1]:29401"
+
+
 @pytest.mark.parametrize("text", ["", "a,,b", "a:x", "a:70000", "a:1,a:1", ":29400"])
 def test_a_bad_list_is_refused_with_what_was_wanted(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--rdzv-endpoint is .*wanted"):
         parse_endpoints(text)
-
-
-def test_a_machine_knows_its_own_names() -> None:
-    """Only there an agent keeps a store."""
-    assert is_here("localhost") and is_here("127.0.0.1")
-    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")
 
 
 def test_an_agent_keeps_a_store_at_its_own_places() -> None:
@@ -66,6 +66,17 @@ def test_an_agent_keeps_a_store_at_its_own_places() -> None:
     place = free_place()
     own = Stores((Endpoint("192.0.2.1", 1), place))
     assert agent(place).find(patient=False) == place
+    own.close()
+
+
+def test_a_place_whose_name_is_known_late_is_served_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may lag behind: every agent, and the one that is meant, looks again."""
+    place, known = free_place(), [False]
+    monkeypatch.setattr(stores_module, "is_own_address", lambda host: known[0])
+    own = Stores((place,))
+    assert own.find(patient=True) is None and own.find(patient=True) is None
+    known[0] = True
+    until(lambda: own.find(patient=True) == place)
     own.close()
 
 
@@ -130,6 +141,7 @@ class Handler(RendezvousHandler):
         self.place = place
         self.joined = threading.Event()
         self.waiting: Callable[[], int] = lambda: 0
+        self.closed = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.joined.wait()
@@ -143,7 +155,7 @@ class Handler(RendezvousHandler):
         return "c10d"
 
     def is_closed(self) -> bool:
-        return False
+        return self.closed
 
     def set_closed(self) -> None:
         pass
@@ -214,6 +226,57 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     never.set()
     bench.moving.shutdown()
     assert server
+
+
+def test_an_attempt_that_was_left_changes_nothing_when_it_ends_late() -> None:
+    """The handler in use stays the one that joined."""
+    places = free_place(), free_place()
+    servers = {place: serve(place) for place in places}
+    others = set(threading.enumerate())
+
+    def attempts() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - others if thread.name == "ttp-rendezvous"]
+
+    bench = Bench(*places)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    late = bench.made[0]
+    del servers[places[0]]
+    until(lambda: len(bench.made) == 2)
+    bench.made[1].joined.set()
+    bench.thread.join(30)
+    assert came and attempts()
+    servers[places[0]] = serve(places[0])
+    late.joined.set()
+    until(lambda: not attempts())
+    bench.made[1].closed = True
+    assert bench.moving.is_closed(), "the question goes to the handler that joined"
+    bench.moving.shutdown()
+
+
+def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handler is for one thread at a time."""
+    place = free_place()
+    server = serve(place)
+    bench = Bench(place)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    bench.made[0].joined.set()
+    until(lambda: bool(came))
+    asked, answers, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        asked.set()
+        answers.wait(60)
+        over.set()
+        return 0
+
+    bench.made[0].waiting = slow
+    assert asked.wait(30)
+    monkeypatch.setattr(stores_module, "ROUND_S", 30.0)
+    threading.Timer(0.01, answers.set).start()
+    bench.moving.shutdown()
+    assert over.is_set() and server
 
 
 def test_too_few_nodes_in_time_is_said_with_the_places() -> None:

@@ -41,6 +41,7 @@ def test_a_publisher_is_replaced_from_its_own_node() -> None:
     """The files are on that node's disk: no other node's rank can rename them."""
     job = publishing(3)
     order = job.sent(PublishOrder)[0]
+    assert order.term == job.state.settings.term
     job.say(failed(0, order))
     assert sorted(job.sent(PublishOrder)) == [1]
     job.say(Published(2, 1, 6, "/a/iter_0000006"), Published(1, 1, 6, "/a/iter_0000006"))

@@ -63,7 +63,7 @@ def write_order(freeze_id: int = 1, tmp: str = "iter_0000005_tmp_3_1_1", index: 
 
 
 def publish_order(freeze_id: int = 1) -> PublishOrder:
-    return PublishOrder(freeze_id, 5, "/a", "iter_0000005_tmp_3_1_1", (share(1),), CAUSE, record(5))
+    return PublishOrder(freeze_id, 5, "/a", "iter_0000005_tmp_3_1_1", (share(1),), CAUSE, record(5), term=3)
 
 
 # --- the stream ---

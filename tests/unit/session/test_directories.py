@@ -65,6 +65,21 @@ def test_a_named_checkpoint_older_than_others_is_refused(tmp_path: Path) -> None
         first_start(tmp_path).candidates(named)
 
 
+def test_a_named_checkpoint_elsewhere_is_refused_where_nodes_have_their_own_directories(tmp_path: Path) -> None:
+    """It would be renamed into the run's directory, on another file system perhaps: it is the user's, and stays."""
+    named = publish(tmp_path / "elsewhere", 6)[0]
+    own = RunDirectories([str(tmp_path / "own")], "job", first_start=True, pieces=True)
+    with pytest.raises(
+        CheckpointError, match=r"TTP_SHARED_DIRS=False: wanted .*own\), got one in .*elsewhere; copy it"
+    ):
+        own.candidates(named)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    named = publish(tmp_path / "own", 6)[0]
+    linked = RunDirectories([str(tmp_path / "link")], "job", first_start=True, pieces=True)
+    assert linked.candidates(named) == [named]
+
+
 def test_an_earlier_jobs_note_does_not_count(tmp_path: Path) -> None:
     """A first start that never came to resume leaves no note of another job behind."""
     assert first_start(tmp_path).candidates("never") == []
@@ -90,6 +105,8 @@ def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         assert other.stdout is not None and other.stdout.readline() == "locked\n"
         with pytest.raises(NotWritable, match=f"in use by another job.*pid {other.pid}"):
             first_start(tmp_path).claim()
+        with pytest.raises(NotWritable, match=r"a rank of this job, its nodes share .* TTP_SHARED_DIRS=True"):
+            RunDirectories([str(tmp_path)], "job", first_start=True, pieces=True).claim()
         other.kill()
     run = first_start(tmp_path)
     run.claim()
@@ -103,6 +120,8 @@ def test_ranks_find_out_whether_they_have_the_same_directory(tmp_path: Path) -> 
     directories.check_same(str(tmp_path / "here"), run.mark, 0)
     with pytest.raises(NotWritable, match=r"there is another one here than for rank 0.*TTP_SHARED_DIRS=False"):
         directories.check_same(str(tmp_path / "there"), run.mark, 0)
+    with pytest.raises(NotWritable, match=r"whose node is named 'n' as well.*TTP_HOST"):
+        directories.check_same(str(tmp_path / "there"), run.mark, 0, own_host="n")
     run.remove_mark()
     run.release()
     assert [path.name for path in (tmp_path / "here").iterdir()] == [".ttp_lock"]

@@ -15,7 +15,7 @@ from ttp import protection
 from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
-from ttp.proto.messages import Welcome
+from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.session import current_session, find_session
 
 ON = Settings(enable=True)
@@ -74,6 +74,27 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
     assert point is not None and (point.step, point.state) == (6, {"position": 12})
     losses = [*losses, *whole[4:6], *do_steps(model, optimizer, session, 9)]
     assert losses == whole
+
+
+def test_a_piece_carries_the_term_of_the_controller_that_ordered_it(tmp_path: Path) -> None:
+    """A standby took over within the start: an order of the first controller comes late, and changes nothing."""
+    own = Settings(enable=False, shared_dirs=False, host="node-x")
+    model, optimizer, session = new_run(tmp_path, own)
+    do_steps(model, optimizer, session, 3)
+    parts = tuple(Part(group.group_id, 0, 1) for group in optimizer.shard_groups())
+
+    def order(term: int) -> PublishOrder:
+        write = WriteOrder(1, 3, str(tmp_path), f"iter_0000003_tmp_{term}_1_1", parts)
+        result = session.holder.write(write)
+        cause = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
+        return PublishOrder(1, 3, str(tmp_path), write.tmp_name, (result,), cause, None, term)
+
+    late = order(1)
+    path = session.holder.publish(order(2))
+    assert load.read_manifest(path).term == 2
+    with pytest.raises(CheckpointError, match=r"published by a controller of term 2 .* is of term 1"):
+        session.holder.publish(late)
+    assert load.read_manifest(path).term == 2
 
 
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
