@@ -2,7 +2,8 @@
 
 From torch it uses public names only: `torch.distributed.run` (`get_args_parser`, `parse_min_max_nnodes`,
 `config_from_args`, `run`) and what `torch.distributed.launcher.api.launch_agent` is made of. That function names its agent
-class itself, so `launch` does here what it does there, with another agent and rendezvous (run with torch 2.13).
+class itself, so `launch` does here what it does there, with another agent and rendezvous (`torch_names.py` says with which
+versions of torch it was run).
 """
 
 from __future__ import annotations
