@@ -49,7 +49,7 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
-	@$(PY) -m tests.model --faults 2 --calm-steps 1
+	@$(PY) -m tests.model --faults 2 --calm-steps 1 --limit 5000000
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)
