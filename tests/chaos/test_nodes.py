@@ -224,8 +224,9 @@ def test_a_slow_cable_is_no_fault(tmp_path: Path, nodes: MakeNodes, whole_job: R
 
 
 HARNESS = """
-import sys, time
+import signal, sys, time
 from ttp.chaos.nodes import Nodes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 with Nodes(2) as (a, b):
     a.popen(["sleep", "1000"])
     print("up", flush=True)
