@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.conftest import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ def test_the_demo_survives_the_death_of_rank_0(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_random_kills_find_nothing(tmp_path: Path) -> None:
     """What `make chaos` runs, with a fresh seed each time; the seed is printed."""
     done = run("-m", "ttp.chaos.kills", "--kills", "3", "--ranks", "3", "--output", str(tmp_path), *SMALL)

@@ -83,6 +83,7 @@ def assert_the_hang_is_told(job: Job) -> None:
     assert fault["saved"]["step"] == 3 and fault["kind"] == "hung" and end["saved_steps"] == [3]
 
 
+@pytest.mark.long
 def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_job: RunJob) -> None:
     """Stopped within its lease and a long step: no fault. Hung in COMPUTE: it is a holder. Hung in an update: it is none.
     Holding Python's lock for good: silent, and killed by the launcher. Told to leave: the step is finished first."""

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.conftest import arguments
 from ttp.chaos.job import Job
 from ttp.launch.round import EXPIRED_GRACE_S, UNLED_S
@@ -15,6 +17,7 @@ STEPS = "--training_config.training_iters=400"
 TOTAL_TIMEOUT_S = 600.0
 
 
+@pytest.mark.long
 def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_timeout(tmp_path: Path) -> None:
     """Training goes on unprotected; at the next fault a survivor that never ends by itself is ended soon, and all restart."""
     environ = {"TTP_STANDBYS": "0", "TTP_OT": str(TOTAL_TIMEOUT_S)}
