@@ -160,9 +160,8 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
-        if (
-            state.fault is not None and state.fault.updating
-        ):  # its report counts again: perhaps nobody need be waited for
+        if state.fault is not None and state.fault.updating:
+            # Its report counts again: perhaps nobody need be waited for.
             state = replace(state, fault=replace(state.fault, updating=()))
     return replace(state, members=members)
 

@@ -79,6 +79,7 @@ def test_a_node_lost_between_writing_and_publishing_is_noticed() -> None:
     answers: list[Written] = [job.written(rank, orders[rank]) for rank in (0, 1)]
     job.say(*answers)
     assert "node b was lost" in job.told("replanned")[0]["reason"] and job.at(Stage.FREEZING)
+    assert not job.told("publish_sent"), "node a would publish a step of which node b's part is gone"
 
 
 def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:

@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     RollForward,
     StateReport,
     StepFailed,
+    Working,
 )
 
 READY, DONE, COMPUTE, UPDATING = Phase.READY, Phase.DONE, Phase.COMPUTE, Phase.UPDATING
@@ -143,6 +144,58 @@ def test_a_report_of_a_suspect_rank_does_not_count_when_time_is_over() -> None:
     assert job.at(Stage.FREEZING), "rank 3 may come back"
     job.wait(1.1, heard=(0, 1, 2))
     assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+def test_a_suspect_that_is_heard_again_ends_the_wait_for_its_partners_update() -> None:
+    """Rank 1 was waited for only because rank 3, which holds the same shard, was silent."""
+    job = ControllerBench(freeze_timeout_s=2.5, progress_timeout_s=30.0)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    updating = report(1, 1, UPDATING, 7, closed=False, records=[7])
+    job.say(report(0, 1, READY, 7), updating, report(3, 1, READY, 7))
+    job.wait(2.6, heard=(0, 1, 2))
+    assert job.told("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}] and not job.told("decided")
+    job.say(Heartbeat(3, READY, 7))
+    assert job.told("decided")[0]["able"] == (0, 3)
+
+
+# --- how long a rank that gets on is waited for ---
+
+
+def test_a_rank_that_gets_on_is_waited_for_half_the_total_at_most() -> None:
+    """The others hold every shard, and need the other half to write them."""
+    job = ControllerBench(freeze_timeout_s=10.0, total_timeout_s=120.0)
+    job.say(killed(2))
+    job.all_report(7, READY, ranks=(0, 3))
+    for _ in range(7):
+        job.wait(8.0)
+        job.say(Working(1, 1))
+    assert job.at(Stage.FREEZING) and job.now == 56.0
+    job.wait(4.1)
+    assert job.told("decided")[0]["able"] == (0, 3)
+
+
+def test_a_stuck_ranks_work_does_not_prolong_the_round() -> None:
+    """It was found stuck in an order: nobody waits for it, so what it does is nobody's concern."""
+    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=20.0)
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.wait(5.1)
+    fault_before = job.state.fault
+    assert fault_before is not None and fault_before.stuck == {0}
+    job.wait(10.0)
+    job.say(Working(0, 2))
+    assert job.state.fault is not None and job.state.fault.round_deadline == fault_before.round_deadline
+
+
+def test_what_a_launcher_says_gives_silent_ranks_no_new_lease() -> None:
+    """Both ranks are silent and one is seen to die: the other one is no less silent for it."""
+    job = ControllerBench(holders=((0, 1),))
+    job.wait(2.5, heard=())
+    assert job.state.members.suspects == 2
+    job.say(killed(1))
+    assert job.state.members.amnesty < job.now
+    job.wait(0.6, heard=())
+    assert job.told("death_seen")[-1]["rank"] == 0
 
 
 # --- how long a culprit is looked for ---
