@@ -10,6 +10,7 @@ begun it and all stand at t-1.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,14 +59,14 @@ def decide(
     """
     groups = tuple(groups)
     usable = {rank: report for rank, report in reports.items() if report.closed and not report.torn}
-    has, reach = _offers(usable, records, unreachable)
-    candidates = sorted({step for steps in (has, reach) for ranks in steps.values() for step in ranks}, reverse=True)
+    offers = _offers(usable, records, unreachable)
     best: tuple[int, list[Group]] | None = None
-    for step in candidates:
-        able = {rank for rank in usable if step in has[rank] or step in reach[rank]}
-        lacking = [group for group in groups if not able.intersection(group.holders)]
+    for step in sorted(offers, reverse=True):
+        having, reaching = offers[step]
+        able = having | reaching
+        lacking = [group for group in groups if able.isdisjoint(group.holders)]
         if not lacking:
-            return _decision(step, records.get(step), usable, has, able)
+            return _decision(step, records.get(step), having, able)
         if best is None or len(lacking) < len(best[1]):
             best = (step, lacking)
     if best is None:
@@ -77,36 +78,32 @@ def _offers(
     usable: Mapping[int, StateReport],
     records: Mapping[int, CommitRecord],
     unreachable: frozenset[tuple[int, int]],
-) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-    """Return, by rank, the steps that it has in memory, and the step that it reaches with a record.
+) -> dict[int, tuple[set[int], set[int]]]:
+    """Return, by step, the ranks that have it in memory, and those that reach it with its record.
 
     Only a rank that reported READY(t) reaches t: the report of a closed gate stands still, so one that reported
     COMPUTE(t) never has final gradients of t. Where records span the ranks it cannot meet a record of t either, because
     the collective that makes the record waits for it; where they do not (local copies), its t-1 is what it has.
     """
-    has: dict[int, set[int]] = {}
-    reach: dict[int, set[int]] = {}
-    for rank, report in usable.items():
-        has[rank] = {report.state_step}
-        if report.backup_step >= 0:
-            has[rank].add(report.backup_step)
-        following = report.state_step + 1
-        ready = report.phase is Phase.READY and report.step == following
-        reach[rank] = {following} if ready and following in records and (rank, following) not in unreachable else set()
-    return has, reach
+    offers: defaultdict[int, tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+    for (
+        rank,
+        report,
+    ) in usable.items():  # plain, and once: this runs for every rank between the last report and the orders
+        state_step, backup_step, step = report.state_step, report.backup_step, report.step
+        offers[state_step][0].add(rank)
+        if backup_step >= 0:
+            offers[backup_step][0].add(rank)
+        ready = report.phase is Phase.READY and step == state_step + 1
+        if ready and step in records and (rank, step) not in unreachable:
+            offers[step][1].add(rank)
+    return offers
 
 
-def _decision(
-    step: int,
-    record: CommitRecord | None,
-    usable: Mapping[int, StateReport],
-    has: Mapping[int, set[int]],
-    able: set[int],
-) -> Decision | Refusal:
+def _decision(step: int, record: CommitRecord | None, having: set[int], able: set[int]) -> Decision | Refusal:
     if step == 0:
         return Refusal("no optimizer step was finished yet, so there is nothing to save")
-    rolling = tuple(sorted(rank for rank in able if step not in has[rank]))
-    return Decision(step, record, rolling, tuple(sorted(able)))
+    return Decision(step, record, tuple(sorted(able - having)), tuple(sorted(able)))
 
 
 def _refusal(step: int, lacking: list[Group], usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> Refusal:

@@ -32,6 +32,9 @@ FREEZES_OF_A_TERM = 1 << 20
 LATE_HEARTBEATS = 0.5
 """While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
 
+_OF_LAUNCHERS = (AgentHello, WorkerExit)
+"""What launchers say proves no rank's life."""
+
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 _LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
@@ -58,7 +61,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         )
     out: list[Effect] = []
     was_deaf = _hears_nobody(state)
-    state = replace(_excuse_own_absence(state, now), seen=now)
+    state = _excuse_own_absence(state, now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
         state = _hear(state, event.message, now, out)
@@ -66,6 +69,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         for message in event.messages:
             _check_rank(state, message)
         state = _hear_beats(state, event, now, out)
+    else:
+        state = replace(state, seen=now)
     state = handler(state, subject, now, out)
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
         # It was this controller that was cut off: the others come back as well.
@@ -118,8 +123,11 @@ def _round_end(state: ControllerState, fault: Fault) -> float:
 
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
+    late_s = LATE_HEARTBEATS * state.settings.heartbeat_s
+    if now - state.seen <= late_s:
+        return state
     deadline = next_deadline(state)
-    if deadline is None or now - deadline <= LATE_HEARTBEATS * state.settings.heartbeat_s:
+    if deadline is None or now - deadline <= late_s:
         return state
     if state.stage is Stage.EXITING:
         return state
@@ -155,22 +163,22 @@ def _check_rank(state: ControllerState, message: Upward) -> None:
 
 def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:
     """Whatever a rank says itself proves that it lives."""
-    if isinstance(message, (AgentHello, WorkerExit)):
-        return state
+    if isinstance(message, _OF_LAUNCHERS):
+        return replace(state, seen=now)
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
         if state.fault is not None and state.fault.updating:
             # Its report counts again: perhaps nobody need be waited for.
             state = replace(state, fault=replace(state.fault, updating=()))
-    return replace(state, members=members)
+    return replace(state, members=members, seen=now)
 
 
 def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effect]) -> ControllerState:
     """All of them at once, unless one clears a suspicion."""
     members = hear_unsuspected(state.members, {message.rank for message in beats.messages}, now)
     if members is not None:
-        return replace(state, members=members)
+        return replace(state, members=members, seen=now)
     for message in beats.messages:
         state = _hear(state, message, now, out)
     return state
@@ -183,9 +191,9 @@ def _hears_nobody(state: ControllerState) -> bool:
 
 
 def _is_of_a_rank(event: Event) -> bool:
-    """True for what a rank says itself; what launchers say, or streams that end, prove no rank's life."""
+    """True for what a rank says itself."""
     if isinstance(event, Received):
-        return not isinstance(event.message, AgentHello | WorkerExit)
+        return not isinstance(event.message, _OF_LAUNCHERS)
     return isinstance(event, Beats)
 
 

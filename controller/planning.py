@@ -30,15 +30,19 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> Plan:
     choices.sort(key=lambda choice: (len(choice[1]), -choice[0].nbytes, choice[0].group_id))
     for group, holders in choices:
         count = max(1, min(len(holders), -(-group.nbytes // SMALLEST_PART_BYTES)))
+        part_bytes = group.nbytes / count
         heap = [(loads[rank], rank) for rank in holders]
-        if len(heap) > 1:
-            heapq.heapify(heap)
+        heapq.heapify(heap)
         for index in range(count):
             load, rank = heap[0]
-            loads[rank] = load + group.nbytes / count
+            loads[rank] = load = load + part_bytes
             if index + 1 < count:
-                heapq.heapreplace(heap, (loads[rank], rank))
-            given.setdefault(rank, []).append(Part(group.group_id, index, count))
+                heapq.heapreplace(heap, (load, rank))
+            part = Part(group.group_id, index, count)
+            if rank in given:
+                given[rank].append(part)
+            else:
+                given[rank] = [part]
     return {
         rank: tuple(sorted(parts, key=_order)) if len(parts) > 1 else tuple(parts)
         for rank, parts in sorted(given.items())

@@ -67,13 +67,17 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
 def _places(state: ControllerState) -> tuple[str, ...]:
     """Return where the files of this attempt are."""
     assert state.dump is not None
+    if not state.settings.local_dirs:
+        return ("",)
     writers = state.dump.work.ranks(lambda work: bool(work.results))
     return tuple(sorted({_place_of(state, rank) for rank in writers})) or ("",)
 
 
 def _place_of(state: ControllerState, rank: int) -> str:
+    if not state.settings.local_dirs:
+        return ""
     registration = state.members.table[rank].registration
-    return registration.host if state.settings.local_dirs and registration is not None else ""
+    return registration.host if registration is not None else ""
 
 
 def _order_publish(state: ControllerState, able: list[int], now: float, out: list[Effect]) -> ControllerState:

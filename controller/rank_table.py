@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,8 +39,7 @@ class RankTable(Generic[T]):
         return self.size
 
     def __iter__(self) -> Iterator[T]:
-        for chunk in self.chunks:
-            yield from chunk
+        return chain.from_iterable(self.chunks)
 
     def put(self, rank: int, value: T) -> RankTable[T]:
         """Return the table with `rank`'s value replaced."""

@@ -16,7 +16,7 @@ from .decision import Decision, Refusal, decide
 from .events import Effect, Fields, Journal, Send
 from .leaving import refuse
 from .rank_table import RankTable
-from .rounds import frozen_fields, next_round
+from .rounds import frozen_fields
 from .state import ControllerState, Dump, Fault, Stage, Work
 
 
@@ -46,10 +46,11 @@ def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = (
             f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
         )
         return Refusal(f"no live rank can write: {held} ({gone})")
+    stuck = fault.stuck
     reports = {
         report.rank: report
-        for report in fault.reports
-        if report is not None and is_holder(state, report.rank) and not state.members.table[report.rank].suspect
+        for report, member in zip(fault.reports, state.members.table, strict=True)
+        if report is not None and member.dead is None and not member.suspect and report.rank not in stuck
     }
     for rank in updating:
         report = fault.reports[rank]
@@ -156,16 +157,6 @@ def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) 
     for rank in late:
         state = _answered(state, rank, now, keep=False)
     return state
-
-
-def all_rolled(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
-    assert state.dump is not None and state.coverage is not None
-    able = able_holders(state)
-    lacking = [group for group in state.coverage.groups if able.isdisjoint(group.holders)]
-    if lacking:
-        return next_round(state, f"{lacking[0].label}: no holder reached step {state.dump.decision.step}", now, out)
-    return replace(state, stage=Stage.WRITING)
 
 
 def is_holder(state: ControllerState, rank: int) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
+from operator import attrgetter
+from typing import Any
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, StateReport, Thaw
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw
 
 from .events import Effect, Fields, Journal, Send
 from .membership import Member, reachable
@@ -20,6 +22,7 @@ from .state import ControllerState, Fault, Stage
 
 _KEPT_RECORDS = 4
 _NAMED = 8
+_PHASE_NAMES = {phase: phase.name for phase in Phase}
 _KEPT_HINTS = 64
 """A death makes the collectives of all its peers fail, and all of them say so: so many are remembered, the rest are only
 journaled. What they tell is told by the first."""
@@ -193,17 +196,27 @@ def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerSta
 
 def frozen_fields(state: ControllerState) -> Fields:
     """Return what the ranks said in this round as journal fields, one column per fact."""
-    assert state.fault is not None
-    reports = [report for report in state.fault.reports if report is not None]
+    fault = state.fault
+    assert fault is not None
+    reports = [report for report in fault.reports if report is not None]
+
+    def column(name: str) -> tuple[Any, ...]:
+        return tuple(map(attrgetter(name), reports))
+
+    silent = (
+        rank
+        for rank, (report, member) in enumerate(zip(fault.reports, state.members.table, strict=True))
+        if report is None and member.dead is None and rank not in fault.stuck
+    )
     return {
         "freeze_id": state.freeze_id,
-        "ranks": tuple(report.rank for report in reports),
-        "phases": tuple(report.phase.name for report in reports),
-        "steps": tuple(report.step for report in reports),
-        "state_steps": tuple(report.state_step for report in reports),
-        "backup_steps": tuple(report.backup_step for report in reports),
+        "ranks": column("rank"),
+        "phases": tuple(map(_PHASE_NAMES.__getitem__, column("phase"))),
+        "steps": column("step"),
+        "state_steps": column("state_step"),
+        "backup_steps": column("backup_step"),
         "not_closed": tuple(report.rank for report in reports if not report.closed),
         "torn": tuple(report.rank for report in reports if report.torn),
-        "silent": tuple(rank for rank in awaited(state) if state.fault.reports[rank] is None),
-        "records": tuple(record.step for record in state.fault.records),
+        "silent": tuple(silent),
+        "records": tuple(record.step for record in fault.records),
     }

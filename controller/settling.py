@@ -17,7 +17,7 @@ from .leaving import finish_job, leave, over, refuse
 from .membership import forgive
 from .presence import learn_successors, welcome
 from .publishing import start_publishing
-from .rolling import all_rolled, start_dump
+from .rolling import start_dump
 from .rounds import add_cause, has_culprit, thaw
 from .state import ControllerState, Stage
 from .takeover import gather, judge, stand_by
@@ -116,10 +116,10 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
 
 
 def _roll(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
     if state.dump is None or state.dump.pending:
         return state
-    state = all_rolled(state, now, out)
-    return start_writing(state, now, out) if state.stage is Stage.WRITING else state
+    return start_writing(replace(state, stage=Stage.WRITING), now, out)
 
 
 def _write(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

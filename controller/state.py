@@ -36,6 +36,8 @@ class Stage(enum.Enum):
     EXITING = "exiting"
     OVER = "over"
 
+    __hash__ = object.__hash__  # the tables are looked into at every event, and each member is there once
+
 
 @dataclass(frozen=True)
 class Fault:

@@ -36,8 +36,9 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
     if not dump.directories:
         return refuse(state, Refusal("the ranks registered no directory to save in"), now, out)
     able = able_holders(state)
-    if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
-        return next_round(state, "a shard lost its last writer", now, out)
+    lacking = next((group for group in state.coverage.groups if able.isdisjoint(group.holders)), None)
+    if lacking is not None:
+        return next_round(state, f"{lacking.label}: no holder is left that has step {dump.decision.step}", now, out)
     plan = share_out(state.coverage.groups, able)
     directory = dump.directories[dump.attempt]
     fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
@@ -49,12 +50,14 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
     dump = state.dump
     assert dump is not None
     directory, name = dump.directories[dump.attempt], tmp_name(state)
-    orders = {
-        rank: WriteOrder(state.freeze_id, dump.decision.step, directory, name, parts) for rank, parts in plan.items()
-    }
-    out.extend(Send((rank,), order) for rank, order in orders.items())
-    known = dump.work
-    work = known.put_all({r: Work((*known[r].orders, order), known[r].results) for r, order in orders.items()})
+    step, known = dump.decision.step, dump.work
+    changed: dict[int, Work] = {}
+    for rank, parts in plan.items():
+        order = WriteOrder(state.freeze_id, step, directory, name, parts)
+        out.append(Send((rank,), order))
+        mine = known[rank]
+        changed[rank] = Work((*mine.orders, order), mine.results)
+    work = known.put_all(changed)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
     return replace(state, dump=replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by))
 

@@ -51,7 +51,9 @@ def next_deadline(state: ProcessorState) -> float | None:
     """Return when the driver must call again with a Tick if nothing happens before; None: never."""
     if state.standing is Standing.LEAVING:
         return None
-    reconnect_at = state.reconnect_at if state.link is Link.DOWN else inf
-    look_at = state.seen + state.heartbeat_s if state.link is not Link.DOWN else inf
-    moment = min(reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state), go_on_at(state), look_at)
+    if state.link is Link.DOWN:
+        moment = min(state.reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state))
+    else:
+        look_at = state.seen + state.heartbeat_s
+        moment = min(state.heartbeat_at, state.notice_by, give_up_at(state), go_on_at(state), look_at)
     return None if moment == inf else moment

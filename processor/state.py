@@ -26,6 +26,8 @@ class Standing(enum.Enum):
     LEAVING = "leaving"
     """Told to exit, or dismissed: nothing matters any more."""
 
+    __hash__ = object.__hash__  # the tables are looked into at every event, and each member is there once
+
 
 class Link(enum.Enum):
     """The stream to the controller."""

@@ -158,11 +158,10 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
 
 def give_up_at(state: ProcessorState) -> float:
     """Return when the missing controller has consequences; inf: never."""
-    lost = state.lost_since + state.settings.controller_lost_s
     if state.standing is Standing.LEAVING:
         return inf
     if state.faults or state.standing is not Standing.TRAINING or state.finished or not state.loss_logged:
-        return min(lost, state.answer_by)
+        return min(state.lost_since + state.settings.controller_lost_s, state.answer_by)
     return inf
 
 

@@ -15,18 +15,18 @@ else:
     import dataclasses
 
     _new = object.__new__
+    _set = object.__setattr__
 
     def replace(value, /, **changes):
         """Return a copy of `value` with these fields changed. Raises TypeError for a name that is no field."""
-        cls = value.__class__
-        if "__slots__" in cls.__dict__:
+        try:
+            known = value.__dict__
+        except AttributeError:  # slots
             return dataclasses.replace(value, **changes)
-        copy = _new(cls)
-        fields = copy.__dict__
-        fields.update(value.__dict__)
-        known = len(fields)
-        fields.update(changes)
-        if len(fields) != known:
-            unknown = ", ".join(sorted(changes.keys() - value.__dict__.keys()))
-            raise TypeError(f"{cls.__name__} has no field {unknown}; it has {', '.join(value.__dict__)}")
+        fields = known | changes
+        if len(fields) != len(known):
+            unknown = ", ".join(sorted(changes.keys() - known.keys()))
+            raise TypeError(f"{value.__class__.__name__} has no field {unknown}; it has {', '.join(known)}")
+        copy = _new(value.__class__)
+        _set(copy, "__dict__", fields)
         return copy

@@ -143,41 +143,22 @@ class OptimizerHolder:
             return self._publish(order)
 
     def _publish(self, order: PublishOrder) -> str:
+        fields: dict[str, Any] = {
+            "step": order.step,
+            "results": order.results,
+            "cause": order.cause,
+            "record": order.record,
+            "state": self.host_state(order.step),
+            "layout": self._layout,
+            "blobs": param_group_blobs(self._param_groups(order.step)),
+            "rank": self._rank,
+            "term": order.term,
+            "advance": self._advance,
+        }
         if self.hosts:
-            return self._publish_piece(order)
-        return writer.publish(
-            order.directory,
-            order.tmp_name,
-            step=order.step,
-            results=order.results,
-            cause=order.cause,
-            record=order.record,
-            state=self.host_state(order.step),
-            layout=self._layout,
-            expected=self.optimizer.expected_tensors(),
-            blobs=param_group_blobs(self._param_groups(order.step)),
-            rank=self._rank,
-            term=order.term,
-            trusted=self._trusted,
-            advance=self._advance,
-        )
-
-    def _publish_piece(self, order: PublishOrder) -> str:
-        return writer.publish_piece(
-            order.directory,
-            order.tmp_name,
-            step=order.step,
-            results=order.results,
-            hosts=self.hosts,
-            cause=order.cause,
-            record=order.record,
-            state=self.host_state(order.step),
-            layout=self._layout,
-            blobs=param_group_blobs(self._param_groups(order.step)),
-            rank=self._rank,
-            start=self.start,
-            term=order.term,
-        )
+            return writer.publish_piece(order.directory, order.tmp_name, **fields, hosts=self.hosts, start=self.start)
+        expected = self.optimizer.expected_tensors()
+        return writer.publish(order.directory, order.tmp_name, **fields, expected=expected, trusted=self._trusted)
 
     @property
     def work_done(self) -> int:

@@ -32,20 +32,20 @@ class Agent:
 
     def _say(self, message: WorkerExit | AgentHello) -> None:
         controller = self.job.controllers[self.place]
-        moment = max(self.job.now, controller.cut_until, controller.route.held_until[UP])
+        moment = max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
         self.job.scheduler.at(moment, lambda: controller.take(ev.Received(message)))
 
     def _look(self) -> None:
         controller, times = self.job.controllers[self.place], self.job.times
         if controller.heard:
-            self._heard = self.job.now
-        elif controller.gone or self.job.now >= self._heard + times.lease_s:
+            self._heard = self.job.scheduler.now
+        elif controller.gone or self.job.scheduler.now >= self._heard + times.lease_s:
             self.place = (self.place + 1) % len(self.job.controllers)
-            self._heard = self.job.now
+            self._heard = self.job.scheduler.now
             if not self.job.controllers[self.place].gone:
                 ranks = tuple(r for r, host in enumerate(self.job.training.layout.hosts) if host == self.host)
                 self._say(AgentHello(f"host{self.host}", ranks, tuple(100 + rank for rank in ranks)))
                 for report in self._exits:
                     self._say(report)
-        if not (self.lost or self.job.ended()):
+        if not self.lost:
             self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)

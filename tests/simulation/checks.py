@@ -8,7 +8,7 @@ from typing import cast
 
 from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
-from tests.simulation.job import Job
+from tests.simulation.job import Job, content_of
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 from ttp.controller.state import EXIT_WAIT_S
@@ -95,7 +95,7 @@ def _published_content(job: Job) -> list[str]:
         found += _pieces(job, step, pieces)
         found += _step(job, root, step, committed)
         durable = {file for file, content in directory.files.items() if content.durable}
-        if not durable >= set(manifest.files) or job.published_as[root, name] != _now_content(directory):
+        if not durable >= set(manifest.files) or job.published_as[root, name] != content_of(directory):
             found.append(f"I8: {root}/{name} changed after it was published")
     if len(set(job.disk.published)) != len(job.disk.published):
         found.append(f"I4: a step was published twice: {job.disk.published}")
@@ -112,12 +112,6 @@ def _published_content(job: Job) -> list[str]:
                 f"I4: {fields['path']} was said to be published; disk {job.disk.published}, {job.disk.tracker}"
             )
     return found
-
-
-def _now_content(directory: object) -> str:
-    from tests.simulation.job import _content
-
-    return _content(directory)
 
 
 def _pieces(job: Job, step: int, pieces: list[tuple[str, int, int, int]]) -> list[str]:
@@ -176,10 +170,17 @@ def _outcome(scenario: Scenario) -> list[str]:
 
 def _comes_and_goes(job: Job) -> bool:
     """True when controllers were away several times: one that is heard for a moment keeps a rank from the standby for a lease
-    more, which is longer than the standby waits for it. Or when one was away while a rank was on its way back: both together
-    may last for a lease. That costs a dump, and no step."""
-    absences = sum(c.absences for c in job.controllers)
-    return absences > 1 or (absences == 1 and any(strike.kind in OF_STREAMS for strike in job.strikes))
+    more, which is longer than the standby waits for it. Or when one was away while a rank's stream had just failed: both
+    together may last for a lease. That costs a dump, and no step."""
+    absences = [absence for controller in job.controllers for absence in controller.absences]
+    lease_s = job.times.lease_s
+    on_its_way_back = any(
+        began_s - lease_s <= strike.at_s <= ended_s
+        for began_s, ended_s in absences
+        for strike in job.strikes
+        if strike.kind in OF_STREAMS
+    )
+    return len(absences) > 1 or on_its_way_back
 
 
 def _leads_nobody(job: Job) -> bool:

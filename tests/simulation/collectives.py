@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.simulation.scheduler import Scheduler
+
+_Key = tuple[str, int, tuple[int, ...]]
+"""(name, step, members)."""
 
 
 @dataclass
@@ -23,7 +27,7 @@ class Collectives:
         self._scheduler = scheduler
         self._rng = rng
         self._hang_chance = hang_chance
-        self._meetings: dict[tuple[str, int, tuple[int, ...]], _Meeting] = {}
+        self._meetings: dict[_Key, _Meeting] = {}
         self._dead: set[int] = set()
         self.finished: set[tuple[str, int]] = set()
         """(name, step) that at least one rank got the result of."""
@@ -37,22 +41,24 @@ class Collectives:
         done: Callable[[], None],
         fail: Callable[[], None],
     ) -> None:
-        meeting = self._meetings.setdefault((name, step, members), _Meeting(members))
+        key = (name, step, members)
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = _Meeting(members)
         meeting.waiting[rank] = (done, fail)
         meeting.came.add(rank)
         if len(meeting.came) == len(members):
             for member in members:
-                self._scheduler.after(
-                    self._rng.uniform(0.0002, 0.004),
-                    lambda m=member: self._finish(meeting, m, name, step),  # type: ignore[misc]
-                )
+                self._scheduler.after(self._rng.uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
         elif self._dead.intersection(members):
             self._break(meeting, rank)
 
-    def _finish(self, meeting: _Meeting, rank: int, name: str, step: int) -> None:
+    def _finish(self, meeting: _Meeting, rank: int, key: _Key) -> None:
         calls = meeting.waiting.pop(rank, None)
+        if not meeting.waiting:
+            self._meetings.pop(key, None)  # all have come, and nobody waits any more
         if calls is not None and rank not in self._dead:
-            self.finished.add((name, step))
+            self.finished.add(key[:2])
             calls[0]()
 
     def _break(self, meeting: _Meeting, rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.network import DOWN, UP, Route, Stream
@@ -44,12 +45,13 @@ class Controller:
         self.dead = False
         self.paused_until = 0.0
         self.cut_until = 0.0
-        self.absences = 0
+        self.absences: list[tuple[float, float]] = []
+        """When it was away: began, ended."""
         self.away_s = 0.0
         """Longest time for which it was stopped or cut off."""
         self._queue: list[Callable[[], None]] = []
         self._stage = self.state.stage
-        self._tick_at = float("inf")
+        self._tick_at = inf
         self._beating = False
         self._schedule_tick()
 
@@ -67,7 +69,7 @@ class Controller:
     def heard(self) -> bool:
         """It says something to those that are attached."""
         silent_until = max(self.paused_until, self.cut_until, self.route.held_until[DOWN])
-        return not (self.gone or self.idle or self.job.now < silent_until)
+        return not (self.gone or self.idle or self.job.scheduler.now < silent_until)
 
     @property
     def place_in_job(self) -> str:
@@ -80,7 +82,7 @@ class Controller:
         """Do it now, or in turn when the process goes on."""
         if self.gone:
             return
-        if self.job.now < self.paused_until:
+        if self.job.scheduler.now < self.paused_until:
             if not self._queue:
                 self.job.scheduler.at(self.paused_until, self._resume)
             self._queue.append(call)
@@ -89,7 +91,10 @@ class Controller:
 
     def hear(self, rank: int, stream: Stream, message: Upward) -> None:
         """A rank speaks on the stream on which it registered last, and on no other."""
-        self.when_running(lambda: self._hear(rank, stream, message))
+        if self.gone or self.job.scheduler.now < self.paused_until:
+            self.when_running(lambda: self._hear(rank, stream, message))
+        else:
+            self._hear(rank, stream, message)
 
     def _hear(self, rank: int, stream: Stream, message: Upward) -> None:
         if isinstance(message, Registration):
@@ -97,7 +102,7 @@ class Controller:
         if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
             self.job.reject_stream(rank, stream)
         elif self.streams[rank] is stream:
-            self.take(ev.Received(message))
+            self._take(ev.Received(message))
 
     def close_seen(self, rank: int, stream: Stream) -> None:
         """A stream has ended; a newer one may have taken its place."""
@@ -105,7 +110,7 @@ class Controller:
         def close() -> None:
             if self.streams.get(rank) is stream:
                 del self.streams[rank]
-                self.take(ev.StreamClosed((rank,)))
+                self._take(ev.StreamClosed((rank,)))
 
         self.when_running(close)
 
@@ -113,7 +118,7 @@ class Controller:
         self.when_running(lambda: self._take(event))
 
     def _take(self, event: ev.Event) -> None:
-        self.state, effects = machine.transition(self.state, event, self.job.now + self.ahead_s)
+        self.state, effects = machine.transition(self.state, event, self.job.scheduler.now + self.ahead_s)
         for effect in effects:
             self._carry_out(effect)
         self._schedule_tick()
@@ -139,17 +144,19 @@ class Controller:
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
             return  # the machine has asked for an earlier one since
-        self._tick_at = float("inf")
-        self.take(ev.Tick())
-        if not self.gone and self.job.now >= self.paused_until:
-            self._schedule_tick()
+        self._tick_at = inf
+        deadline = machine.next_deadline(self.state)
+        if deadline is not None and deadline > asked_for:
+            self._schedule_tick()  # something has happened since
+        else:
+            self.take(ev.Tick())
 
     # --- what goes out ---
 
     def _beat(self) -> None:
         if self.gone:
             return
-        if self.job.now >= self.paused_until:
+        if self.job.scheduler.now >= self.paused_until:
             for rank in sorted(self.streams):
                 self._send(rank, _BEAT)
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
@@ -166,7 +173,7 @@ class Controller:
                     if rank in self.streams:
                         self._send(rank, message)
             case ev.Journal(event, _):
-                self.story.append((self.job.now, effect))
+                self.story.append((self.job.scheduler.now, effect))
                 self.job.happened(event, -1)
             case ev.Supersede(addresses):
                 for address in addresses:
@@ -185,7 +192,7 @@ class Controller:
             older.close_all()
 
         held = max(older.cut_until, self.cut_until, older.route.held_until[UP])
-        moment = max(self.job.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
+        moment = max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
         self.job.scheduler.at(moment, lambda: older.when_running(end))
 
     def close_all(self) -> None:
@@ -208,7 +215,7 @@ class Controller:
     def pause(self, seconds: float) -> None:
         self.job.note(f"controller c{self.place} is stopped for {seconds:.3f} s")
         self._away(seconds)
-        self.paused_until = max(self.paused_until, self.job.now + seconds)
+        self.paused_until = max(self.paused_until, self.job.scheduler.now + seconds)
         self.job.scheduler.at(self.paused_until, lambda: self.take(ev.Tick()))
 
     def cut_one_way(self, way: str, seconds: float) -> None:
@@ -217,13 +224,13 @@ class Controller:
             f"controller c{self.place} {'hears nobody' if way == UP else 'is heard by nobody'} for {seconds:.3f} s"
         )
         self._away(seconds)
-        self.route.hold(way, self.job.now + seconds)
+        self.route.hold(way, self.job.scheduler.now + seconds)
 
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""
         self.job.note(f"the clock of controller c{self.place} leaps by {seconds:.3f} s")
         self.ahead_s += seconds
-        self._tick_at = float("inf")
+        self._tick_at = inf
         if not self.gone:
             self._schedule_tick()
 
@@ -231,10 +238,10 @@ class Controller:
         """Nothing reaches it or comes from it for a while, and then all of it."""
         self.job.note(f"controller c{self.place} is cut off for {seconds:.3f} s")
         self._away(seconds)
-        self.cut_until = max(self.cut_until, self.job.now + seconds)
+        self.cut_until = max(self.cut_until, self.job.scheduler.now + seconds)
 
     def _away(self, seconds: float) -> None:
         """Times of absence that touch each other count as one."""
-        self.absences += 1
-        already = max(self.paused_until, self.cut_until) - self.job.now
+        self.absences.append((self.job.scheduler.now, self.job.scheduler.now + seconds))
+        already = max(self.paused_until, self.cut_until) - self.job.scheduler.now
         self.away_s = max(self.away_s, seconds, self.away_s + seconds if already > 0 else 0.0)

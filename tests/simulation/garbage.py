@@ -15,7 +15,6 @@ ALLOCATIONS = 200_000
 def seldom_collected() -> Iterator[None]:
     """Run the body with few collections; afterwards everything is as it was."""
     before = gc.get_threshold()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(ALLOCATIONS, *before[1:])
     try:

@@ -79,7 +79,6 @@ class Job:
         self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
         """(members, step) of the collectives in which somebody said that it was told to leave."""
         self._last_kill_s = 0.0
-        self.changed = False
         """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], str] = {}
         self.committed_when_published: list[int] = []
@@ -156,7 +155,7 @@ class Job:
         self.disk.published.append((root, step))
         self.committed_when_published.append(max((record.step for record in self.known_records()), default=0))
         directory = self.disk.directories[root, f"iter_{step:07d}"]
-        self.published_as[root, f"iter_{step:07d}"] = _content(directory)
+        self.published_as[root, f"iter_{step:07d}"] = content_of(directory)
 
     def known_records(self) -> tuple[CommitRecord, ...]:
         steps = sorted(step for name, step in self.collectives.finished if name == "norm")
@@ -216,7 +215,7 @@ class Job:
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
         process.alive, process.ended = False, text
-        self.changed = True
+        self.scheduler.look = True
         left = text.startswith("exit code")
         self.collectives.rank_gone(process.rank, surely=left)
         stream = process.stream
@@ -247,7 +246,7 @@ class Job:
         process.stopped = True
         process.was_stopped |= seconds is None or seconds > LONGEST_PAUSE_S
         process.stopped_for_good = seconds is None
-        self.changed = True
+        self.scheduler.look = True
         if seconds is not None:
             self.scheduler.after(seconds, process.resume)
 
@@ -280,13 +279,13 @@ class Job:
 
     def controller_gone(self, killed: bool) -> None:
         """A controller was killed, or its work is over."""
-        self.changed = True
+        self.scheduler.look = True
         if killed:
             self._last_kill_s = self.now
         self.scheduler.after(3.001 * self.times.controller_lost_s, self._look_again)
 
     def _look_again(self) -> None:
-        self.changed = True
+        self.scheduler.look = True
 
     def leave_behind(self, rank: int) -> bool:
         """A rank loses its stream and opens another; what is under way on the old one still arrives, late."""
@@ -326,17 +325,16 @@ class Job:
         )
 
     def run(self, until_s: float) -> bool:
-        return self.scheduler.run(until_s, self._ended_now)
+        return self.scheduler.run(until_s, self.ended)
 
-    def _ended_now(self) -> bool:
-        """Look only after something that may have ended the job: this is asked after every event."""
-        if not self.changed:
-            return False
-        self.changed = False
-        return self.ended()
+    def dismantle(self) -> None:
+        """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
+        for part in (*self.ranks, *self.controllers, *self._agents.values(), self):
+            part.__dict__.clear()
 
 
-def _content(directory: Any) -> str:
+def content_of(directory: Any) -> str:
+    """Return what of a simulated directory outlives a crash, to compare."""
     return repr(
         (directory.manifest, sorted((name, file.pieces) for name, file in directory.files.items() if file.durable))
     )

@@ -134,11 +134,16 @@ class Rank:
         self.job.scheduler.at(due, partial(self.run_beside, partial(self._tick, deadline)))
 
     def _tick(self, asked_for: float) -> None:
-        if asked_for == self._tick_at:  # else the machine has asked for an earlier one since
+        if asked_for != self._tick_at:
+            return  # the machine has asked for an earlier one since
+        self._tick_at = inf
+        deadline = machine.next_deadline(self.state)
+        if deadline is not None and deadline > asked_for:
+            self._schedule_tick()  # something has happened since
+        else:
             self.tick()
 
     def tick(self) -> None:
-        self._tick_at = inf
         self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting))
 
     def _carry_out(self, effect: ev.Effect) -> None:
@@ -170,9 +175,9 @@ class Rank:
             return  # it has gone on meanwhile
         controller = self.job.controller_at(address)
         if controller.gone:
-            answered = max(self.job.now, *self.route.held_until.values())
+            answered = max(self.job.scheduler.now, *self.route.held_until.values())
             refused = ev.Disconnected("connection refused", refused=True)
-            self.later(answered - self.job.now, partial(self._refused, attempt, refused))
+            self.later(answered - self.job.scheduler.now, partial(self._refused, attempt, refused))
             return
         self.stream = self._current = stream = Stream(
             self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route
@@ -239,7 +244,7 @@ class Rank:
         if stream is not self.stream:
             return
         if not self.started and isinstance(message, Welcome):
-            self.started, self.started_s = True, self.job.now
+            self.started, self.started_s = True, self.job.scheduler.now
             self.soon(0.001, self._compute)
         self.step(ev.Received(message))
         self.job.happened(f"got {type(message).__name__}", self.rank)

@@ -15,6 +15,8 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.look = False
+        """Something may have ended the job: `done` is asked before the next callback."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 
@@ -28,8 +30,10 @@ class Scheduler:
         """Run until `done`; False when nothing is left to run or `until_s` passes first."""
         heap, pop = self._heap, heapq.heappop
         for _ in range(MOST_EVENTS):
-            if done():
-                return True
+            if self.look:
+                self.look = False
+                if done():
+                    return True
             if not heap or heap[0][0] > until_s:
                 return False
             self.now, _, call = pop(heap)

@@ -52,6 +52,7 @@ def tally(seeds: range) -> Tally:
             _note(result, scenario)
             if found:
                 result.failures.append((seed, tuple(found)))
+            scenario.job.dismantle()
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 from ttp.proto.messages import CommitRecord
@@ -70,8 +70,7 @@ class Training:
 
     def record(self, step: int) -> CommitRecord:
         """Return the record that the spanning collective of `step` makes; every fourth step overflows."""
-        skipped = step % 4 == 3
-        return CommitRecord(step, inf if skipped else 1.0 + step / 8, 0.5 / step, skipped, 2.0, (0.1 / step,), (1.0,))
+        return _record(step)
 
     def apply(self, group: str, value: int, record: CommitRecord, whole_gradients: bool) -> int:
         """Return a shard's state after an update."""
@@ -101,7 +100,17 @@ class Training:
 
     def collectives(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share this rank's gradient-norm collective."""
+        return self._collectives[rank % 2]
+
+    @cached_property
+    def _collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         size = self.layout.world_size
         if not self.local_copy:
-            return tuple(range(size))
-        return tuple(other for other in range(size) if other % 2 == rank % 2)
+            return tuple(range(size)), tuple(range(size))
+        return tuple(range(0, size, 2)), tuple(range(1, size, 2))
+
+
+@cache
+def _record(step: int) -> CommitRecord:
+    skipped = step % 4 == 3
+    return CommitRecord(step, inf if skipped else 1.0 + step / 8, 0.5 / step, skipped, 2.0, (0.1 / step,), (1.0,))

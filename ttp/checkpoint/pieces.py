@@ -16,7 +16,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,14 @@ def publish_piece(
     rank: int,
     start: int,
     term: int,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> str:
     """Make what this rank's node has of the attempt `tmp_name` its piece of the checkpoint of `step`; return its path.
 
-    results: of the ranks of all nodes; hosts: every rank's node; start: this start's number, `term` its controller's. Called by one rank of every node that wrote something,
-    without a collective; may be called again by another one. Raises CorruptCheckpoint (a file is not there), CheckpointError
-    (the attempt is gone, or a later term's is published), NotWritable. Nothing is visible then.
+    results: of the ranks of all nodes; hosts: every rank's node; start: this start's number, `term` its controller's;
+    advance: told that the work gets on. Called by one rank of every node that wrote something, without a collective; may be
+    called again by another one. Raises CorruptCheckpoint (a file is not there), CheckpointError (the attempt is gone, or a
+    later term's is published), NotWritable. Nothing is visible then.
     """
     root = Path(directory)
     final = root / step_directory_name(step)
@@ -86,7 +88,7 @@ def publish_piece(
     try:
         if not _is_done(final, fields):
             claim = _claim(root, tmp_name)
-            _complete(claim, fields, mine, blobs, rank)
+            _complete(claim, fields, mine, blobs, rank, advance)
             _place(claim, final, fields)
         fsync_directory(root)
         advance_tracker(root, step)
@@ -164,7 +166,14 @@ def _claim(root: Path, tmp_name: str) -> Path:
     raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish; write the step again as a new attempt")
 
 
-def _complete(claim: Path, fields: Manifest, mine: Sequence[FileEntry], blobs: Mapping[str, object], rank: int) -> None:
+def _complete(
+    claim: Path,
+    fields: Manifest,
+    mine: Sequence[FileEntry],
+    blobs: Mapping[str, object],
+    rank: int,
+    advance: Callable[[int], None],
+) -> None:
     """Remove what no writer reported; add the blobs and the manifest, all durable."""
     for file in mine:
         path = claim / file.name
@@ -176,9 +185,9 @@ def _complete(claim: Path, fields: Manifest, mine: Sequence[FileEntry], blobs: M
             )
     for name in sorted(set(os.listdir(claim)) - {file.name for file in mine}):
         os.unlink(claim / name)
-    contents = read_contents(claim, [ShareResult(tuple(mine))])
+    contents = read_contents(claim, [ShareResult(tuple(mine))], advance)
     tensors = {entry.key: TensorSpec(entry.dtype, entry.shape) for entry in contents.tensors}
-    share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False)
+    share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False, advance=advance)
     files = sorted((*fields.files, *share.files), key=lambda file: file.name)
     write_manifest(claim, replace(fields, files=tuple(files), tensors=tensors))
     fsync_directory(claim)

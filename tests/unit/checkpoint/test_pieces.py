@@ -68,6 +68,7 @@ class Cluster:
     hosts: tuple[str, ...] = HOSTS
     said: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    advanced: list[int] = field(default_factory=list)
     spoil: Callable[[bytes], bytes] = lambda chunk: chunk
 
     def disk(self, rank: int) -> Path:
@@ -103,6 +104,7 @@ class Cluster:
             "start": start,
             "term": term,
             "state": state,
+            "advance": self.advanced.append,
         }
         return Path(writer.publish_piece(self.disk(rank), name, **fields, **given))
 
@@ -165,6 +167,13 @@ def test_a_step_comes_back_on_the_nodes_that_wrote_it(cluster: Cluster, job: Job
     found = cluster.gather(job)
     assert steps(found) == {7} and cluster.said == []
     job.assert_equal(cluster.read(job, found))
+
+
+def test_a_publisher_tells_that_it_gets_on(cluster: Cluster, job: Job) -> None:
+    """With every table that it reads and every blob that it writes: a controller waits for who works."""
+    cluster.save(job, 7, publishers=(0,))
+    tables = sum(1 for _ in cluster.disk(0).glob("iter_0000007/*.distcp"))
+    assert len(cluster.advanced) >= tables > 0
 
 
 def test_what_a_node_lacks_is_moved_to_it_and_said(cluster: Cluster, job: Job) -> None:
