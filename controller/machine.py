@@ -114,8 +114,8 @@ def _round_end(state: ControllerState, fault: Fault) -> float:
     if fault.updating:
         return fault.update_by
     if not fault.causes:
-        waits = (fault.unproven is not None and not state.members.suspects) or (fault.takeover and fault.awaiting)
-        return fault.round_deadline if waits else inf
+        waits = fault.unproven is not None or (fault.takeover and fault.awaiting)
+        return fault.round_deadline if waits and not state.members.suspects else inf
     waiting = fault.awaiting or state.members.suspects
     earliest = -inf if has_culprit(fault.causes) else fault.hint_until
     return max(earliest, fault.round_deadline) if waiting else earliest

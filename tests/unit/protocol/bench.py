@@ -89,6 +89,8 @@ class ControllerBench:
         self.state, self.effects = controller_machine.transition(self.state, event, self.now)
         self.story += only(self.effects, Journal)
         hash(self.state)  # states stay hashable, whatever happens
+        deadline = controller_machine.next_deadline(self.state)
+        assert deadline is None or deadline > self.now, f"{event!r} leaves a deadline in the past: its driver spins"
         return self.effects
 
     def say(self, *messages: Upward, after: float = 0.0) -> None:

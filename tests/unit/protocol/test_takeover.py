@@ -288,3 +288,16 @@ def test_answers_to_the_lost_controller_mean_nothing() -> None:
         job.say(coming(rank))
     job.say(report(0, 1, Phase.DONE, 9))
     assert job.state.fault is not None and job.state.fault.awaiting == 4
+
+
+def test_a_rank_that_falls_silent_in_the_takeovers_freeze_is_waited_for_by_its_lease() -> None:
+    """The round's time is over before the lease is: nothing can be decided then, so nothing is due before the lease ends."""
+    job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=LEASE_S, freeze_timeout_s=1.0)
+    for rank in range(4):
+        job.say(coming(rank))
+    job.say(*(report(rank, job.state.freeze_id, Phase.COMPUTE, 7) for rank in range(3)))
+    job.close(3)
+    job.wait(1.1, heard=(0, 1, 2))
+    assert job.at(Stage.FREEZING) and not job.told("frozen")
+    job.wait(LEASE_S, heard=(0, 1, 2))
+    assert job.told("death_seen")[0]["rank"] == 3 and job.at(Stage.WRITING)
