@@ -118,7 +118,9 @@ def attach(members: Membership, registration: Registration, now: float, settings
     if members.attached == 0:
         # Everybody had lost the controller: the others get a whole lease to come back as well.
         members = replace(members, amnesty=now, empty_since=inf)
-    member = replace(members.table[rank], registration=registration, attached=True, heard=now, suspect=False)
+    known = members.table[rank]
+    finished = known.finished or registration.finished
+    member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
     members = update(members, rank, member)
     return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
 

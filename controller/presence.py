@@ -57,6 +57,8 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("registered", {**fields, "state_step": message.state_step}))
     if member.suspect and member.dead is None:
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
+    if message.finished and not member.finished:
+        out.append(Journal("rank_finished", {"rank": rank}))
     pace = taught(state.pace, message.step_times_s, state.settings)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:

@@ -86,14 +86,14 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     """Register, and say again what an earlier stream may have lost."""
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
-    registration = replace(event.registration, job_groups=state.job_groups, step_times_s=state.step_times_s)
+    registration = replace(
+        event.registration, job_groups=state.job_groups, step_times_s=state.step_times_s, finished=state.finished
+    )
     if state.successors:
         registration = replace(registration, controllers=controllers(state))
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
-    if state.finished:
-        out.append(Send(Finished(state.settings.rank)))
     return replace(state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now)
 
 

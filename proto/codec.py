@@ -265,6 +265,7 @@ def _encode_registration(message: m.Registration) -> pb.Registration:
         controllers=message.controllers,
         job_groups=message.job_groups,
         step_times_s=message.step_times_s,
+        finished=message.finished,
     )
 
 
@@ -282,6 +283,7 @@ def _decode_registration(wire: pb.Registration) -> m.Registration:
         controllers=tuple(wire.controllers),
         job_groups=wire.job_groups,
         step_times_s=tuple(wire.step_times_s),
+        finished=wire.finished,
     )
 
 

@@ -111,6 +111,8 @@ class Registration:
     """How many shard groups the whole job has, as a controller said; 0: never heard."""
     step_times_s: tuple[float, ...] = ()
     """How long this rank's newest steps took, oldest first: a controller that takes over knows the job's pace from it."""
+    finished: bool = False
+    """`train` has returned: with the registration, so that nobody sees this rank come and takes it for one that trains."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def test_training_goes_on_unharmed_under_a_standby(trouble: str, moment: str) ->
 def test_the_second_standby_follows_the_first() -> None:
     """Two controllers die one after the other, the second in the middle of its takeover, and a rank with it."""
     for seed in range(12):
-        scenario = two_standbys(seed)
+        scenario = two_standbys(seed, steps=8)
         scenario.harmless = False
         job = scenario.job
         job.hook("READY 3", 2, lambda rank, job=job: job.controllers[0].kill())  # type: ignore[misc]

@@ -238,9 +238,9 @@ def test_ranks_that_left_in_peace_count_as_finished() -> None:
 def test_a_rank_that_ends_nobody_knows_how_is_waited_for_when_the_others_have_finished() -> None:
     """It may have been dismissed by the controller that was lost."""
     job = standby()
-    for rank in range(3):
-        job.say(coming(rank), Finished(rank))
     job.say(killed(3, "exiting"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
     assert job.at(Stage.GATHERING)
     job.say(killed(3, "exit code 0"))
     assert job.at(Stage.OVER)
