@@ -349,7 +349,7 @@ def _kill_rank_and_controller(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _fill_disk(job: Job, rng: random.Random, rank: int) -> bool:
-    root = rng.choice(job.roots)
+    root = rng.choice((job.roots[0], *job.roots))
     job.note(f"{root} is full")
     job.disk.full.add(root)
     return True

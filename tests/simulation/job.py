@@ -12,6 +12,7 @@ from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
+from tests.simulation.held import Hold
 from tests.simulation.network import DOWN, UP, Stream
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
@@ -74,6 +75,8 @@ class Job:
         self.strikes: list[Strike] = []
         self.everybody = tuple(range(training.layout.world_size))
         self._hooks: dict[str, list[tuple[int, Callable[[int], object]]]] = {}
+        self.holds: dict[str, Hold] = {}
+        """By step of the work, what holds up the rank that comes to it next."""
         self.killed: dict[int, float] = {}
         self.thawed_up_to = -1
         self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()

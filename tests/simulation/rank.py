@@ -47,6 +47,8 @@ class Rank:
         """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
         self.slow_update: dict[int, float] = {}
         """Seconds that a step's update takes, by step, instead of the usual."""
+        self.late_results: dict[int, float] = {}
+        """Seconds for which a step's commit record is under way to this rank when others have it, by step."""
         self.noticed = False
         self.waiting = False
         self.break_roll = False
@@ -301,6 +303,8 @@ class Rank:
         if self.noticed:
             self.job.told_to_leave.add((members, step))
         go_on = partial(self.run, partial(self.gate.enter, partial(self._update, step)))
+        if step in self.late_results:
+            go_on = partial(self.job.scheduler.after, self.late_results[step], go_on)
         self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed)
 
     def _update(self, step: int) -> None:

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
+from tests.simulation.held import Hold
 from tests.simulation.job import Job, Times
-from tests.simulation.matrix import DUMP, TRAINING, expected, possible
-from tests.simulation.training import LAYOUTS, Layout, Training
+from tests.simulation.matrix import DUMP, TRAINING, possible
+from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
+from tests.simulation.training import LAYOUTS, Layout, Training, ring
 
 _DUMP_MOMENTS = (
     "suspect", "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "rolling", "got RollForward", "rolled_forward",
     "write_sent", "got WriteOrder", "writing", "written", "publish_sent", "publishing", "manifest written", "renamed",
     "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned", "takeover_began", "got Welcome", "took_over",
 )  # fmt: skip
+_ROLLING_MOMENTS = ("stage rolling", "stage rolling", "got RollForward", "rolling", "rolled_forward")
 _PHASES = ("COMPUTE", "READY", "UPDATING", "DONE")
 
 WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_s=2.0)
@@ -43,8 +46,11 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: i
     shape = plan.random()
     watched = faults and not steps and shape < 0.03
     kind, place = plan.choice(_CELLS)
-    if faults and shape >= 0.55 and place in ("gathering", "leaderless"):
+    aimed = faults and shape >= AIMED
+    if aimed and (place in ("gathering", "leaderless") or (kind in STEPS and place not in TRAINING)):
         standbys = max(1, standbys)
+    if aimed and layout is None and (kind, place) in _ODD_RANKS_BEHIND:
+        training = Training(plan.choice(_EVEN_RANKS_COVER), training.steps, local_copy=True)
     if watched:
         training = Training(training.layout, WATCHED_STEPS, training.local_copy)
     job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys)
@@ -60,15 +66,21 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: i
     elif shape < 0.30:
         for _ in range(rng.randint(0, 4)):
             _add(scenario, rng, rng.choice(ANY))
-    elif shape < 0.55:
+    elif shape < AIMED:
         _add_chain(scenario, rng)
     else:
         _add_aimed(scenario, rng, kind, place)
     return scenario
 
 
-_CELLS = (*possible(), *expected(), *expected(), *expected())
+_CELLS = possible()
 """Those to aim at."""
+AIMED = 0.52
+"""Part of the seeds that mix faults; the others aim."""
+_EVEN_RANKS_COVER = (ring(3), ring(5), ring(4, replicas=3))
+"""Layouts in which the even ranks hold every shard, so that they roll forward to a step that no odd rank has come to."""
+_ODD_RANKS_BEHIND = {("hang in compute", "rolling"), ("slow rank", "rolling")}
+"""Cells that need such a layout, and records that do not span the ranks: a rank that still computes was never READY."""
 
 
 def _add_hang(scenario: Scenario, rng: random.Random) -> None:
@@ -84,11 +96,16 @@ def _add_chain(scenario: Scenario, rng: random.Random) -> None:
     """A fault late enough that there is something to save, on a job with hidden troubles, and more during the dump."""
     for kind in rng.sample(HIDDEN, rng.choice((0, 0, 1, 2))):
         _hide(scenario, rng, kind)
-    _begin_dump(scenario, rng)
+    moments = _DUMP_MOMENTS
+    if rng.random() < 0.35:
+        _begin_rolling(scenario, rng)
+        moments = rng.choice((_DUMP_MOMENTS, _ROLLING_MOMENTS))
+    else:
+        _begin_dump(scenario, rng)
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
-        _hook(scenario, rng, rng.choice(ANY), rng.choice(_DUMP_MOMENTS))
+        _hook(scenario, rng, rng.choice(ANY), rng.choice(moments))
     for _ in range(rng.choice((0, 0, 1, 2))):
-        _hook(scenario, rng, rng.choice(OF_CONTROLLERS), rng.choice(_DUMP_MOMENTS))
+        _hook(scenario, rng, rng.choice(OF_CONTROLLERS), rng.choice(moments))
 
 
 def _hide(scenario: Scenario, rng: random.Random, kind: str) -> None:
@@ -106,17 +123,23 @@ def _begin_dump(scenario: Scenario, rng: random.Random) -> None:
 
 
 def _begin_rolling(scenario: Scenario, rng: random.Random) -> None:
-    """Somebody fails in an update that others have not begun yet."""
-    ranks, steps = scenario.job.training.layout.world_size, scenario.job.training.steps
-    moment = f"UPDATING {rng.randint(2, max(2, steps))}"
-    if ranks > 2 and rng.random() < 0.5:
-        _hook(scenario, rng, "kill", moment, 2, 0.0)
+    """Somebody fails in an update, or right after, that others have not begun yet; rolling forward may take its time."""
+    job = scenario.job
+    ranks, step = job.training.layout.world_size, rng.randint(2, max(2, job.training.steps))
+    killed = ranks > 2 and rng.random() < 0.4
+    delay_results(job, rng, rng.sample(range(ranks), rng.randint(1, ranks - 1 - killed)), step)
+    if killed:
+        _hook(scenario, rng, "kill", f"UPDATING {step}", 2, 0.0)
     else:
-        _hook(scenario, rng, "exception", moment, 1, 0.0)
+        _hook(scenario, rng, "exception", f"{rng.choice(('UPDATING', 'DONE'))} {step}", 1, 0.0)
+    if rng.random() < 0.6:
+        job.holds["roll"] = Hold(longest_s=rng.uniform(0.02, 0.6))
 
 
 def _add_aimed(scenario: Scenario, rng: random.Random, kind: str, place: str) -> None:
     """A fault of this kind while the job is there, after whatever is needed for the job to come there."""
+    if _arranged(scenario, rng, kind, place):
+        return
     steps, faults = scenario.job.training.steps, scenario.job.training.layout.world_size
     soon = rng.choice((0.0, rng.uniform(0, 0.003), rng.uniform(0, 0.03), rng.uniform(0, 0.3)))
     if place == "assembling":
@@ -157,6 +180,23 @@ def _add_aimed(scenario: Scenario, rng: random.Random, kind: str, place: str) ->
         _hook(scenario, rng, "stop", rng.choice(("rolling", "writing", "writing", "publishing", "manifest written")))
     elif rng.random() < 0.4:
         _hook(scenario, rng, rng.choice(ANY), rng.choice(_DUMP_MOMENTS))
+
+
+def _arranged(scenario: Scenario, rng: random.Random, kind: str, place: str) -> bool:
+    """Put the fault in where work or training outlives what ordered it; False: nothing of the kind is to be arranged."""
+    if place in (*TRAINING, "assembling") or rng.random() < 0.1:
+        return False
+    if place in {STAGE_OF[step] for step in STEPS.get(kind, ())} and rng.random() < 0.6:
+        return False
+    if kind in STEPS:
+        told = hold_work(scenario.job, rng, kind, place)
+    elif kind in IN_TRAINING:
+        told = hold_rank(scenario.job, rng, kind, place)
+    else:
+        return False
+    scenario.harmless = False
+    scenario.faults.append(told)
+    return True
 
 
 def _add(scenario: Scenario, rng: random.Random, kind: str) -> None:

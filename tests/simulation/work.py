@@ -38,6 +38,19 @@ class Worker:
             return
         self._busy = True
         task = self._tasks.pop(0)
+        self._held_up(type(task).__name__, partial(self._begin, task))
+
+    def _held_up(self, step: str, go_on: Callable[[], None], delay_s: float = 0.0) -> None:
+        """Do a step of the work: now, after a while, or when what holds it up is over."""
+        hold = self.job.holds.pop(step, None)
+        if hold is not None:
+            hold.begin(self.process, step, partial(self.process.run_beside, go_on))
+        elif delay_s:
+            self.process.later(delay_s, go_on)
+        else:
+            go_on()
+
+    def _begin(self, task: ev.Effect) -> None:
         if self.process.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
             self.job.struck("hanging work", self.rank)
             return  # for ever
@@ -63,10 +76,9 @@ class Worker:
             self.process.step(answer)
         self._work()
 
-    def _later(self, slowest_s: float, act: Callable[..., None], *arguments: object) -> None:
-        """Go on after a random while."""
-        delay_s = self.job.rng.uniform(slowest_s / 10, slowest_s)
-        self.process.later(delay_s, partial(act, *arguments))
+    def _later(self, step: str, slowest_s: float, act: Callable[..., None], *arguments: object) -> None:
+        """Go on with a step after a random while."""
+        self._held_up(step, partial(act, *arguments), self.job.rng.uniform(slowest_s / 10, slowest_s))
 
     # --- the gate ---
 
@@ -98,7 +110,7 @@ class Worker:
             return
         self.job.happened("rolling", self.rank)
         self.gate.start_roll(record)
-        self._later(0.02, self._end_roll, freeze_id, record)
+        self._later("roll", 0.02, self._end_roll, freeze_id, record)
 
     def _end_roll(self, freeze_id: int, record: CommitRecord) -> None:
         if self.process.break_roll:
@@ -121,10 +133,8 @@ class Worker:
         # Where an earlier attempt's file has the same parts of the same state, it gets a second name.
         known = self._written.get(self._reuse_key(order))
         end = partial(self._end_write, order, name, before, known)
-        if known is not None:
-            self.process.later(0.0005, end)
-        else:
-            self.process.later(self.job.rng.uniform(0.001, 0.05) * len(order.parts), end)
+        delay_s = 0.0005 if known is not None else self.job.rng.uniform(0.001, 0.05) * len(order.parts)
+        self._held_up("write", end, delay_s)
         self.job.happened("writing", self.rank)
 
     def _reuse_key(self, order: WriteOrder) -> tuple[str, int, tuple[Part, ...]]:
@@ -166,7 +176,7 @@ class Worker:
 
     def _begin_publish(self, order: PublishOrder) -> None:
         self.publishing = True
-        self._later(0.005, self._write_manifest, order)
+        self._later("manifest", 0.005, self._write_manifest, order)
         self.job.happened("publishing", self.rank)
 
     def _write_manifest(self, order: PublishOrder) -> None:
@@ -180,7 +190,7 @@ class Worker:
                 self._failed(order, "publish", error)
                 return
             disk.directories[here].manifest = manifest
-        self._later(0.005, self._rename, order)
+        self._later("rename", 0.005, self._rename, order)
         self.job.happened("manifest written", self.rank)
 
     def _manifest(self, disk: Disk, order: PublishOrder) -> Manifest:
@@ -209,7 +219,7 @@ class Worker:
         except DiskError as error:
             self._failed(order, "publish", error)
             return
-        self._later(0.005, self._replace_tracker, order)
+        self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)
 
     def _replace_tracker(self, order: PublishOrder) -> None:
