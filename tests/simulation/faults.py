@@ -86,14 +86,18 @@ def _kill_writer(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _kill_publisher(before: str, moment: str) -> Act:
-    """Whoever publishes next dies right at this moment, between two of its steps."""
+    """Whoever publishes next dies right at this moment, between two of its steps; this rank now, if it stands there."""
 
     def act(job: Job, rng: random.Random, rank: int) -> bool:
         def strike(publisher: int) -> None:
             job.struck(f"publisher killed before the {before}", publisher)
             job.kill(publisher)
 
-        job.hook(moment, 1, strike)
+        work = job.ranks[rank].work
+        if job.ranks[rank].alive and work.publishing and work.before == before:
+            strike(rank)
+        else:
+            job.hook(moment, 1, strike)
         return True
 
     return act
@@ -349,7 +353,7 @@ def _kill_rank_and_controller(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _fill_disk(job: Job, rng: random.Random, rank: int) -> bool:
-    root = rng.choice((job.roots[0], *job.roots))
+    root = rng.choice((*job.roots[:1] * 3, *job.roots))
     job.note(f"{root} is full")
     job.disk.full.add(root)
     return True
@@ -359,7 +363,7 @@ def _spoil(what: str) -> Act:
     """From now on one directory, the first one mostly, fails this rank."""
 
     def act(job: Job, rng: random.Random, rank: int) -> bool:
-        root = rng.choice((job.roots[0], *job.roots))
+        root = rng.choice((*job.roots[:1] * 3, *job.roots))
         job.note(f"{root}: {what} for rank {rank}")
         where = {"errors": job.disk.broken_for, "torn": job.disk.tearing, "unsynced": job.disk.unsynced}
         where[what].add((rank, root))

@@ -24,9 +24,9 @@ STEPS: dict[str, tuple[str, ...]] = {
     "failed fsync": (*_WRITING, "manifest", "rename"),
     "full disk": (*_WRITING, *_PUBLISHING),
     "rank's disk": (*_WRITING, *_PUBLISHING),
-    "publisher killed before the manifest": ("PublishCheckpoint",),
-    "publisher killed before the rename": ("manifest",),
-    "publisher killed before the tracker": ("rename",),
+    "publisher killed before the manifest": ("manifest",),
+    "publisher killed before the rename": ("rename",),
+    "publisher killed before the tracker": ("tracker",),
     "failing roll-forward": ("roll",),
     "hanging work": ("ApplyUpdate", "WriteShare", "PublishCheckpoint"),
 }
@@ -61,10 +61,15 @@ def _moment(place: str) -> str:
 
 
 def _replace_controller(job: Job, rng: random.Random, longest_s: float) -> Callable[[int], None]:
-    def kill(rank: int) -> None:
-        job.scheduler.after(rng.uniform(0.0, longest_s), partial(KINDS["controller kill"].befall, job, rng, rank))
+    """The active controller dies a little later."""
 
-    return kill
+    def kill(rank: int) -> None:
+        controller = job.controller
+        if not controller.gone:
+            job.struck("controller kill", rank)
+            controller.kill()
+
+    return lambda rank: job.scheduler.after(rng.uniform(0.0, longest_s), partial(kill, rank))
 
 
 def _begin(job: Job, rng: random.Random, rank: int, step: int, kind: str = "exception") -> None:

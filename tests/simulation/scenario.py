@@ -186,7 +186,7 @@ def _arranged(scenario: Scenario, rng: random.Random, kind: str, place: str) -> 
     """Put the fault in where work or training outlives what ordered it; False: nothing of the kind is to be arranged."""
     if place in (*TRAINING, "assembling") or rng.random() < 0.1:
         return False
-    if place in {STAGE_OF[step] for step in STEPS.get(kind, ())} and rng.random() < 0.6:
+    if place in {STAGE_OF[step] for step in STEPS.get(kind, ())} and rng.random() < 0.3:
         return False
     if kind in STEPS:
         told = hold_work(scenario.job, rng, kind, place)

@@ -28,6 +28,8 @@ class Worker:
         self._busy = False
         self.writing = self.publishing = False
         """A write, a publish is under way."""
+        self.before = ""
+        """The step of the work that comes next, or came last."""
 
     def submit(self, task: ev.Effect) -> None:
         self._tasks.append(task)
@@ -42,6 +44,7 @@ class Worker:
 
     def _held_up(self, step: str, go_on: Callable[[], None], delay_s: float = 0.0) -> None:
         """Do a step of the work: now, after a while, or when what holds it up is over."""
+        self.before = step
         hold = self.job.holds.pop(step, None)
         if hold is not None:
             hold.begin(self.process, step, partial(self.process.run_beside, go_on))
@@ -51,13 +54,12 @@ class Worker:
             go_on()
 
     def _begin(self, task: ev.Effect) -> None:
-        if self.process.hang_work and not isinstance(task, ev.CloseGate | ev.OpenGate):
-            self.job.struck("hanging work", self.rank)
-            return  # for ever
         match task:
             case ev.WriteShare(order) | ev.PublishCheckpoint(order) if order.freeze_id < self.gate.freeze_id:
                 stage = "write" if isinstance(order, WriteOrder) else "publish"
                 self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, "taken back"))
+            case ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint() if self.process.hang_work:
+                self.job.struck("hanging work", self.rank)  # for ever
             case ev.CloseGate(freeze_id):
                 self._wait_for_update(freeze_id)
             case ev.OpenGate(freeze_id):
