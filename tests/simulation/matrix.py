@@ -61,6 +61,7 @@ NEVER = (
 )
 """Cells that cannot occur."""
 
+
 def possible() -> tuple[Cell, ...]:
     """Return every cell that can occur: many jobs must hit each."""
     excluded = set().union(*(rule.cells() for rule in NEVER))

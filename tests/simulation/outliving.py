@@ -89,7 +89,9 @@ def delay_results(job: Job, rng: random.Random, ranks: list[int], step: int) -> 
 
 def hold_work(job: Job, rng: random.Random, kind: str, place: str) -> str:
     """Have the fault act at this place, in a step of the work that may have been ordered in another; say how."""
-    steps = [step for step in STEPS[kind] if kind != "hanging work" or STAGE_OF[step] != "rolling" or place != "writing"]
+    steps = [
+        step for step in STEPS[kind] if kind != "hanging work" or STAGE_OF[step] != "rolling" or place != "writing"
+    ]
     step = rng.choice(steps)
     stage, world_size = STAGE_OF[step], job.training.layout.world_size
     last = rng.randint(2, max(2, job.training.steps))

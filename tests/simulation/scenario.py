@@ -66,8 +66,10 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: i
     elif shape < 0.30:
         for _ in range(rng.randint(0, 4)):
             _add(scenario, rng, rng.choice(ANY))
-    elif shape < AIMED:
+    elif shape < 0.46:
         _add_chain(scenario, rng)
+    elif shape < AIMED:
+        _add_pile(scenario, rng)
     else:
         _add_aimed(scenario, rng, kind, place)
     return scenario
@@ -108,11 +110,37 @@ def _add_chain(scenario: Scenario, rng: random.Random) -> None:
         _hook(scenario, rng, rng.choice(OF_CONTROLLERS), rng.choice(moments))
 
 
+def _add_pile(scenario: Scenario, rng: random.Random) -> None:
+    """Several faults in one stage of a dump, which takes its time."""
+    place = rng.choice(DUMP)
+    _begin(scenario, rng, place)
+    _linger(scenario, rng, place)
+    if place in ("freezing", "exiting"):  # a rank that does not answer is waited for
+        _hook(scenario, rng, "stop", f"stage {place}", 1, 0.0)
+    for _ in range(rng.choice((2, 3, 3, 4))):
+        _hook(scenario, rng, rng.choice(tuple(KINDS)), f"stage {place}", 1, rng.uniform(0, 0.1))
+
+
+def _linger(scenario: Scenario, rng: random.Random, place: str) -> None:
+    """Have a step of the work that is ordered in this stage take its time."""
+    steps = [step for step, stage in STAGE_OF.items() if stage == place]
+    if steps:
+        scenario.job.holds[rng.choice(steps)] = Hold(longest_s=rng.uniform(0.02, 0.6))
+
+
 def _hide(scenario: Scenario, rng: random.Random, kind: str) -> None:
     rank = rng.randrange(scenario.job.training.layout.world_size)
     scenario.harmless = False
     scenario.faults.append(f"{kind} of rank {rank} from the start")
     KINDS[kind].befall(scenario.job, rng, rank)
+
+
+def _begin(scenario: Scenario, rng: random.Random, place: str) -> None:
+    """A fault of which the dump comes to this stage."""
+    if place == "rolling":
+        _begin_rolling(scenario, rng)
+    else:
+        _begin_dump(scenario, rng)
 
 
 def _begin_dump(scenario: Scenario, rng: random.Random) -> None:
@@ -132,8 +160,8 @@ def _begin_rolling(scenario: Scenario, rng: random.Random) -> None:
         _hook(scenario, rng, "kill", f"UPDATING {step}", 2, 0.0)
     else:
         _hook(scenario, rng, "exception", f"{rng.choice(('UPDATING', 'DONE'))} {step}", 1, 0.0)
-    if rng.random() < 0.6:
-        job.holds["roll"] = Hold(longest_s=rng.uniform(0.02, 0.6))
+    if rng.random() < 0.5:
+        _linger(scenario, rng, "rolling")
 
 
 def _add_aimed(scenario: Scenario, rng: random.Random, kind: str, place: str) -> None:
@@ -148,11 +176,11 @@ def _add_aimed(scenario: Scenario, rng: random.Random, kind: str, place: str) ->
         soon = min(soon, rng.uniform(0, 0.01))
         _hook(scenario, rng, kind, f"{place} {rng.randint(1, steps)}", rng.randint(1, faults), soon)
     elif place in DUMP:
-        if place == "rolling":
-            _begin_rolling(scenario, rng)
+        _begin(scenario, rng, place)
+        if rng.random() < 0.5:
+            _linger(scenario, rng, place)
+        if place in ("rolling", "publishing"):
             soon = min(soon, rng.uniform(0, 0.006))
-        else:
-            _begin_dump(scenario, rng)
         if kind in HIDDEN and rng.random() < 0.5:
             _hide(scenario, rng, kind)
         _hook(scenario, rng, kind, f"stage {place}", rng.choice((1, 1, 1, 2)), soon)
