@@ -204,6 +204,7 @@ class Rank:
             return
         self.fence = stream.controller.term
         self.step(ev.Connected(self._registration()))
+        self.job.happened("registers", self.rank)
 
     def disconnected(self, stream: Stream) -> None:
         """A stream broke; unless this rank has turned to another since."""

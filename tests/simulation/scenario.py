@@ -168,46 +168,64 @@ def _add_aimed(scenario: Scenario, rng: random.Random, kind: str, place: str) ->
     """A fault of this kind while the job is there, after whatever is needed for the job to come there."""
     if _arranged(scenario, rng, kind, place):
         return
-    steps, faults = scenario.job.training.steps, scenario.job.training.layout.world_size
+    steps, ranks = scenario.job.training.steps, scenario.job.training.layout.world_size
     soon = rng.choice((0.0, rng.uniform(0, 0.003), rng.uniform(0, 0.03), rng.uniform(0, 0.3)))
     if place == "assembling":
-        _at(scenario, rng, kind, rng.uniform(0.0, 0.11))
+        for _ in range(_tries(kind)):
+            if kind in OF_STREAMS and rng.random() < 0.6:
+                _hook(scenario, rng, kind, "registers", rng.randint(1, ranks), min(soon, rng.uniform(0, 0.02)))
+            else:
+                _at(scenario, rng, kind, rng.uniform(0.0, 0.11))
     elif place in TRAINING:
         soon = min(soon, rng.uniform(0, 0.01))
-        _hook(scenario, rng, kind, f"{place} {rng.randint(1, steps)}", rng.randint(1, faults), soon)
+        _hook(scenario, rng, kind, f"{place} {rng.randint(1, steps)}", rng.randint(1, ranks), soon)
     elif place in DUMP:
-        _begin(scenario, rng, place)
-        if rng.random() < 0.5:
-            _linger(scenario, rng, place)
-        if place in ("rolling", "publishing"):
-            soon = min(soon, rng.uniform(0, 0.006))
-        if kind in HIDDEN and rng.random() < 0.5:
-            _hide(scenario, rng, kind)
-        _hook(scenario, rng, kind, f"stage {place}", rng.choice((1, 1, 1, 2)), soon)
+        _aim_at_dump(scenario, rng, kind, place, soon)
     else:
-        if kind in HIDDEN or rng.random() < 0.5:
-            _begin_dump(scenario, rng)
-            lost = rng.choice(
-                ("stage freezing", "stage rolling", "writing", "stage writing", "publishing", "manifest written")
-            )
-        else:
-            lost = f"{rng.choice(_PHASES)} {rng.randint(1, steps)}"
-        _hook(scenario, rng, "controller kill", lost, 1, rng.choice((0.0, rng.uniform(0, 0.01))))
-        if kind in HIDDEN:
-            _hide(scenario, rng, kind)
-        if place == "gathering":
-            _hook(scenario, rng, kind, "stage gathering", 1, min(soon, rng.uniform(0, 0.03)))
-        else:
-            delays = [min(soon, rng.uniform(0, 0.05))]
-            if kind in OF_STREAMS:  # between the first stream to a standby and the first registration there
-                scenario.job.slowest_s = 0.05
-                delays = [rng.uniform(0.055, 0.15) for _ in range(3)]
-            for delay in delays:
-                _hook(scenario, rng, kind, "controller killed", 1, delay)
+        _aim_at_takeover(scenario, rng, kind, place, soon)
     if kind in OF_WORK and rng.random() < 0.6:  # work that is still under way when the job is elsewhere
         _hook(scenario, rng, "stop", rng.choice(("rolling", "writing", "writing", "publishing", "manifest written")))
     elif rng.random() < 0.4:
         _hook(scenario, rng, rng.choice(ANY), rng.choice(_DUMP_MOMENTS))
+
+
+def _aim_at_dump(scenario: Scenario, rng: random.Random, kind: str, place: str, soon: float) -> None:
+    _begin(scenario, rng, place)
+    if rng.random() < 0.5:
+        _linger(scenario, rng, place)
+    soon = min(soon, rng.uniform(0, 0.006 if place in ("rolling", "publishing", "exiting") else 0.06))
+    if kind in HIDDEN and rng.random() < 0.5:
+        _hide(scenario, rng, kind)
+    for _ in range(_tries(kind)):
+        _hook(scenario, rng, kind, f"stage {place}", rng.choice((1, 1, 1, 1, 1, 2)), soon)
+
+
+def _aim_at_takeover(scenario: Scenario, rng: random.Random, kind: str, place: str, soon: float) -> None:
+    steps, ranks = scenario.job.training.steps, scenario.job.training.layout.world_size
+    if kind in HIDDEN or rng.random() < 0.5:
+        _begin_dump(scenario, rng)
+        lost = rng.choice(
+            ("stage freezing", "stage rolling", "writing", "stage writing", "publishing", "manifest written")
+        )
+    else:
+        lost = f"{rng.choice(_PHASES)} {rng.randint(1, steps)}"
+    _hook(scenario, rng, "controller kill", lost, 1, rng.choice((0.0, rng.uniform(0, 0.01))))
+    if kind in HIDDEN:
+        _hide(scenario, rng, kind)
+    if kind in OF_STREAMS:  # in leaderless: between the first stream to a standby and the first registration there
+        scenario.job.slowest_s = max(scenario.job.slowest_s, 0.005)
+        count = ranks + (1 if place == "leaderless" else rng.randint(1, ranks))
+        for _ in range(_tries(kind)):
+            _hook(scenario, rng, kind, "registers", count, rng.choice((0.0, rng.uniform(0, 0.002), min(soon, 0.02))))
+    elif place == "gathering":
+        _hook(scenario, rng, kind, "stage gathering", 1, min(soon, rng.uniform(0, 0.03)))
+    else:
+        _hook(scenario, rng, kind, "controller killed", 1, min(soon, rng.uniform(0, 0.05)))
+
+
+def _tries(kind: str) -> int:
+    """A stale message is one only where something went before it, and somebody is attached to say it to."""
+    return 3 if kind == "stale message" else 1
 
 
 def _arranged(scenario: Scenario, rng: random.Random, kind: str, place: str) -> bool:
@@ -262,4 +280,11 @@ def _aimed(scenario: Scenario, rng: random.Random, kind: str, when: str) -> Call
     fixed, elsewhere = rng.randrange(job.training.layout.world_size), rng.random() < 0.4
     whom = f"rank {fixed}" if elsewhere else f"the rank concerned, or {fixed}"
     scenario.faults.append(f"{kind} of {whom}, {when}")
-    return lambda rank: KINDS[kind].befall(job, rng, fixed if elsewhere or rank < 0 else rank)
+
+    def act(rank: int) -> None:
+        chosen = fixed if elsewhere or rank < 0 else rank
+        if not job.ranks[chosen].alive:  # whoever is next to it
+            chosen = next((other.rank for other in job.ranks[chosen:] + job.ranks[:chosen] if other.alive), chosen)
+        KINDS[kind].befall(job, rng, chosen)
+
+    return act
