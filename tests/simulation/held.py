@@ -18,7 +18,7 @@ LONGEST_S = 4.0
 """A hold ends by itself: long after its rank was found stuck or dead, long before a fault must be over."""
 
 
-def _nothing(rank: int) -> None:
+def nothing(rank: int) -> None:
     """Nothing else happens."""
 
 
@@ -28,9 +28,9 @@ class Hold:
 
     until: str = ""
     longest_s: float = LONGEST_S
-    began: Callable[[int], None] = field(default=_nothing)
+    began: Callable[[int], None] = field(default=nothing)
     """Called with the rank as soon as it stands still."""
-    ends: Callable[[int], None] = field(default=_nothing)
+    ends: Callable[[int], None] = field(default=nothing)
     """Called with the rank right before it goes on."""
 
     def begin(self, process: Rank, step: str, go_on: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.simulation.faults import KINDS
-from tests.simulation.held import Hold, stand_still
+from tests.simulation.held import Hold, nothing, stand_still
 from tests.simulation.job import Job
 from tests.simulation.network import UP
 
@@ -41,11 +41,11 @@ IN_TRAINING = ("hang in compute", "slow rank", "hang in update")
 """Kinds that act when a rank's training thread comes to something."""
 
 
-def befalls(job: Job, rng: random.Random, kind: str) -> Callable[[int], None]:
+def _befalls(job: Job, rng: random.Random, kind: str) -> Callable[[int], None]:
     return lambda rank: KINDS[kind].befall(job, rng, rank)
 
 
-def when_rank(job: Job, moment: str, rank: int, act: Callable[[], None]) -> None:
+def _when_rank(job: Job, moment: str, rank: int, act: Callable[[], None]) -> None:
     """Act when this has happened to this very rank, right after."""
 
     def look(happened_to: int) -> None:
@@ -74,8 +74,8 @@ def _replace_controller(job: Job, rng: random.Random, longest_s: float) -> Calla
 
 def _begin(job: Job, rng: random.Random, rank: int, step: int, kind: str = "exception") -> None:
     """A rank that has finished a step fails; mostly it stays as a holder."""
-    befall = befalls(job, rng, kind)
-    when_rank(job, f"DONE {step}", rank, lambda: befall(rank))
+    befall = _befalls(job, rng, kind)
+    _when_rank(job, f"DONE {step}", rank, lambda: befall(rank))
 
 
 def delay_results(job: Job, rng: random.Random, ranks: list[int], step: int) -> None:
@@ -89,17 +89,14 @@ def delay_results(job: Job, rng: random.Random, ranks: list[int], step: int) -> 
 
 def hold_work(job: Job, rng: random.Random, kind: str, place: str) -> str:
     """Have the fault act at this place, in a step of the work that may have been ordered in another; say how."""
-    steps = [
-        step for step in STEPS[kind] if kind != "hanging work" or STAGE_OF[step] != "rolling" or place != "writing"
-    ]
-    step = rng.choice(steps)
+    step = rng.choice(STEPS[kind])
     stage, world_size = STAGE_OF[step], job.training.layout.world_size
     last = rng.randint(2, max(2, job.training.steps))
     first = rng.randrange(world_size)
     others = [rank for rank in range(world_size) if rank != first]
     if stage == "rolling":
         delay_results(job, rng, rng.sample(others, rng.randint(1, len(others))), last)
-    began: Callable[[int], None] = lambda rank: None  # noqa: E731
+    began: Callable[[int], None] = nothing
     until = _moment(place)
     if place == stage:
         until = ""
@@ -110,9 +107,9 @@ def hold_work(job: Job, rng: random.Random, kind: str, place: str) -> str:
         elif place == "freezing" and rng.random() < 0.3:
             began = _others_die(job, rng)
     longest_s = rng.uniform(0.001, 0.3) if not until else rng.uniform(2.0, 4.0)
-    job.holds[step] = Hold(until, longest_s, began, befalls(job, rng, kind))
+    job.holds[step] = Hold(until, longest_s, began, _befalls(job, rng, kind))
     _begin(job, rng, first, last, rng.choice(("exception", "exception", "exception", "preemption", "kill")))
-    return f"{kind} when {until or 'it is time'} in step {step}, begun by rank {first} at DONE {last}"
+    return f"{kind} in '{step}', which lasts {f'until {until}' if until else 'a while'}, after rank {first} was DONE {last}"
 
 
 def _others_die(job: Job, rng: random.Random) -> Callable[[int], None]:
@@ -133,7 +130,7 @@ def _return_of(
     """A rank that is READY is not heard, and found dead; it comes back for the next controller, which rolls it forward."""
     job.ranks[rank].late_results[step] = 3.0
     route = job.ranks[rank].route
-    when_rank(job, f"READY {step}", rank, lambda: route.hold(UP, job.now + 5.0))
+    _when_rank(job, f"READY {step}", rank, lambda: route.hold(UP, job.now + 5.0))
 
     def come_back(held: int) -> None:
         job.ranks[rank].was_stopped = True
@@ -154,14 +151,14 @@ def hold_rank(job: Job, rng: random.Random, kind: str, place: str) -> str:
     rank = rng.randrange(layout.world_size)
     if job.training.local_copy and place == "rolling" and kind != "hang in update":
         rank = rng.randrange(1, layout.world_size, 2)
-    began: Callable[[int], None] = lambda rank: None  # noqa: E731
+    began: Callable[[int], None] = nothing
     if place in ("leaderless", "gathering"):
         began = _replace_controller(job, rng, 0.35)
     if place == "rolling":
         _roll_without(job, rng, rank, step)
     moment = f"READY {step}" if kind == "hang in update" else f"DONE {step - 1}"
-    hold = Hold(_moment(place), rng.uniform(2.0, 4.0), began, befalls(job, rng, kind))
-    when_rank(job, moment, rank, lambda: stand_still(job.ranks[rank], hold))
+    hold = Hold(_moment(place), rng.uniform(2.0, 4.0), began, _befalls(job, rng, kind))
+    _when_rank(job, moment, rank, lambda: stand_still(job.ranks[rank], hold))
     return f"{kind} when {_moment(place)}, of rank {rank}, which stood still from {moment} on"
 
 

@@ -98,7 +98,7 @@ def _add_chain(scenario: Scenario, rng: random.Random) -> None:
     """A fault late enough that there is something to save, on a job with hidden troubles, and more during the dump."""
     for kind in rng.sample(HIDDEN, rng.choice((0, 0, 1, 2))):
         _hide(scenario, rng, kind)
-    moments = _DUMP_MOMENTS
+    moments: tuple[str, ...] = _DUMP_MOMENTS
     if rng.random() < 0.35:
         _begin_rolling(scenario, rng)
         moments = rng.choice((_DUMP_MOMENTS, _ROLLING_MOMENTS))

@@ -23,8 +23,10 @@ from tests.simulation.soak import gathered, reason_kind
 
 BASE_SEED = int(os.environ.get("SIMULATION_SEED", "5000000"))
 JOBS = 10_000
-CELLS_HIT = 0.97
-"""Part of the expected cells that so few jobs hit at least; the rarest need some ten thousand more."""
+CELLS_HIT = 0.98
+"""Part of the cells that so few jobs hit at least; each is aimed at by about ten of them, and one aim in five hits the rarest."""
+MANY = 20
+"""Second, third and later faults that so many jobs must meet at every stage of a dump."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,10 +55,10 @@ def test_every_kind_of_fault_acts_nearly_everywhere_it_can(many: Tally) -> None:
 
 
 def test_a_dump_meets_second_and_third_faults_at_every_stage(many: Tally) -> None:
-    """Rolling forward is over in milliseconds: a third fault in it is rare."""
+    """Rolling forward and publishing are over in milliseconds: some jobs have them take longer, and pile faults up there."""
     for place in DUMP:
         for order in ("second", "third", "later"):
-            assert many.orders[order, place], f"base seed {BASE_SEED}: {order} in {place}: {many.orders}"
+            assert many.orders[order, place] >= MANY, f"base seed {BASE_SEED}: {order} in {place}: {many.orders}"
 
 
 def test_the_jobs_end_in_every_way_that_a_job_can(many: Tally) -> None:
