@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import cast
 
+from tests.simulation.contents import wrong_parts, wrong_step
 from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
+from tests.simulation.piece_checks import pieces_found
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 from ttp.controller.state import EXIT_WAIT_S
@@ -26,8 +27,10 @@ def run_and_check(scenario: Scenario) -> list[str]:
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += _in_time(job)
-    found += _published_content(job)
-    found += _older_and_newest(job)
+    found += _published_content(job) if job.own is None else pieces_found(job)
+    found += _said(job)
+    if job.own is None:
+        found += _older_and_newest(job)
     found += _outcome(scenario)
     return found
 
@@ -91,18 +94,13 @@ def _published_content(job: Job) -> list[str]:
         files = [directory.files.get(file) for file in manifest.files]
         if any(file is None or not file.durable for file in files):
             found.append(f"I1: {root}/{name} lists a file that is missing or not durable")
-        pieces = sorted(piece for file in files if file is not None for piece in file.pieces)
-        found += _pieces(job, step, pieces)
-        found += _step(job, root, step, committed)
+        found += wrong_parts(job, step, [file for file in files if file is not None])
+        found += wrong_step(job, f"{root}/{name}", step, committed)
         durable = {file for file, content in directory.files.items() if content.durable}
         if not durable >= set(manifest.files) or job.published_as[root, name] != content_of(directory):
             found.append(f"I8: {root}/{name} changed after it was published")
     if len(set(job.disk.published)) != len(job.disk.published):
         found.append(f"I4: a step was published twice: {job.disk.published}")
-    for controller in job.controllers:
-        steps = [line.fields["step"] for _, line in controller.story if line.event == "published"]
-        if len(steps) > 1:
-            found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
     for fields in events(job, "published"):
         root = str(fields["path"]).rsplit("/", 1)[0]
         step = int(str(fields["step"]))
@@ -114,32 +112,14 @@ def _published_content(job: Job) -> list[str]:
     return found
 
 
-def _pieces(job: Job, step: int, pieces: list[tuple[str, int, int, int]]) -> list[str]:
+def _said(job: Job) -> list[str]:
+    """I2: a controller says it once in a fault, and after a fault the job is over."""
     found = []
-    for group in job.training.groups:
-        mine = [piece for piece in pieces if piece[0] == group]
-        count = mine[0][2] if mine else 1
-        if [(index, of) for _, index, of, _ in mine] != [(index, count) for index in range(count)]:
-            found.append(f"I5: step {step}, {group}: parts {[piece[1:3] for piece in mine]}, wanted each once")
-        wanted = job.training.expected(group, step)
-        if any(value != wanted for _, _, _, value in mine):
-            found.append(f"I3: step {step}, {group}: its bytes are not those of a fault-free run")
-    return found
-
-
-def _step(job: Job, root: str, step: int, committed: int) -> list[str]:
-    """I6: the last committed step, or the one in flight; the former when a sound survivor proves it."""
-    if step not in (committed - 1, committed):
-        return [f"I6: step {step} was published, step {committed} was the last that was committed"]
-    if step == committed or job.training.local_copy:
-        return []
     for controller in job.controllers:
-        mine = [dict(line.fields) for _, line in controller.story]
-        if any(fields.get("path") == f"{root}/iter_{step:07d}" for fields in mine) and any(
-            committed in cast(tuple[int, ...], fields.get("records", ())) for fields in mine
-        ):
-            return [f"I6: step {step} was published although a rank told record {committed}"]
-    return []
+        steps = [line.fields["step"] for _, line in controller.story if line.event == "published"]
+        if len(steps) > 1:
+            found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
+    return found
 
 
 def _outcome(scenario: Scenario) -> list[str]:

@@ -33,7 +33,7 @@ class Controller:
         settings = ev.ControllerSettings(
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
             times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
-            times.hang_floor_s, times.hang_factor, place, f"c{place}", times.hang_start_s,
+            times.hang_floor_s, times.hang_factor, place, f"c{place}", times.hang_start_s, job.own is not None,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""
@@ -175,6 +175,8 @@ class Controller:
             case ev.Journal(event, _):
                 self.story.append((self.job.scheduler.now, effect))
                 self.job.happened(event, -1)
+                if event == "published":
+                    self.job.said_published(self)
             case ev.Supersede(addresses):
                 for address in addresses:
                     self._supersede(self.job.controller_at(address))

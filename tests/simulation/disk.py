@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Piece = tuple[str, int, int, int]
+WrittenPart = tuple[str, int, int, int]
 """What a file says about one part: (group id, index, count, value)."""
 
-PIECE_BYTES = 10
+PART_BYTES = 10
 OLDER_STEP = 0
 """The checkpoint that is there before the job begins is of this step."""
 
 
 @dataclass
 class File:
-    pieces: tuple[Piece, ...]
+    parts: tuple[WrittenPart, ...]
     durable: bool
 
     @property
     def nbytes(self) -> int:
-        return PIECE_BYTES * len(self.pieces)
+        return PART_BYTES * len(self.parts)
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class Manifest:
     files: tuple[str, ...]
     host_state: int = 0
     """The data position and whatever else belongs to the step."""
+    term: int = 0
+    attempt: str = ""
+    """Of the order to publish it; told apart only where each node has directories of its own."""
 
 
 @dataclass
@@ -112,6 +115,10 @@ class Disk:
             raise DiskError(f"{name} is gone")
         self.directories[root, final] = self.directories.pop((root, name))
         return True
+
+    def newest_published(self) -> int:
+        """Return the newest step of this job that was published; that of the older checkpoint when none was."""
+        return max((step for _, step in self.published), default=OLDER_STEP)
 
     def recovered(self) -> int:
         """Return the step that a restart loads: the newest whose directory has a manifest of its step, and every file of it."""

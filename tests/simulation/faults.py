@@ -353,7 +353,7 @@ def _kill_rank_and_controller(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _fill_disk(job: Job, rng: random.Random, rank: int) -> bool:
-    root = rng.choice((*job.roots[:1] * 3, *job.roots))
+    root = job.root_of(rank, rng.choice((*job.roots[:1] * 3, *job.roots)))
     job.note(f"{root} is full")
     job.disk.full.add(root)
     return True
@@ -363,7 +363,7 @@ def _spoil(what: str) -> Act:
     """From now on one directory, the first one mostly, fails this rank."""
 
     def act(job: Job, rng: random.Random, rank: int) -> bool:
-        root = rng.choice((*job.roots[:1] * 3, *job.roots))
+        root = job.root_of(rank, rng.choice((*job.roots[:1] * 3, *job.roots)))
         job.note(f"{root}: {what} for rank {rank}")
         where = {"errors": job.disk.broken_for, "torn": job.disk.tearing, "unsynced": job.disk.unsynced}
         where[what].add((rank, root))

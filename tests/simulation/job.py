@@ -14,6 +14,7 @@ from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
 from tests.simulation.held import Hold
 from tests.simulation.network import DOWN, UP, Stream
+from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.training import Training
@@ -57,18 +58,35 @@ class Strike:
     at_s: float
 
 
+@dataclass(frozen=True)
+class OwnDirectories:
+    """Each host has directories of its own, of the same names. `fragile`: hosts whose disk goes when all their ranks are killed."""
+
+    names: tuple[str, ...] = ("/a", "/b")
+    fragile: frozenset[str] = frozenset()
+
+
 class Job:
     """A whole job under one seed. `happened` is where faults hook in; `broken` notes violated invariants."""
 
     def __init__(
-        self, rng: random.Random, training: Training, times: Times, *, agents: bool, standbys: int = 0
+        self,
+        rng: random.Random,
+        training: Training,
+        times: Times,
+        *,
+        agents: bool,
+        standbys: int = 0,
+        own: OwnDirectories | None = None,
     ) -> None:
         self.rng, self.training, self.times = rng, training, times
-        self.agents = agents
+        self.agents, self.own = agents, own
         self.scheduler = Scheduler()
         self.slowest_s = 0.005
-        self.roots: tuple[str, ...] = ("/a", "/b")
-        self.disk = Disk(self.roots)
+        self.roots: tuple[str, ...] = ("/a", "/b") if own is None else own.names
+        """As the ranks know them."""
+        self.hosts = tuple(f"host{host}" for host in training.layout.hosts)
+        self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, self.hosts)
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
         self.violations: list[str] = []
         self.notes: list[str] = []
@@ -85,6 +103,8 @@ class Job:
         """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], str] = {}
         self.committed_when_published: list[int] = []
+        self.said: list[tuple[Key, frozenset[str]]] = []
+        """What controllers said is published in pieces, and on which hosts it was."""
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
@@ -108,6 +128,10 @@ class Job:
     @property
     def now(self) -> float:
         return self.scheduler.now
+
+    def root_of(self, rank: int, directory: str) -> str:
+        """Return the directory that a rank sees under this name: where each node has its own, that of its node."""
+        return directory if self.own is None else self.hosts[rank] + directory
 
     def note(self, text: str) -> None:
         self.notes.append(f"{self.now:9.4f} {text}")
@@ -154,11 +178,31 @@ class Job:
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")
 
+    def committed(self) -> int:
+        """Return the newest step whose record anybody has."""
+        return max((record.step for record in self.known_records()), default=0)
+
     def renamed(self, root: str, step: int) -> None:
         self.disk.published.append((root, step))
-        self.committed_when_published.append(max((record.step for record in self.known_records()), default=0))
+        self.committed_when_published.append(self.committed())
         directory = self.disk.directories[root, f"iter_{step:07d}"]
         self.published_as[root, f"iter_{step:07d}"] = content_of(directory)
+
+    def said_published(self, controller: Controller) -> None:
+        """A controller says that a step is published: where each node has its own directories, on the nodes that it takes for
+        alive. Of a disk that is just gone it cannot know."""
+        if not isinstance(self.disk, OwnDisks):
+            return
+        members = controller.state.members.table
+        believed = {host for host, member in zip(self.hosts, members, strict=True) if member.dead is None}
+        step = int(str(controller.story[-1][1].fields["step"]))
+        attempts = {key: names for key, names in self.disk.lacking(believed).items() if key.step == step}
+        whole = [key for key, names in attempts.items() if not names]
+        if not whole:
+            self.broken(
+                f"I1: c{controller.place} said that step {step} is published; missing {attempts or 'everything'}"
+            )
+        self.said += [(key, self.disk.hosts_of(key)) for key in whole[-1:]]
 
     def known_records(self) -> tuple[CommitRecord, ...]:
         steps = sorted(step for name, step in self.collectives.finished if name == "norm")
@@ -215,6 +259,15 @@ class Job:
             self.killed[rank] = self.now
             self.note(f"rank {rank} is killed{' with its host' if quiet else ''}")
             self.process_gone(process, text, quiet)
+            if self.own is not None:
+                self._disk_goes(self.hosts[rank], self.own)
+
+    def _disk_goes(self, host: str, own: OwnDirectories) -> None:
+        """When the last rank of a host is killed, its disk may be gone too."""
+        on_it = [rank for rank, its in enumerate(self.hosts) if its == host]
+        if host in own.fragile and all(rank in self.killed for rank in on_it) and isinstance(self.disk, OwnDisks):
+            self.note(f"the disk of {host} is lost")
+            self.disk.lost.add(host)
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
         process.alive, process.ended = False, text
@@ -339,5 +392,5 @@ class Job:
 def content_of(directory: Any) -> str:
     """Return what of a simulated directory outlives a crash, to compare."""
     return repr(
-        (directory.manifest, sorted((name, file.pieces) for name, file in directory.files.items() if file.durable))
+        (directory.manifest, sorted((name, file.parts) for name, file in directory.files.items() if file.durable))
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.gate import Gate
 from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.piece_work import PieceWorker
 from tests.simulation.work import Worker
 from ttp.processor import events as ev
 from ttp.processor import machine
@@ -58,7 +59,7 @@ class Rank:
         self.state = machine.initial(
             ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
-        self.work = Worker(self)
+        self.work = Worker(self) if job.own is None else PieceWorker(self)
         self._held: list[Callable[[], None]] = []
         self._held_beside: list[Callable[[], None]] = []
         self._tick_at = inf
@@ -214,10 +215,9 @@ class Rank:
 
     def _registration(self) -> Registration:
         groups = tuple(ShardGroup(g, f"shard {g}", GROUP_BYTES) for g in self.job.training.groups_of(self.rank))
-        layout = self.job.training.layout
-        host = f"host{layout.hosts[self.rank]}"
+        world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(
-            self.rank, layout.world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
+            self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
             self._standby(),
         )  # fmt: skip
 

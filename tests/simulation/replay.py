@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from tests.simulation.checks import violations
+from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS
@@ -18,7 +19,7 @@ def transcript(scenario: Scenario) -> Iterator[str]:
     """Tell the faults and the story of a job that has run, line by line."""
     job = scenario.job
     mode = "local copies" if job.training.local_copy else "spanning records"
-    yield f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}"
+    yield f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}{own_text(job)}"
     yield from (f"  fault: {fault}" for fault in scenario.faults)
     lines = [(at, f"c{c.place} {line.event}: {dict(line.fields)}") for c in job.controllers for at, line in c.story]
     lines += [(float(note.split()[0]), "    " + note.split(maxsplit=1)[1]) for note in job.notes]
@@ -28,6 +29,13 @@ def transcript(scenario: Scenario) -> Iterator[str]:
         yield f"controller c{c.place}: {'killed' if c.dead else c.over or 'not over'} ({c.state.stage.value})"
     yield f"acted: {'; '.join(f'{s.kind} in {s.where} at {s.at_s:.4f} s' for s in job.strikes) or 'nothing'}"
     yield f"disk {job.disk.published}"
+
+
+def own_text(job: Job) -> str:
+    """Say what is special about a job's directories."""
+    if job.own is None:
+        return ""
+    return f", each host with its own {' '.join(job.own.names)}, fragile: {' '.join(sorted(job.own.fragile)) or 'none'}"
 
 
 def tell(scenario: Scenario) -> None:

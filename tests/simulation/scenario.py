@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
 from tests.simulation.held import Hold
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
@@ -25,6 +25,9 @@ WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_
 """Hangs are looked for: the job learns its own pace."""
 WATCHED_STEPS = 40
 
+OWN_DIRECTORIES = 0.2
+"""Part of the jobs over several hosts in which each has directories of its own."""
+
 
 @dataclass
 class Scenario:
@@ -36,8 +39,11 @@ class Scenario:
     faults: list[str] = field(default_factory=list)
 
 
-def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: int = 0) -> Scenario:
-    """Return the scenario of a seed; `layout` and `steps` override the seed's choice. Without `faults`, a test adds its own."""
+def build(
+    seed: int, layout: Layout | None = None, faults: bool = True, steps: int = 0, own: OwnDirectories | None = None
+) -> Scenario:
+    """Return the scenario of a seed; `layout`, `steps` and `own` override the seed's choice. Without `faults`, a test adds its
+    own, on directories that all share unless it says otherwise."""
     rng = random.Random(seed)
     chosen = rng.choice(LAYOUTS)
     training = Training(layout or chosen, steps=steps or rng.randint(2, 7), local_copy=rng.random() < 0.2)
@@ -53,7 +59,9 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: i
         training = Training(plan.choice(_EVEN_RANKS_COVER), training.steps, local_copy=True)
     if watched:
         training = Training(training.layout, WATCHED_STEPS, training.local_copy)
-    job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys)
+    if own is None and faults:
+        own = _own_directories(seed, training.layout)
+    job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if not faults:
@@ -73,6 +81,16 @@ def build(seed: int, layout: Layout | None = None, faults: bool = True, steps: i
     else:
         _add_aimed(scenario, rng, kind, place)
     return scenario
+
+
+def _own_directories(seed: int, layout: Layout) -> OwnDirectories | None:
+    """Draw whether each host has directories of its own, and whose disk goes with it. Drawn apart: what else the seed means
+    stays."""
+    rng, hosts = random.Random(f"own directories {seed}"), sorted(set(layout.hosts))
+    if len(hosts) < 2 or rng.random() >= OWN_DIRECTORIES:
+        return None
+    fragile = frozenset(f"host{host}" for host in hosts if rng.random() < 0.5)
+    return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
 
 
 _CELLS = possible()

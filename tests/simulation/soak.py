@@ -66,7 +66,7 @@ def _note(result: Tally, scenario: Scenario) -> None:
         result.refusals[reason_kind(str(events(job, "refused")[-1]["reason"]))] += 1
     if ended in ("published", "refused"):
         committed = max((record.step for record in job.known_records()), default=0)
-        newest = max((step for _, step in job.disk.published), default=0)
+        newest = job.disk.newest_published()
         result.lost_steps[committed - newest] += 1
 
 

@@ -75,7 +75,7 @@ class FailingDisk(Disk):
         rank = int(file[1:].split("_")[0])
         if content.durable and rank in self.torn_for:
             self.torn_for.discard(rank)
-            super().write(root, name, file, File(content.pieces[:-1], False))
+            super().write(root, name, file, File(content.parts[:-1], False))
             raise DiskError("input/output error in fsync")
         super().write(root, name, file, content)
 
@@ -144,8 +144,8 @@ class StagedJob(Job):
                 continue
             told.append(f"disk: {root}/{name}, tracker {self.disk.tracker.get(root, 'none')}")
             for file in directory.manifest.files:
-                pieces = ", ".join(f"{g} part {i + 1} of {n}" for g, i, n, _ in directory.files[file].pieces)
-                told.append(f"disk:   {file}: {pieces}")
+                parts = ", ".join(f"{g} part {i + 1} of {n}" for g, i, n, _ in directory.files[file].parts)
+                told.append(f"disk:   {file}: {parts}")
         if not self.disk.published:
             told.append("disk: nothing was published")
         ends = [f"rank {rank.rank}: {rank.ended or ('stopped' if rank.stopped else 'running')}" for rank in self.ranks]

@@ -62,8 +62,8 @@ def test_a_publisher_that_does_not_look_at_sizes_is_caught(monkeypatch: pytest.M
 
 
 def test_a_writer_that_takes_a_failed_fsync_for_done_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, order: Any, name: str, pieces: Any) -> File:
-        return File(pieces, (self.rank, order.directory) not in self.job.disk.unsynced)
+    def wrong(self: Any, order: Any, name: str, parts: Any) -> File:
+        return File(parts, (self.rank, order.directory) not in self.job.disk.unsynced)
 
     monkeypatch.setattr(Worker, "_write", wrong)
     monkeypatch.setattr(Disk, "check_fsync", lambda self, rank, root: None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tests.simulation.disk import OLDER_STEP, PIECE_BYTES, Disk, DiskError, File, Manifest, final_name
+from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name
 from ttp.processor import events as ev
 from ttp.proto.messages import CommitRecord, FileEntry, Part, PublishOrder, ShareResult, WriteOrder
 
@@ -30,6 +30,10 @@ class Worker:
         """A write, a publish is under way."""
         self.before = ""
         """The step of the work that comes next, or came last."""
+
+    def _root(self, order: WriteOrder | PublishOrder) -> str:
+        """Return which directory this rank sees under the ordered name."""
+        return self.job.root_of(self.rank, order.directory)
 
     def submit(self, task: ev.Effect) -> None:
         self._tasks.append(task)
@@ -131,7 +135,7 @@ class Worker:
         self._files += 1
         self.writing = True
         before = dict(self.gate.held(order.step))
-        self.job.disk.write(order.directory, order.tmp_name, name, File((), False))
+        self.job.disk.write(self._root(order), order.tmp_name, name, File((), False))
         # Where an earlier attempt's file has the same parts of the same state, it gets a second name.
         known = self._written.get(self._reuse_key(order))
         end = partial(self._end_write, order, name, before, known)
@@ -146,28 +150,28 @@ class Worker:
         after = self.gate.held(order.step)
         if any(before[part.group_id] != after[part.group_id] for part in order.parts):
             self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
-        pieces = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
+        parts = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
         try:
-            whole = known is not None and len(known.pieces) == len(pieces)  # a link looks at the size, and no more
-            file = known if known is not None and whole else self._write(order, name, pieces)
-            self.job.disk.write(order.directory, order.tmp_name, name, file)
+            whole = known is not None and len(known.parts) == len(parts)  # a link looks at the size, and no more
+            file = known if known is not None and whole else self._write(order, name, parts)
+            self.job.disk.write(self._root(order), order.tmp_name, name, file)
         except DiskError as error:
             self._failed(order, "write", error)
             return
         self._written[self._reuse_key(order)] = file
-        entry = FileEntry(name, PIECE_BYTES * len(pieces), "0", self.rank)
+        entry = FileEntry(name, PART_BYTES * len(parts), "0", self.rank)
         self._next(ev.WriteDone(order, ShareResult((entry,))))
 
-    def _write(self, order: WriteOrder, name: str, pieces: tuple[tuple[str, int, int, int], ...]) -> File:
-        disk, where = self.job.disk, (self.rank, order.directory)
+    def _write(self, order: WriteOrder, name: str, parts: tuple[tuple[str, int, int, int], ...]) -> File:
+        disk, where = self.job.disk, (self.rank, self._root(order))
         disk.check(*where)
         if where in disk.unsynced:
-            disk.write(order.directory, order.tmp_name, name, File(pieces, False))
+            disk.write(where[1], order.tmp_name, name, File(parts, False))
             disk.check_fsync(*where)
         if where in disk.tearing:
             self.job.struck("torn write", self.rank)
             return File((), True)
-        return File(pieces, True)
+        return File(parts, True)
 
     def _failed(self, order: WriteOrder | PublishOrder, stage: str, error: DiskError) -> None:
         if error.kind:
@@ -226,10 +230,10 @@ class Worker:
 
     def _replace_tracker(self, order: PublishOrder) -> None:
         """A tracker that cannot be replaced stays: it is a hint, and the checkpoint is published all the same."""
-        disk = self.job.disk
+        disk, root = self.job.disk, self._root(order)
         try:
-            disk.check(self.rank, order.directory)
-            disk.tracker[order.directory] = max(order.step, disk.tracker.get(order.directory, OLDER_STEP))
+            disk.check(self.rank, root)
+            disk.tracker[root] = max(order.step, disk.tracker.get(root, OLDER_STEP))
         except DiskError as error:
             self.job.struck(error.kind, self.rank)
         self._next(ev.PublishDone(order, f"{order.directory}/{final_name(order.step)}"))

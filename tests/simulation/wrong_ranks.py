@@ -111,7 +111,7 @@ def answers_before_fsync(patch: Patch) -> None:
     patch.setattr(
         Disk,
         "write",
-        lambda self, root, name, file, content: write(self, root, name, file, File(content.pieces, False)),
+        lambda self, root, name, file, content: write(self, root, name, file, File(content.parts, False)),
     )
 
 

@@ -1,0 +1,38 @@
+"""What a simulated checkpoint holds, judged: its parts, their values, its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from tests.simulation.disk import File
+from tests.simulation.job import Job
+
+
+def wrong_parts(job: Job, step: int, files: Iterable[File]) -> list[str]:
+    """I3, I5: every part of every shard once, each with the value of a fault-free run."""
+    found, parts = [], sorted(part for file in files for part in file.parts)
+    for group in job.training.groups:
+        mine = [part for part in parts if part[0] == group]
+        count = mine[0][2] if mine else 1
+        if [(index, of) for _, index, of, _ in mine] != [(index, count) for index in range(count)]:
+            found.append(f"I5: step {step}, {group}: parts {[part[1:3] for part in mine]}, wanted each once")
+        wanted = job.training.expected(group, step)
+        if any(value != wanted for _, _, _, value in mine):
+            found.append(f"I3: step {step}, {group}: its bytes are not those of a fault-free run")
+    return found
+
+
+def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
+    """I6: the last committed step, or the one in flight; the former when a sound survivor proves it."""
+    if step not in (committed - 1, committed):
+        return [f"I6: step {step} was published, step {committed} was the last that was committed"]
+    if step == committed or job.training.local_copy:
+        return []
+    for controller in job.controllers:
+        mine = [dict(line.fields) for _, line in controller.story]
+        if any(fields.get("path") == path for fields in mine) and any(
+            committed in cast(tuple[int, ...], fields.get("records", ())) for fields in mine
+        ):
+            return [f"I6: step {step} was published although a rank told record {committed}"]
+    return []

@@ -1,0 +1,112 @@
+"""One simulated rank's work thread where every host has directories of its own: it publishes its host's piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.disk import DiskError, Manifest, final_name
+from tests.simulation.pieces import Key, OwnDisks, key_of
+from tests.simulation.work import Worker
+from ttp.proto.messages import FileEntry, PublishOrder
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+
+
+class PieceWorker(Worker):
+    """Publishes in the steps of `publish_piece`: claim, manifest, rename, tracker; each a moment of its own."""
+
+    def __init__(self, process: Rank) -> None:
+        super().__init__(process)
+        assert isinstance(self.job.disk, OwnDisks)
+        self.disks: OwnDisks = self.job.disk
+        self._claims = 0
+
+    def _begin_publish(self, order: PublishOrder) -> None:
+        self.publishing = True
+        self._later(0.0025, self._claim, order)
+        self.job.happened("publishing", self.rank)
+
+    def _claim(self, order: PublishOrder) -> None:
+        root, self._claims = self._root(order), self._claims + 1
+        claim = f"{order.tmp_name}_claim_{self.rank}_{self._claims}"
+        try:
+            done = self._is_done(order)
+            if not done:
+                self.disks.check(self.rank, root)
+                self.disks.claim(root, order.tmp_name, claim)
+        except DiskError as error:
+            self._failed(order, "publish", error)
+            return
+        if done:
+            self._later(0.005, self._replace_tracker, order)
+        else:
+            self._later(0.0025, self._complete, order, claim)
+        self.job.happened("claimed", self.rank)
+
+    def _complete(self, order: PublishOrder, claim: str) -> None:
+        """Keep what this host's ranks reported, and list the files of all hosts."""
+        root = self._root(order)
+        try:
+            self.disks.check(self.rank, root)
+            manifest = self._piece(order, claim)
+            self.disks.check_fsync(self.rank, root)
+        except DiskError as error:
+            self._failed(order, "publish", error)
+            return
+        piece = self.disks.directories[root, claim]
+        mine = {entry.name for entry in self._mine(order)}
+        piece.files = {name: file for name, file in piece.files.items() if name in mine}
+        piece.manifest = manifest
+        self._later(0.005, self._place, order, claim)
+        self.job.happened("manifest written", self.rank)
+
+    def _piece(self, order: PublishOrder, claim: str) -> Manifest:
+        """Return the manifest. This host's files must be there with the size that their writers told."""
+        here = self.disks.directories.get((self._root(order), claim))
+        if here is None:
+            raise DiskError(f"{claim} is gone")
+        for entry in self._mine(order):
+            file = here.files.get(entry.name)
+            if file is None or file.nbytes != entry.nbytes:
+                raise DiskError(f"{entry.name} is missing or has not the {entry.nbytes} bytes that its writer told")
+        host_state = self.gate.host_states.get(order.step)
+        if host_state is None:
+            raise DiskError(f"no host state of step {order.step} is kept")
+        names = tuple(entry.name for result in order.results for entry in result.files)
+        return Manifest(order.step, names, host_state, order.term, order.tmp_name)
+
+    def _place(self, order: PublishOrder, claim: str) -> None:
+        """Rename the piece; what has its name is moved aside first, unless it is this attempt's or a later term's."""
+        root = self._root(order)
+        try:
+            self.disks.check(self.rank, root)
+            if not self.disks.place(root, claim, self._key(order), self.job.committed()) and not self._is_done(order):
+                self.disks.supersede(root, order.step)
+                self._later(0.0025, self._place, order, claim)
+                self.job.happened("superseded", self.rank)
+                return
+            self.disks.check_fsync(self.rank, root)
+        except DiskError as error:
+            self._failed(order, "publish", error)
+            return
+        self._later(0.005, self._replace_tracker, order)
+        self.job.happened("renamed", self.rank)
+
+    def _is_done(self, order: PublishOrder) -> bool:
+        """True when this attempt's piece is published. Raises DiskError when a later term's is."""
+        there = self.disks.directories.get((self._root(order), final_name(order.step)))
+        if there is None or there.manifest is None:
+            return False
+        if there.manifest.term > order.term:
+            raise DiskError(f"{final_name(order.step)} was published by a controller of term {there.manifest.term}")
+        return key_of(there.manifest) == self._key(order)
+
+    def _key(self, order: PublishOrder) -> Key:
+        return Key(order.step, order.term, order.tmp_name)
+
+    def _mine(self, order: PublishOrder) -> list[FileEntry]:
+        """Return the files that this host's ranks have written."""
+        hosts = self.job.hosts
+        files = [file for result in order.results for file in result.files]
+        return [file for file in files if hosts[file.rank] == hosts[self.rank]]
