@@ -19,6 +19,15 @@ _DUMP_MOMENTS = (
     "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned", "takeover_began", "got Welcome", "took_over",
 )  # fmt: skip
 _ROLLING_MOMENTS = ("stage rolling", "stage rolling", "got RollForward", "rolling", "rolled_forward")
+_PIECE_MOMENTS = (
+    "writing", "written", "publish_sent", "publishing", "claimed", "manifest written", "superseded", "renamed",
+    "place_published", "published",
+)  # fmt: skip
+_OF_PIECES = (
+    "host loss", "host loss", "kill", "kill", "stop", "rank's disk", "full disk", "failed fsync", "controller kill",
+    "controller pause", "controller cut", "rank is heard by nobody", "stream break",
+)  # fmt: skip
+"""What goes wrong besides where each host publishes its own piece."""
 _PHASES = ("COMPUTE", "READY", "UPDATING", "DONE")
 
 WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_s=2.0)
@@ -59,8 +68,9 @@ def build(
         training = Training(plan.choice(_EVEN_RANKS_COVER), training.steps, local_copy=True)
     if watched:
         training = Training(training.layout, WATCHED_STEPS, training.local_copy)
+    apart = random.Random(f"own directories {seed}")
     if own is None and faults:
-        own = _own_directories(seed, training.layout)
+        own = _own_directories(apart, training.layout)
     job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
@@ -80,13 +90,14 @@ def build(
         _add_pile(scenario, rng)
     else:
         _add_aimed(scenario, rng, kind, place)
+    for _ in range(apart.choice((0, 1, 1, 2, 3)) if own is not None and not aimed else 0):
+        _hook(scenario, apart, apart.choice(_OF_PIECES), apart.choice(_PIECE_MOMENTS))
     return scenario
 
 
-def _own_directories(seed: int, layout: Layout) -> OwnDirectories | None:
-    """Draw whether each host has directories of its own, and whose disk goes with it. Drawn apart: what else the seed means
-    stays."""
-    rng, hosts = random.Random(f"own directories {seed}"), sorted(set(layout.hosts))
+def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | None:
+    """Draw whether each host has directories of its own, and whose disk goes with it."""
+    hosts = sorted(set(layout.hosts))
     if len(hosts) < 2 or rng.random() >= OWN_DIRECTORIES:
         return None
     fragile = frozenset(f"host{host}" for host in hosts if rng.random() < 0.5)
