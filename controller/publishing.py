@@ -56,12 +56,29 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
         if place in dump.published_places or any(rank in dump.publishers for rank in here):
             continue
         able = [rank for rank in here if rank not in dump.failed_publishers]
+        if not able and place and dump.attempt + 1 == len(dump.directories):
+            return _without_node(state, place, here, now, out)
         if not able:
             return next_directory(replace(state, stage=Stage.WRITING), now, out)
         candidates.append(able)
     for able in candidates:
         state = _order_publish(state, able, now, out)
     return state
+
+
+def _without_node(
+    state: ControllerState, place: str, ranks: list[int], now: float, out: list[Effect]
+) -> ControllerState:
+    """A node has tried all directories, and what it wrote cannot be published there: the shards' other holders write it.
+
+    One bad node never vetoes; when there is no other holder, the next decision says so.
+    """
+    assert state.dump is not None and state.fault is not None
+    out.append(Journal("stuck", {"ranks": tuple(ranks), "stage": "publish"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck.union(ranks)))
+    last = state.dump.errors[-1] if state.dump.errors else "no rank of it answers"
+    where = f"node {place} could publish in none of {len(state.dump.directories)} directories: {last}"
+    return next_round(state, where, now, out)
 
 
 def _places(state: ControllerState) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
+from tests.simulation.pieces import OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 from ttp.controller.state import EXIT_WAIT_S
@@ -202,12 +203,29 @@ def _sound(job: Job) -> list[Rank]:
 
 def _false_refusal(job: Job, reason: str) -> list[str]:
     sound = {rank.rank for rank in _sound(job)}
+    if isinstance(job.disk, OwnDisks):
+        return _false_with_own_disks(job, job.disk, sound, reason)
     covered = all(sound.intersection(holders) for holders in job.training.layout.holders)
     if "nothing to save" in reason:
-        trained = {rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0}
-        whole = all(trained.intersection(holders) for holders in job.training.layout.holders)
-        return [f"I9: refused for having nothing, but ranks {sorted(trained)} have a step"] if whole else []
+        return _false_nothing(job, sound)
     if "directories could be written" in reason:
         bad = job.disk.spoiled()
         return [] if bad >= set(job.roots) else [f"I9: refused for the disks, but only {sorted(bad)} failed"]
     return [f"I9: covered by sound ranks {sorted(sound)}, yet refused: {reason}"] if covered else []
+
+
+def _false_nothing(job: Job, sound: set[int]) -> list[str]:
+    trained = {rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0}
+    whole = all(trained.intersection(holders) for holders in job.training.layout.holders)
+    return [f"I9: refused for having nothing, but ranks {sorted(trained)} have a step"] if whole else []
+
+
+def _false_with_own_disks(job: Job, disk: OwnDisks, sound: set[int], reason: str) -> list[str]:
+    """One node's bad disk vetoes nothing: where sound ranks on nodes with sound disks hold everything, it is saved."""
+    if "nothing to save" in reason:
+        return _false_nothing(job, sound)
+    for name in job.roots:
+        able = {rank for rank in sound if job.root_of(rank, name) not in disk.spoiled()}
+        if all(able.intersection(holders) for holders in job.training.layout.holders):
+            return [f"I9: covered by ranks {sorted(able)}, whose disks have a sound {name}, yet refused: {reason}"]
+    return []

@@ -49,10 +49,6 @@ class OwnDisks(Disk):
         self.went_back: list[str] = []
         """Where a rename made a restart load less than before, or gave an earlier term's piece the name of a later one's."""
 
-    def spoiled(self) -> frozenset[str]:
-        """Return the directories' names under which something was wrong on any host."""
-        return frozenset(name_of(root) for root in super().spoiled())
-
     # --- a publisher's acts ---
 
     def claim(self, root: str, tmp_name: str, claim: str) -> None:

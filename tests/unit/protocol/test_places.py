@@ -94,6 +94,37 @@ def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:
     assert job.at(Stage.EXITING)
 
 
+def test_a_node_that_can_publish_nowhere_vetoes_nothing() -> None:
+    """Its disks fail it in every directory, only when it publishes: the other node holds all shards, and writes them all."""
+    job = publishing(3)
+    for directory in ("/a", "/b"):
+        order = job.sent(PublishOrder)[2]
+        assert order.directory == directory
+        job.say(failed(2, order))
+        job.all_write(job.orders())
+    assert (
+        job.at(Stage.FREEZING) and "node b could publish in none of 2 directories" in job.told("replanned")[0]["reason"]
+    )
+    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))
+    orders = job.orders()
+    assert sorted(orders) == [0, 1]
+    job.all_write(orders)
+    assert sorted(job.sent(PublishOrder)) == [0]
+    job.say(Published(0, 2, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING) and not job.told("refused")
+
+
+def test_a_node_that_can_publish_nowhere_is_named_when_it_is_needed() -> None:
+    """Node a has died: nobody else holds what node b cannot publish, and the refusal says why."""
+    job = publishing(0, 1)
+    for _ in range(2):
+        for rank in (2, 3):
+            job.say(failed(rank, job.sent(PublishOrder)[rank]))
+        job.all_write(job.orders())
+    assert job.told("refused")[0]["reason"].startswith("no live rank can write")
+    assert "node b could publish in none of 2 directories" in job.told("replanned")[0]["reason"]
+
+
 def test_a_node_without_any_files_is_not_waited_for() -> None:
     """Both ranks of b are dead: a alone wrote, a alone publishes."""
     job = publishing(2, 3)
