@@ -6,6 +6,7 @@ import random
 from functools import partial
 
 from tests.simulation import test_hangs
+from tests.simulation.job import OwnDirectories
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.staged import PartialCollectives
 from tests.simulation.test_failover import two_standbys
@@ -132,6 +133,57 @@ def another_publishes_later(seed: int) -> Scenario:
     job.disk.before.add(("/a", 90))
     job.disk.tracker["/a"] = 90
     job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    return scenario
+
+
+# --- each host with directories of its own ---
+
+
+def each_publishes_its_piece(seed: int) -> Scenario:
+    """Two hosts, and a rank of one of them dies."""
+    scenario = build(seed, even(4), faults=False, own=OwnDirectories())
+    scenario.harmless = False
+    scenario.job.hook("UPDATING 2", 1, lambda rank: scenario.job.kill(rank))
+    return scenario
+
+
+def publisher_comes_back(seed: int) -> Scenario:
+    """It was stopped over its order while the controller died, and its host's piece is published under the next term."""
+    while True:
+        scenario = build(seed, even(4), faults=False, own=OwnDirectories())
+        if len(scenario.job.controllers) > 1 and scenario.job.training.steps >= 3:
+            break
+        seed += 1000
+    scenario.harmless = False
+    job = scenario.job
+
+    def strike(rank: int) -> None:
+        if rank < 2:
+            job.stop(rank, 3.0)
+            job.controllers[0].kill()
+
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(3))
+    job.hook("claimed", 1, strike)
+    job.hook("claimed", 2, strike)
+    return scenario
+
+
+def host_dies_with_its_files(seed: int) -> Scenario:
+    """A host, its files and its disk are gone before the other one has published."""
+    scenario = build(seed, even(4), faults=False, own=OwnDirectories(fragile=frozenset({"host1"})))
+    scenario.harmless = False
+    job = scenario.job
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(3))
+    job.hook(("written", "publish_sent", "place_published")[seed % 3], 1, lambda rank: job.kill(2))
+    return scenario
+
+
+def piece_comes_when_the_directory_is_given_up(seed: int) -> Scenario:
+    """One host cannot publish in the first directory; the other's word about its piece there comes when all write anew."""
+    scenario = each_publishes_its_piece(seed)
+    job = scenario.job
+    job.slowest_s = 0.05
+    job.hook("publish_sent", 1, lambda rank: job.disk.full.add(f"host{seed % 2}/a"))
     return scenario
 
 

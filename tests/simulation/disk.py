@@ -80,6 +80,8 @@ class Disk:
         """(rank, save directory) pairs where a file ends short, and nobody says so."""
         self.unsynced: set[tuple[int, str]] = set()
         """(rank, save directory) pairs where fsync fails."""
+        self.torn_next: set[int] = set()
+        """Ranks whose next write ends short and says so."""
         self.published: list[tuple[str, int]] = []
         """(save directory, step) in the order of the renames."""
 
@@ -105,7 +107,16 @@ class Disk:
         """Put a file; a directory that was renamed away meanwhile is not made again."""
         if content.durable and (root, name) not in self.directories:
             raise DiskError(f"{name} is gone")
-        self.directories.setdefault((root, name), Directory()).files[file] = content
+        torn = self.torn_next and content.durable and self._tears(int(file[1:].split("_")[0]))
+        kept = File(content.parts[:-1], False) if torn else content
+        self.directories.setdefault((root, name), Directory()).files[file] = kept
+        if torn:
+            raise DiskError("input/output error in fsync")
+
+    def _tears(self, rank: int) -> bool:
+        torn = rank in self.torn_next
+        self.torn_next.discard(rank)
+        return torn
 
     def rename(self, root: str, name: str, final: str) -> bool:
         """Move a directory; False when the target exists."""

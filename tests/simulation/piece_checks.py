@@ -12,7 +12,7 @@ def pieces_found(job: Job) -> list[str]:
     """I1 to I6, I8 to I10, I12: what can be seen on all disks together, those that were lost included."""
     assert isinstance(job.disk, OwnDisks)
     disk, found = job.disk, []
-    found += [f"I9: {text}" for text in disk.went_back]
+    found += [f"I8: {text}" for text in disk.went_back]
     found += _single_pieces(job, disk)
     for key, missing in disk.lacking(disk.hosts).items():
         if not missing and key.step > OLDER_STEP:

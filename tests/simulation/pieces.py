@@ -93,7 +93,7 @@ class OwnDisks(Disk):
     def pieces(self, hosts: Collection[str]) -> Iterator[tuple[str, Key, Directory]]:
         """Return (root, key, piece) of all published pieces on these hosts, superseded ones too."""
         for (root, name), directory in sorted(self.directories.items(), key=lambda item: item[0]):
-            if directory.manifest is not None and _PUBLISHED.fullmatch(name) and host_of(root) in hosts:
+            if directory.manifest is not None and is_published(name) and host_of(root) in hosts:
                 yield root, key_of(directory.manifest), directory
 
     def lacking(self, hosts: Collection[str]) -> dict[Key, tuple[str, ...]]:
@@ -145,6 +145,11 @@ def host_of(root: str) -> str:
 
 def name_of(root: str) -> str:
     return root[root.index("/") :]
+
+
+def is_published(name: str) -> bool:
+    """True for the name of a published directory, superseded or not."""
+    return _PUBLISHED.fullmatch(name) is not None
 
 
 def _is_of(name: str, tmp_name: str) -> bool:

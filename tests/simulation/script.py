@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.simulation.checks import run_and_check
-from tests.simulation.job import Times
+from tests.simulation.job import OwnDirectories, Times
 from tests.simulation.scenario import Scenario
 from tests.simulation.script_faults import ScriptError, plan
 from tests.simulation.staged import StagedJob
@@ -33,6 +33,9 @@ class Script:
     standbys: int = 0
     agents: bool = True
     directories: tuple[str, ...] = ("/a", "/b")
+    own_directories: bool = False
+    fragile: tuple[str, ...] = ()
+    """Hosts whose disk is lost with them."""
     local_copy: bool = False
     collectives_hang: bool = False
     harmless: bool = False
@@ -54,6 +57,10 @@ def parse(text: str) -> Script:
                 setattr(script, word, int(rest))
             case "directories":
                 script.directories = tuple(rest.split())
+            case "own" if rest == "directories":
+                script.own_directories = True
+            case "host" if rest.endswith(" loses its disk"):  # when all its ranks are killed
+                script.fragile += (f"host{int(rest.split()[0])}",)
             case "without" if rest == "agents":
                 script.agents = False
             case "local" if rest == "copies":
@@ -92,6 +99,7 @@ def play(script: Script) -> tuple[str, list[str]]:
         standbys=script.standbys,
         collectives_hang=script.collectives_hang,
         roots=script.directories,
+        own=OwnDirectories(script.directories, frozenset(script.fragile)) if script.own_directories else None,
     )
     job.told_steps = frozenset(
         int(step)

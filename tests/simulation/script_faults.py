@@ -125,13 +125,18 @@ def _hold_stream(job: StagedJob, rank: str, seconds: str) -> None:
         stream.hold(float(seconds))
 
 
+def _fill_node(job: StagedJob, directory: str, host: str) -> None:
+    job.note(f"{directory} of node {host} is full")
+    job.disk.full.add(f"host{host}{directory}")
+
+
 def _fill(job: StagedJob, directory: str) -> None:
     job.note(f"{directory} is full")
     job.disk.full.add(directory)
 
 
 def _break_directory(job: StagedJob, directory: str, rank: str) -> None:
-    job.disk.broken_for.add((int(rank), directory))
+    job.disk.broken_for.add((int(rank), job.root_of(int(rank), directory)))
 
 
 def _let_fit(job: StagedJob, rank: str, attribute: str, value: Any) -> None:
@@ -161,7 +166,8 @@ _ACTS: dict[str, Callable[..., None]] = {
     "rank N fails to roll forward": lambda job, rank: _let_fit(job, rank, "break_roll", True),
     "rank N misses record N": lambda job, rank, step: job.partial.missed.add((int(rank), int(step))),
     "fill D": _fill,
+    "fill D of host N": _fill_node,
     "break D for rank N": _break_directory,
-    "tear next write of rank N": lambda job, rank: job.failing_disk.torn_for.add(int(rank)),
+    "tear next write of rank N": lambda job, rank: job.disk.torn_next.add(int(rank)),
 }
 """What may be said. N: a number; S: seconds; D: a directory."""

@@ -8,14 +8,15 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, TypeVar
 
 from tests.simulation.collectives import Collectives
-from tests.simulation.disk import OLDER_STEP, Disk, DiskError, File
-from tests.simulation.job import Job, Times
+from tests.simulation.disk import OLDER_STEP, Disk
+from tests.simulation.job import Job, OwnDirectories, Times
+from tests.simulation.pieces import OwnDisks, host_of, is_published
 from tests.simulation.training import Training
 
 T = TypeVar("T")
 
 _OF_RANKS = (
-    "got Welcome", "got Freeze", "got Thaw", "rolling", "writing", "publishing", "manifest written", "renamed", "boundary",
+    "got Welcome", "got Freeze", "got Thaw", "rolling", "writing", "publishing", "manifest written", "superseded", "renamed", "boundary",
 )  # fmt: skip
 """What ranks do in a dump, as the simulated rank calls it; phases are told of the steps that matter to the script."""
 _UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished")
@@ -63,23 +64,6 @@ class PartialCollectives(Collectives):
         super().enter(name, step, members, rank, (lambda: self._clock.after(0.05, fail)) if lost else done, fail)
 
 
-class FailingDisk(Disk):
-    """A disk on which one write may end half-way and come back from fsync with an error."""
-
-    def __init__(self, roots: tuple[str, ...]) -> None:
-        super().__init__(roots)
-        self.torn_for: set[int] = set()
-        """Ranks whose next write is torn: part of the file is there, and fsync fails."""
-
-    def write(self, root: str, name: str, file: str, content: File) -> None:
-        rank = int(file[1:].split("_")[0])
-        if content.durable and rank in self.torn_for:
-            self.torn_for.discard(rank)
-            super().write(root, name, file, File(content.parts[:-1], False))
-            raise DiskError("input/output error in fsync")
-        super().write(root, name, file, content)
-
-
 class StagedJob(Job):
     """A job whose every turn becomes a line of `lines`: (seconds, who, what)."""
 
@@ -92,15 +76,16 @@ class StagedJob(Job):
         standbys: int,
         collectives_hang: bool,
         roots: tuple[str, ...],
+        own: OwnDirectories | None = None,
     ) -> None:
         self.lines: list[tuple[float, str, str]] = []
         self.told_steps: frozenset[int] = frozenset()
         """Steps whose phases are worth a line."""
         self._read = [0] * (1 + standbys)
-        super().__init__(Steady(), training, times, agents=agents, standbys=standbys)
+        super().__init__(Steady(), training, times, agents=agents, standbys=standbys, own=own)
         self.partial = self.collectives = PartialCollectives(self, 1.0 if collectives_hang else 0.0)
-        self.roots = roots
-        self.failing_disk = self.disk = FailingDisk(roots)
+        if own is None:
+            self.roots, self.disk = roots, Disk(roots)
 
     def note(self, text: str) -> None:
         super().note(text)
@@ -133,21 +118,24 @@ class StagedJob(Job):
         """Return all lines, and below them what is left on the disk and of the processes."""
         layout = self.training.layout
         told = [f"shard g{index}: ranks {_value(ranks)}" for index, ranks in enumerate(layout.holders)]
-        told += [f"nodes of the ranks: {_value(layout.hosts)}; directories {' '.join(self.roots)}"]
+        whose = " on each node" if self.own is not None else ""
+        told += [f"nodes of the ranks: {_value(layout.hosts)}; directories {' '.join(self.roots)}{whose}"]
         told += [f"{at:8.4f}  {who:<7} {text}".rstrip() for at, who, text in _gathered(self.lines)]
+        lost = self.disk.lost if isinstance(self.disk, OwnDisks) else set()
         for (root, name), directory in sorted(self.disk.directories.items()):
-            if (
-                directory.manifest is None
-                or directory.manifest.step == OLDER_STEP
-                or not re.fullmatch(r"iter_\d+", name)
-            ):
+            if host_of(root) in lost:
+                continue
+            if directory.manifest is None or directory.manifest.step == OLDER_STEP or not is_published(name):
                 continue
             told.append(f"disk: {root}/{name}, tracker {self.disk.tracker.get(root, 'none')}")
-            for file in directory.manifest.files:
+            for file in (name for name in directory.manifest.files if name in directory.files):
                 parts = ", ".join(f"{g} part {i + 1} of {n}" for g, i, n, _ in directory.files[file].parts)
                 told.append(f"disk:   {file}: {parts}")
         if not self.disk.published:
             told.append("disk: nothing was published")
+        if isinstance(self.disk, OwnDisks):
+            without = f", without the disk of {' and '.join(sorted(lost))}" if lost else ""
+            told.append(f"disk: a restart loads step {self.disk.recovered()}{without}")
         ends = [f"rank {rank.rank}: {rank.ended or ('stopped' if rank.stopped else 'running')}" for rank in self.ranks]
         told.append(f"end: {'; '.join(ends)}")
         for c in self.controllers:

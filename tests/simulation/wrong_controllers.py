@@ -25,7 +25,7 @@ from ttp.controller import (
 from ttp.controller import transitions as tables
 from ttp.controller.coverage import Coverage, coverage_of
 from ttp.controller.decision import Decision, Refusal, decide
-from ttp.controller.events import ControllerSettings, Send
+from ttp.controller.events import ControllerSettings, Journal, Send
 from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
@@ -194,6 +194,57 @@ def failed_publisher_is_not_replaced(patch: Patch) -> None:
 
 def _waiting(state: Any) -> Any:
     return replace(state, dump=replace(state.dump, progress_by=float("inf")))
+
+
+# --- publishing where each host has directories of its own ---
+
+
+def published_after_the_first_place(patch: Patch) -> None:
+    places, published = publishing._places, publishing.published
+
+    def wrong(state: Any, answer: Any, now: float, out: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(publishing, "_places", lambda state: places(state)[:1])
+            return published(state, answer, now, out)
+
+    patch.setattr(tables, "published", wrong)
+
+
+def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
+    """A host without a rank that could publish is passed over."""
+    places, advance = publishing._places, publishing._advance
+
+    def there(state: Any) -> tuple[str, ...]:
+        alive = {publishing._place_of(state, rank) for rank in _living(state)}
+        return tuple(place for place in places(state) if place in alive)
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        state = advance(state, now, out)
+        dump = state.dump
+        if dump is None or not dump.published_places or not dump.published_places.issuperset(there(state)):
+            return state
+        path = f"{dump.order.directory}/iter_{dump.order.step:07d}"
+        out.append(Journal("published", {"rank": 0, "step": dump.order.step, "path": path}))
+        return publishing.leave(state, "published", now, out)
+
+    patch.setattr(publishing, "_places", there)
+    patch.setattr(publishing, "_advance", wrong)
+
+
+def publisher_of_another_host(patch: Patch) -> None:
+    """The lowest rank that lives is told to publish every host's piece."""
+    order = publishing._order_publish
+    patch.setattr(
+        publishing, "_order_publish", lambda state, able, now, out: order(state, _living(state)[:1], now, out)
+    )
+
+
+def _living(state: Any) -> list[int]:
+    return [rank for rank in range(state.settings.world_size) if rolling.is_holder(state, rank)]
+
+
+def piece_of_another_attempt_counts(patch: Patch) -> None:
+    patch.setattr(publishing, "_counts", lambda state, answer: True)
 
 
 # --- reports, suspicions, thaws ---

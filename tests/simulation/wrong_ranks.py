@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.simulation.controllers import Controller
-from tests.simulation.disk import Disk, File, final_name
+from tests.simulation.disk import Disk, File, Manifest, final_name
 from tests.simulation.gate import Gate
+from tests.simulation.piece_work import PieceWorker
+from tests.simulation.pieces import OwnDisks, key_of
 from tests.simulation.rank import Rank
 from tests.simulation.work import Worker
 from ttp.processor import orders
@@ -146,3 +148,35 @@ def published_directory_is_overwritten(patch: Patch) -> None:
         rename(self, order)
 
     patch.setattr(Worker, "_rename", wrong)
+
+
+# --- pieces ---
+
+
+def earlier_piece_is_removed(patch: Patch) -> None:
+    """A piece of the same step makes room by being removed."""
+
+    def wrong(self: OwnDisks, root: str, step: int) -> None:
+        del self.directories[root, final_name(step)]
+
+    patch.setattr(OwnDisks, "supersede", wrong)
+
+
+def late_publisher_of_a_lower_term_supersedes(patch: Patch) -> None:
+    """Only its own attempt is left alone by a publisher."""
+
+    def wrong(self: PieceWorker, order: PublishOrder) -> bool:
+        there = self.disks.directories.get((self._root(order), final_name(order.step)))
+        return there is not None and there.manifest is not None and key_of(there.manifest) == self._key(order)
+
+    patch.setattr(PieceWorker, "_is_done", wrong)
+
+
+def piece_without_looking_at_sizes(patch: Patch) -> None:
+    """A torn file is published."""
+
+    def wrong(self: PieceWorker, order: PublishOrder, claim: str) -> Manifest:
+        names = tuple(file.name for result in order.results for file in result.files)
+        return Manifest(order.step, names, self.gate.host_states.get(order.step, 0), order.term, order.tmp_name)
+
+    patch.setattr(PieceWorker, "_piece", wrong)
