@@ -56,7 +56,7 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
         if place in dump.published_places or any(rank in dump.publishers for rank in here):
             continue
         able = [rank for rank in here if rank not in dump.failed_publishers]
-        if not able and place and dump.attempt + 1 == len(dump.directories):
+        if not able and place:
             return _without_node(state, place, here, now, out)
         if not able:
             return next_directory(replace(state, stage=Stage.WRITING), now, out)
@@ -69,16 +69,17 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
 def _without_node(
     state: ControllerState, place: str, ranks: list[int], now: float, out: list[Effect]
 ) -> ControllerState:
-    """A node has tried all directories, and what it wrote cannot be published there: the shards' other holders write it.
+    """What a node wrote in this directory cannot be published there: its ranks write there no more, and all is written anew.
 
-    One bad node never vetoes; when there is no other holder, the next decision says so.
+    One bad node never vetoes a directory; one that nobody can do without has the next directory tried.
     """
-    assert state.dump is not None and state.fault is not None
-    out.append(Journal("stuck", {"ranks": tuple(ranks), "stage": "publish"}))
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck.union(ranks)))
-    last = state.dump.errors[-1] if state.dump.errors else "no rank of it answers"
-    where = f"node {place} could publish in none of {len(state.dump.directories)} directories: {last}"
-    return next_round(state, where, now, out)
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    directory = dump.directories[dump.attempt]
+    unfit = fault.unfit.union((directory, rank) for rank in ranks)
+    state = replace(state, fault=replace(fault, unfit=unfit, errors=(*fault.errors, *dump.errors)))
+    last = dump.errors[-1] if dump.errors else f"{directory}: no answer"
+    return next_round(state, f"node {place} could not publish: {last}", now, out)
 
 
 def _places(state: ControllerState) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
         if member.dead is not None:
             absent[rank] = f"dead ({member.dead.text})"
         elif rank in fault.stuck:
-            absent[rank] = "which could not carry out an order"
+            absent[rank] = "stuck in an order"
         elif report is None or member.suspect:
             absent[rank] = "which did not answer"
         elif report.torn:

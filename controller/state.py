@@ -59,8 +59,11 @@ class Fault:
     unreachable: frozenset[tuple[int, int]] = frozenset()
     """(rank, step): rolling forward to that step failed on that rank."""
     stuck: frozenset[int] = frozenset()
-    """Ranks that took an order and did not answer in time, or whose node could publish nothing: no holders any more during
-    this fault."""
+    """Ranks that took an order and did not answer in time: no holders any more during this fault."""
+    unfit: frozenset[tuple[str, int]] = frozenset()
+    """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
+    errors: tuple[str, ...] = ()
+    """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None
     """A hang: a cause once every report is in and nobody is seen to have got on."""
     takeover: bool = False

@@ -39,8 +39,12 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
     lacking = next((group for group in state.coverage.groups if able.isdisjoint(group.holders)), None)
     if lacking is not None:
         return next_round(state, f"{lacking.label}: no holder is left that has step {dump.decision.step}", now, out)
-    plan = share_out(state.coverage.groups, able)
     directory = dump.directories[dump.attempt]
+    if unfit := _unfit(state, directory):
+        able -= unfit
+        if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
+            return next_directory(state, now, out)
+    plan = share_out(state.coverage.groups, able)
     fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
     out.append(Journal("write_sent", {**fields, "ranks": tuple(plan), "parts": tuple(map(len, plan.values()))}))
     return _order(state, plan, now, out)
@@ -133,7 +137,8 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     if not parts:
         return state
     capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
-    able_here = {key: tuple(r for r in ranks if r not in dump.failed_here) for key, ranks in capable.items()}
+    failed = dump.failed_here | _unfit(state, dump.directories[dump.attempt])
+    able_here = {key: tuple(r for r in ranks if r not in failed) for key, ranks in capable.items()}
     loads = {rank: len(work[rank].orders) for ranks in able_here.values() for rank in ranks}
     plan = hand_over(parts, able_here, loads)
     if plan is not None:
@@ -144,12 +149,20 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     return next_round(state, "a shard lost its last writer", now, out)
 
 
+def _unfit(state: ControllerState, directory: str) -> frozenset[int]:
+    """Return the ranks whose node could not publish in this directory."""
+    assert state.fault is not None
+    return frozenset(rank for where, rank in state.fault.unfit if where == directory)
+
+
 def next_directory(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Start again in the next directory of the list; refuse at its end."""
     dump = state.dump
     assert dump is not None
     if dump.attempt + 1 >= len(dump.directories):
-        reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(dump.errors[-4:])}"
+        assert state.fault is not None
+        errors = (*state.fault.errors, *dump.errors)
+        reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
         return refuse(state, Refusal(reason), now, out)
     dump = replace(
         dump,

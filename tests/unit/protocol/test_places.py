@@ -94,35 +94,42 @@ def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:
     assert job.at(Stage.EXITING)
 
 
-def test_a_node_that_can_publish_nowhere_vetoes_nothing() -> None:
-    """Its disks fail it in every directory, only when it publishes: the other node holds all shards, and writes them all."""
+def test_a_node_that_cannot_publish_vetoes_nothing() -> None:
+    """Its disk fails it only when it publishes: the other node holds all shards, and writes them all, in the same directory."""
     job = publishing(3)
-    for directory in ("/a", "/b"):
-        order = job.sent(PublishOrder)[2]
-        assert order.directory == directory
-        job.say(failed(2, order))
-        job.all_write(job.orders())
-    assert (
-        job.at(Stage.FREEZING) and "node b could publish in none of 2 directories" in job.told("replanned")[0]["reason"]
-    )
-    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))
+    job.say(failed(2, job.sent(PublishOrder)[2]))
+    assert "node b could not publish: /a: rank 2: no space left" in job.told("replanned")[0]["reason"]
+    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
     orders = job.orders()
-    assert sorted(orders) == [0, 1]
+    assert sorted(orders) == [0, 1] and {order.directory for order in orders.values()} == {"/a"}
     job.all_write(orders)
     assert sorted(job.sent(PublishOrder)) == [0]
     job.say(Published(0, 2, 6, "/a/iter_0000006"))
     assert job.at(Stage.EXITING) and not job.told("refused")
 
 
-def test_a_node_that_can_publish_nowhere_is_named_when_it_is_needed() -> None:
-    """Node a has died: nobody else holds what node b cannot publish, and the refusal says why."""
+def test_a_node_that_cannot_publish_writes_in_the_next_directory_where_it_is_needed() -> None:
+    """Node a has died: nobody else holds what node b could not publish in the first directory."""
     job = publishing(0, 1)
-    for _ in range(2):
-        for rank in (2, 3):
-            job.say(failed(rank, job.sent(PublishOrder)[rank]))
+    for freeze_id, directory in ((2, "/a"), (3, "/b")):
+        order = job.sent(PublishOrder)[2]
+        assert order.directory == directory
+        job.say(failed(2, order))
+        job.say(failed(3, job.sent(PublishOrder)[3]))
+        job.say(*(report(rank, freeze_id, Phase.COMPUTE, 7) for rank in (2, 3)))
         job.all_write(job.orders())
-    assert job.told("refused")[0]["reason"].startswith("no live rank can write")
-    assert "node b could publish in none of 2 directories" in job.told("replanned")[0]["reason"]
+    reason = job.told("refused")[0]["reason"]
+    assert reason.startswith("none of 2 directories could be written: /a: rank 2: no space left on device")
+    assert "/b: rank 3" in reason
+
+
+def test_a_node_lost_after_another_could_not_publish_is_stood_in_for_by_that_one() -> None:
+    """Node b could not publish in the first directory, and then node a dies: b writes in the second."""
+    job = publishing(3)
+    job.say(failed(2, job.sent(PublishOrder)[2]))
+    job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
+    job.say(killed(0))
+    assert not job.told("refused") and {order.directory for order in job.orders().values()} == {"/b"}
 
 
 def test_a_node_without_any_files_is_not_waited_for() -> None:

@@ -75,7 +75,7 @@ def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
     job.say(report(0, 2, READY, 7))
     assert job.at(Stage.FREEZING)
     job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
-    assert "rank 0, which could not carry out an order" in job.told("refused")[0]["reason"]
+    assert "stuck in an order" in job.told("refused")[0]["reason"]
 
 
 def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:
