@@ -26,6 +26,7 @@ from ttp.controller import transitions as tables
 from ttp.controller.coverage import Coverage, coverage_of
 from ttp.controller.decision import Decision, Refusal, decide
 from ttp.controller.events import ControllerSettings, Journal, Send
+from ttp.controller.leaving import leave
 from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
@@ -225,7 +226,7 @@ def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
             return state
         path = f"{dump.order.directory}/iter_{dump.order.step:07d}"
         out.append(Journal("published", {"rank": 0, "step": dump.order.step, "path": path}))
-        return publishing.leave(state, "published", now, out)
+        return leave(state, "published", now, out)
 
     patch.setattr(publishing, "_places", there)
     patch.setattr(publishing, "_advance", wrong)
