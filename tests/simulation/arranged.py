@@ -178,15 +178,6 @@ def host_dies_with_its_files(seed: int) -> Scenario:
     return scenario
 
 
-def piece_comes_when_the_directory_is_given_up(seed: int) -> Scenario:
-    """One host cannot publish in the first directory; the other's word about its piece there comes when all write anew."""
-    scenario = each_publishes_its_piece(seed)
-    job = scenario.job
-    job.slowest_s = 0.05
-    job.hook("publish_sent", 1, lambda rank: job.disk.full.add(f"host{seed % 2}/a"))
-    return scenario
-
-
 # --- with standbys ---
 
 

@@ -34,7 +34,7 @@ class PieceWorker(Worker):
             done = self._is_done(order)
             if not done:
                 self.disks.check(self.rank, root)
-                self.disks.claim(root, order.tmp_name, claim)
+                self.disks.claim(root, order.tmp_name, claim, [entry.name for entry in self._mine(order)])
         except DiskError as error:
             self._failed(order, "publish", error)
             return

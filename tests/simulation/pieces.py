@@ -51,9 +51,11 @@ class OwnDisks(Disk):
 
     # --- a publisher's acts ---
 
-    def claim(self, root: str, tmp_name: str, claim: str) -> None:
-        """Take an attempt's directory, or what an earlier publisher has claimed of it, under a name of one's own."""
-        names = sorted(name for where, name in self.directories if where == root and _is_of(name, tmp_name))
+    def claim(self, root: str, tmp_name: str, claim: str, mine: Collection[str]) -> None:
+        """Take an attempt's directory, or what an earlier publisher has claimed of it, under a name of one's own; of several
+        one with the files."""
+        names = [name for where, name in self.directories if where == root and _is_of(name, tmp_name)]
+        names.sort(key=lambda name: (not self.directories[root, name].files.keys() >= set(mine), name))
         if not names:
             raise DiskError(f"{tmp_name} is gone")
         self.directories[root, claim] = self.directories.pop((root, names[0]))

@@ -224,9 +224,7 @@ def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
         dump = state.dump
         if dump is None or not dump.published_places or not dump.published_places.issuperset(there(state)):
             return state
-        path = f"{dump.order.directory}/iter_{dump.order.step:07d}"
-        out.append(Journal("published", {"rank": 0, "step": dump.order.step, "path": path}))
-        return leave(state, "published", now, out)
+        return _says_published(state, dump.order.directory, now, out)
 
     patch.setattr(publishing, "_places", there)
     patch.setattr(publishing, "_advance", wrong)
@@ -244,8 +242,28 @@ def _living(state: Any) -> list[int]:
     return [rank for rank in range(state.settings.world_size) if rolling.is_holder(state, rank)]
 
 
-def piece_of_another_attempt_counts(patch: Patch) -> None:
-    patch.setattr(publishing, "_counts", lambda state, answer: True)
+def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
+    """A host that has published stays done when all is written anew."""
+    published, start, done = publishing.published, start_publishing, set[tuple[float, str]]()
+
+    def remembers(state: Any, answer: Any, now: float, out: Any) -> Any:
+        done.add((state.fault.began, publishing._place_of(state, answer.rank)))
+        return published(state, answer, now, out)
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        if all((state.fault.began, place) in done for place in publishing._places(state)):
+            dump = state.dump
+            return _says_published(state, dump.directories[dump.attempt], now, out)
+        return start(state, now, out)
+
+    patch.setattr(tables, "published", remembers)
+    patch.setattr(settling, "start_publishing", wrong)
+
+
+def _says_published(state: Any, directory: str, now: float, out: Any) -> Any:
+    step = state.dump.decision.step
+    out.append(Journal("published", {"rank": 0, "step": step, "path": f"{directory}/iter_{step:07d}"}))
+    return leave(state, "published", now, out)
 
 
 # --- reports, suspicions, thaws ---

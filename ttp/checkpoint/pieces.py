@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import time
@@ -36,6 +37,8 @@ from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest, to_byte
 from ttp.checkpoint.share import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
+
+logger = logging.getLogger(__name__)
 
 SUPERSEDED = "_superseded_"
 _ASIDE = re.compile(rf"(iter_\d{{7,}}){SUPERSEDED}\d+")
@@ -87,16 +90,19 @@ def publish_piece(
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
     try:
         if not _is_done(final, fields):
-            claim = _claim(root, tmp_name)
+            claim = _claim(root, tmp_name, mine)
             _complete(claim, fields, mine, blobs, rank, advance)
             _place(claim, final, fields)
         fsync_directory(root)
-        advance_tracker(root, step)
     except OSError as error:
         raise NotWritable(
             f"rank {rank} cannot publish its node's piece of step {step} in {root}: {error.strerror or error}"
             f" ({error.filename}); make room there or list another checkpoint directory after it"
         ) from error
+    try:
+        advance_tracker(root, step)
+    except OSError as error:  # the piece is published all the same: the tracker is a hint
+        logger.warning("step %d is published as %s, but its tracker was not replaced: %s", step, final, error)
     return str(final)
 
 
@@ -153,10 +159,14 @@ def _is_done(final: Path, mine: Manifest) -> bool:
     return False
 
 
-def _claim(root: Path, tmp_name: str) -> Path:
-    """Give the attempt's directory a name that nobody else knows: a second publisher finds it gone."""
+def _claim(root: Path, tmp_name: str, mine: Sequence[FileEntry]) -> Path:
+    """Give the attempt's directory a name that nobody else knows: a second publisher finds it gone.
+
+    Of several (an earlier publisher died over its claim, and a late writer has made the directory anew) the one with the
+    files.
+    """
     names = [name for name in os.listdir(root) if name == tmp_name or name.startswith(f"{tmp_name}_claim_")]
-    for name in sorted(names):
+    for name in sorted(names, key=lambda name: (_wrong_file(root / name, mine) != "", name)):
         claim = root / f"{tmp_name}_claim_{uuid.uuid4().hex[:12]}"
         try:
             os.rename(root / name, claim)
@@ -164,6 +174,17 @@ def _claim(root: Path, tmp_name: str) -> Path:
             continue
         return claim
     raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish; write the step again as a new attempt")
+
+
+def _wrong_file(folder: Path, mine: Sequence[FileEntry]) -> str:
+    """Say which listed file is not in `folder` with its size; empty: none."""
+    for file in mine:
+        path = folder / file.name
+        nbytes = path.stat().st_size if path.exists() else -1
+        if nbytes != file.nbytes:
+            what = "is missing" if nbytes < 0 else f"has {nbytes} bytes"
+            return f"{path}, written by rank {file.rank}, {what}: wanted {file.nbytes} bytes"
+    return ""
 
 
 def _complete(
@@ -175,14 +196,8 @@ def _complete(
     advance: Callable[[int], None],
 ) -> None:
     """Remove what no writer reported; add the blobs and the manifest, all durable."""
-    for file in mine:
-        path = claim / file.name
-        nbytes = path.stat().st_size if path.exists() else -1
-        if nbytes != file.nbytes:
-            raise CorruptCheckpoint(
-                f"{path}, written by rank {file.rank}, {'is missing' if nbytes < 0 else f'has {nbytes} bytes'}: wanted"
-                f" {file.nbytes} bytes; is TTP_SHARED_DIRS the same on every node? Write the step again"
-            )
+    if wrong := _wrong_file(claim, mine):
+        raise CorruptCheckpoint(f"{wrong}; is TTP_SHARED_DIRS the same on every node? Write the step again")
     for name in sorted(set(os.listdir(claim)) - {file.name for file in mine}):
         os.unlink(claim / name)
     contents = read_contents(claim, [ShareResult(tuple(mine))], advance)

@@ -358,6 +358,31 @@ def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job
     assert not (cluster.root / "a" / "iter_0000007").exists()
 
 
+def test_a_claim_with_the_files_is_taken_before_an_attempt_made_anew(cluster: Cluster, job: Job) -> None:
+    """A publisher died over its claim, and a writer that had been silent has begun in the attempt's directory once more."""
+    name, disk = "iter_0000005_tmp_x", cluster.disk(0)
+    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    os.rename(disk / name, disk / f"{name}_claim_0")
+    (disk / name).mkdir()
+    (disk / name / "unfinished").write_bytes(b"x")
+    for rank in (0, 2):
+        assert verify(cluster.publish(rank, name, 5, results)).step == 5
+    assert steps(cluster.gather(job)) == {5}
+
+
+def test_a_tracker_that_cannot_be_replaced_spoils_no_piece(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The piece has its name by then, and the tracker is a hint."""
+
+    def full(root: Path, step: int) -> None:
+        raise OSError(28, "No space left on device", str(root))
+
+    monkeypatch.setattr("ttp.checkpoint.pieces.advance_tracker", full)
+    cluster.save(job, 5)
+    assert steps(cluster.gather(job)) == {5}
+
+
 def test_another_models_checkpoint_is_refused_by_all(cluster: Cluster, job: Job) -> None:
     """It is not skipped: training from an older step, or from nothing, would be a surprise."""
     cluster.save(job, 7)
