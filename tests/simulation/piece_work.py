@@ -24,7 +24,7 @@ class PieceWorker(Worker):
 
     def _begin_publish(self, order: PublishOrder) -> None:
         self.publishing = True
-        self._later(0.0025, self._claim, order)
+        self._later("claim", 0.0025, self._claim, order)
         self.job.happened("publishing", self.rank)
 
     def _claim(self, order: PublishOrder) -> None:
@@ -39,9 +39,9 @@ class PieceWorker(Worker):
             self._failed(order, "publish", error)
             return
         if done:
-            self._later(0.005, self._replace_tracker, order)
+            self._later("tracker", 0.005, self._replace_tracker, order)
         else:
-            self._later(0.0025, self._complete, order, claim)
+            self._later("manifest", 0.0025, self._complete, order, claim)
         self.job.happened("claimed", self.rank)
 
     def _complete(self, order: PublishOrder, claim: str) -> None:
@@ -58,7 +58,7 @@ class PieceWorker(Worker):
         mine = {entry.name for entry in self._mine(order)}
         piece.files = {name: file for name, file in piece.files.items() if name in mine}
         piece.manifest = manifest
-        self._later(0.005, self._place, order, claim)
+        self._later("rename", 0.005, self._place, order, claim)
         self.job.happened("manifest written", self.rank)
 
     def _piece(self, order: PublishOrder, claim: str) -> Manifest:
@@ -83,14 +83,14 @@ class PieceWorker(Worker):
             self.disks.check(self.rank, root)
             if not self.disks.place(root, claim, self._key(order), self.job.committed()) and not self._is_done(order):
                 self.disks.supersede(root, order.step)
-                self._later(0.0025, self._place, order, claim)
+                self._later("rename", 0.0025, self._place, order, claim)
                 self.job.happened("superseded", self.rank)
                 return
             self.disks.check_fsync(self.rank, root)
         except DiskError as error:
             self._failed(order, "publish", error)
             return
-        self._later(0.005, self._replace_tracker, order)
+        self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)
 
     def _is_done(self, order: PublishOrder) -> bool:
