@@ -1,7 +1,8 @@
 """`python -m ttp.trainer --config NAME_OR_PATH [--section.key value ...]`: the command line.
 
 Owns arguments, `--help` and exit statuses: 0 trained, 1 an error while training, 2 a wrong command line, configuration,
-data set or checkpoint (a restart would change nothing, and ttprun makes none), 130 interrupted.
+data set or checkpoint (a restart would change nothing, and ttprun makes none), 75 no controller (nothing is lost by a restart,
+which may help), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from ttp.errors import CheckpointError, ConfigError, ControllerError, DatasetErr
 
 from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
 
+FOR_THE_RESTART = 75
+"""As of a rank that has persisted: nothing was trained yet, and peers are not waited for."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says and return the exit status."""
+    """Train as the command line says and return the exit status. Raises what is a fault: ControllerError, or a bug."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         print(help_text())
@@ -34,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         run(config, world_from_env())
+    except ControllerError:
+        raise
     except TTPError as exc:
         print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError, ControllerError)) else 1
+        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError)) else 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -88,7 +94,8 @@ def _run_as_program() -> None:
     try:
         status = main()
     except BaseException as exc:  # the interpreter's own way out would come after the teardown
-        sys.excepthook(type(exc), exc, exc.__traceback__)
+        sys.excepthook(type(exc), exc, exc.__traceback__)  # the launcher gets the reason too
+        status = FOR_THE_RESTART if isinstance(exc, ControllerError) else 1
     if status == 0:
         return
     logging.shutdown()

@@ -8,10 +8,14 @@
     │   ├── CheckpointMismatch     it belongs to another model or optimizer
     │   └── NotWritable            the directory cannot take a checkpoint
     ├── DatasetError       the training text cannot be read or is too small
-    ├── ControllerError    the controller could not be started or reached
+    ├── ControllerError    the controller could not be started, or was lost: a fault
     └── ProtocolError      an event that the protocol's state does not allow
 
 Every message says what, who, got, wanted, and what to do next.
+
+Two kinds of failure at a start: what stays wrong until somebody corrects it (ConfigError, LayoutError, DatasetError,
+CheckpointError; a program's exit status 2, and ttprun makes no restart), and faults, which the next start may not meet
+(ControllerError; status 75). A controller's port that is taken is a fault too: who holds it may leave.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class DatasetError(TTPError):
 
 
 class ControllerError(TTPError):
-    """The controller could not be started or reached."""
+    """The controller could not be started, or was lost before the ranks had assembled: a fault, the next start may do better."""
 
 
 class ProtocolError(TTPError):

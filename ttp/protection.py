@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp import error_file, meeting
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
-from ttp.errors import ControllerError
+from ttp.errors import ConfigError, ControllerError
 from ttp.holder import OptimizerHolder
 from ttp.notice import Notice
 from ttp.processor.driver import Processor
@@ -40,7 +40,7 @@ class Protection:
     """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
 
     def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
-        """Start everything and wait until all ranks are registered. Raises ControllerError."""
+        """Start everything and wait until all ranks are registered. Raises ControllerError, ConfigError."""
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
@@ -164,7 +164,7 @@ class Protection:
         """Return a client of the store that the ranks met in."""
         settings = self._settings
         if not settings.master_port:
-            raise ControllerError(
+            raise ConfigError(
                 f"rank {self._rank}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find the controller;"
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )

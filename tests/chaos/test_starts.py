@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import sys
@@ -10,11 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import RunJob, run_to_end
+from tests.chaos.conftest import STEPS, RunJob, arguments, run_to_end
 from tests.chaos.launching import Launch
 from tests.chaos.test_kills import assert_equal, published_steps
+from ttp.chaos.job import read_jsonl
+from ttp.controller.agent_link import request_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+UNASSEMBLED = """
+from ttp.protection import Protection
+from ttp.trainer.__main__ import _run_as_program
+if rank == 1 and start == "0":
+    find = Protection._find_controller
+    def wait_and_find(self):
+        address = find(self)
+        note("looked", address)
+        await_file("go")
+        return address
+    Protection._find_controller = wait_and_find
+sys.argv = ["ttp.trainer", *sys.argv[2:]]
+_run_as_program()
+"""
+"""The bundled trainer; rank 1 finds the first start's controller and does not register before it is told to."""
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_trainer" / "train.py"
 
@@ -41,6 +61,30 @@ def test_faults_while_starting_resuming_and_in_the_first_step_are_survived(tmp_p
     assert steps[0] in (4, 5) and steps[-1] in (5, 6, 7) and steps == sorted(steps), console
     assert console.count("restarting (") == 7 and "2 starts in a row ended before a first new step" in console
     assert_equal(job, whole_job(2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_a_controller_lost_while_the_world_assembles_costs_one_start(tmp_path: Path, standbys: int) -> None:
+    """Both ranks leave for the restart and say why, with a standby that nobody knows yet or without; the job comes back,
+    and the story names the cause."""
+    output = tmp_path / "output"
+    trainer = (*arguments(), "--training_config.output_dir", str(output))
+    environ = {"TTP_STANDBYS": str(standbys)}
+    with Launch(tmp_path, UNASSEMBLED, "--nproc-per-node", "2", environ=environ, arguments=trainer) as job:
+        job.await_notes("looked-1-0")
+        journal = output / "log" / "journal_0.jsonl"
+        job.until(lambda: '"registered"' in journal.read_text(), "registration of rank 0")
+        os.kill(request_status(job.read("looked-1-0")).pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.text
+        assert "restarting (1 of 3 restarts)" in job.text and "2 restarts" not in job.text
+        assert re.search(r"rank \d raised ControllerError: rank \d: the controller at .* was lost", job.text)
+        job.assert_nothing_left()
+    fault = next(line for line in read_jsonl(output / "log" / "story.jsonl") if line["event"] == "fault")
+    assert fault["start"] == 0 and fault["next"] == "restart 1 of 3"
+    assert any("ControllerError" in culprit["cause"] for culprit in fault["culprits"])
+    assert json.loads((output / "final.json").read_text())["step"] == STEPS
 
 
 @pytest.mark.parametrize("status", [0, 3])

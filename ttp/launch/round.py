@@ -253,7 +253,7 @@ class Round:
         if self._chronicle is None:
             return
         deaths = [death for death in self.deaths().values() if death.failed and death.rank not in self._ended]
-        own = [death for death in deaths if death.status not in SAVED_EXIT_CODES]
+        own = [death for death in deaths if death.status not in SAVED_EXIT_CODES or death.rank in self.raised]
         ending = Ending(
             log_dir=self._courier.log_dir,
             exits={death.rank: ": ".join((death.text, *self.raised.get(death.rank, ()))) for death in own},
