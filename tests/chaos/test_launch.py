@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,78 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         assert job.wait() == 1
         assert "second signal: ending the workers at once" in job.text
         job.assert_nothing_left()
+
+
+EARLY = """
+def swallow():
+    try:
+        note("importing")
+        while True:
+            time.sleep(0.01)
+    except BaseException:  # as libraries do around what they may import
+        note("swallowed")
+swallow()
+if "catches" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    note("handler")
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, number: signal.Signals) -> None:
+    """No controller was ever there, so there is nothing to save: also where Ctrl-C is lost in an import, torch's 30 s are not
+    waited for."""
+    with Launch(tmp_path, EARLY, "--nproc-per-node", "2") as job:
+        job.await_notes("importing-0-0", "importing-1-0")
+        began = time.monotonic()
+        job.process.send_signal(number)
+        assert job.wait() == 1 and time.monotonic() - began < 25.0
+        assert ("ranks 0-1 still here after SIGINT: ending them by SIGTERM" in job.text) == (number == signal.SIGINT)
+        assert "did not leave" not in job.text
+        job.assert_nothing_left()
+
+
+def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Path) -> None:
+    """As under torchrun: it may be saving. Here --shutdown-timeout ends it."""
+    options = ("--nproc-per-node", "1", "--shutdown-timeout", "8")
+    with Launch(tmp_path, EARLY, *options, arguments=["catches"]) as job:
+        job.await_notes("importing-0-0")
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        job.await_notes("handler-0-0")
+        assert job.wait() == 1 and time.monotonic() - began >= 8.0
+        assert "still here after SIGINT" not in job.text and "rank 0 did not leave on their signal: killed" in job.text
+        job.assert_nothing_left()
+
+
+BUSY = """
+import os, runpy, signal, sys, threading
+import importlib.abc
+class Swallow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(1)
+            except BaseException:
+                print("swallowed", flush=True)
+        return None
+sys.meta_path.insert(0, Swallow())
+sys.argv = ["ttprun", "--nproc-per-node", "1", *sys.argv[-2:]]
+runpy.run_module("ttp.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_ctrl_c_while_the_launcher_itself_is_loading_ends_it(tmp_path: Path) -> None:
+    """A library that swallows what is raised in its import does not swallow Ctrl-C."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(BUSY)
+    with Launch(tmp_path, "note('begun')", program=[str(driver)]) as job:
+        assert job.wait() == -signal.SIGINT, job.text
+        assert "swallowed" not in job.text and job.notes("begun") == []
 
 
 def test_nothing_is_left_after_success(tmp_path: Path) -> None:

@@ -87,26 +87,30 @@ class HoldAgent(LocalElasticAgent):
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
+        if (
+            signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        ):  # see __main__; torch's handler follows, unless told otherwise
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         before = set(children_leading_sessions())
         begun_unix_s = time.time()
+        nodes = worker_group.group_world_size or 1
         try:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
+            pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
+            self._round = Round(
+                self._launching,
+                job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
+                job_store=job_store,
+                start_id=start_id,
+                pids=pids,
+                nodes=nodes,
+                hosts_rank_zero=0 in pids,
+                begun_unix_s=begun_unix_s,
+            )
         except BaseException:
-            # torch forgets those that it had started before the one that failed.
+            # torch forgets those that it had started before the one that failed; or a signal came before all were watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
             raise
-        pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
-        nodes = worker_group.group_world_size or 1
-        self._round = Round(
-            self._launching,
-            job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
-            job_store=job_store,
-            start_id=start_id,
-            pids=pids,
-            nodes=nodes,
-            hosts_rank_zero=0 in pids,
-            begun_unix_s=begun_unix_s,
-        )
         log.info(
             "start %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
             job_store.round_number, ranks_text(pids), worker_group.workers[0].world_size, nodes,
@@ -180,10 +184,10 @@ class HoldAgent(LocalElasticAgent):
             super()._shutdown(death_sig, *args, **kwargs)
             return
         try:
-            if round_.has_controller and round_.living():
-                round_.take_leave()
+            if round_.had_controller and round_.living():
+                round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
             else:
-                round_.end_workers(death_sig, kwargs.get("timeout", SHUTDOWN_S))
+                round_.end_unled(death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
             round_.end_workers(signal.SIGKILL, 0.0)

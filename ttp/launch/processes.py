@@ -114,17 +114,28 @@ def _nul_list(path: str) -> list[str]:
         return []
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Say whether a process has a handler for a signal, or ignores it; False if it is gone, or there is no `/proc`."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            masks = dict(line.split(":", 1) for line in file if line.startswith(("SigIgn:", "SigCgt:")))
+    except OSError:
+        return False
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks.values())
+
+
 def end_workers(
-    pids: Iterable[int], death_signal: signal.Signals, grace_s: float, kill_wait_s: float = 30.0
+    pids: Iterable[int], death_signal: signal.Signals | None, grace_s: float, kill_wait_s: float = 30.0
 ) -> list[int]:
-    """Send `death_signal` to the workers' sessions, and SIGKILL to what is left after `grace_s`.
+    """Send `death_signal` to the workers' sessions (None: they have had theirs), and SIGKILL to what is left after `grace_s`.
 
     `pids` are children of this process that it has not reaped. Returns those that needed SIGKILL. Gives up on a
     process that SIGKILL does not end in `kill_wait_s` (uninterruptible sleep, or gigabytes to free).
     """
     living = [pid for pid in pids if exit_status(pid) is None]
-    for pid in living:
-        _signal_group(pid, death_signal)
+    if death_signal is not None:
+        for pid in living:
+            _signal_group(pid, death_signal)
     living = _wait_for(living, grace_s, lambda pid: exit_status(pid) is None)
     for pid in living:
         _signal_group(pid, signal.SIGKILL)

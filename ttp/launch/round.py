@@ -17,9 +17,9 @@ from ttp.launch.chronicle import Chronicle, Ending, Start
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
-from ttp.launch.futility import FUTILE_STARTS
+from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
 from ttp.launch.memory import OutOfMemory
-from ttp.launch.processes import end_workers, signal_workers, sweep_sessions
+from ttp.launch.processes import catches, end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
@@ -35,6 +35,10 @@ LEAVE_GRACE_S = 5.0
 UNLED_S = 10.0
 """How long workers without a controller are held: nobody can lead them to a checkpoint. A standby takes over within a second
 when the controller died, and within two leases when it was only silent."""
+
+EARLY_GRACE_S = 5.0
+"""Between another signal and SIGTERM for workers that are still starting: Ctrl-C is lost in an interpreter that imports a
+library which swallows it, or that waits in one."""
 
 LOOK_S = 0.25
 """Between two looks whether the held workers have a controller."""
@@ -220,16 +224,37 @@ class Round:
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
-    def end_workers(self, death_signal: signal.Signals, grace_s: float) -> None:
-        """End every worker and what the workers left in their sessions, without reaping them."""
+    def end_unled(self, death_signal: signal.Signals, grace_s: float) -> None:
+        """End workers that never had a controller: they are starting, and have nothing to save, or have no session.
+
+        They get the launcher's signal and torch's grace, as under torchrun. Those that are starting and are still there a
+        little later are ended by SIGTERM, but for those that have a handler for it: they may be saving.
+        """
+        if death_signal == signal.SIGTERM or not self.living() or self.lasted_s() >= SHORT_START_S:
+            self.end_workers(death_signal, grace_s)
+            return
+        begun_s = time.monotonic()
+        log.info("sending %s to %s", death_signal.name, ranks_text(self.living()))
+        self._ended.update(self.living())
+        signal_workers((self._pids[rank] for rank in self.living()), death_signal)
+        if not self._watch.wait_all(min(EARLY_GRACE_S, grace_s)):
+            starting = [rank for rank in self.living() if not catches(self._pids[rank], signal.SIGTERM)]
+            if starting:
+                log.info("%s still here after %s: ending them by SIGTERM", ranks_text(starting), death_signal.name)
+            signal_workers((self._pids[rank] for rank in starting), signal.SIGTERM)
+        self.end_workers(None, max(0.0, begun_s + grace_s - time.monotonic()))
+
+    def end_workers(self, death_signal: signal.Signals | None, grace_s: float) -> None:
+        """End every worker and what the workers left in their sessions, without reaping them. No signal: they have had it."""
+        name = death_signal.name if death_signal is not None else "their signal"
         if living := self.living():
             self._ended.update(living)
-            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), death_signal.name, grace_s)
+            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), name, grace_s)
         killed = set(end_workers(self._pids.values(), death_signal, grace_s))
         self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
         if killed:
             names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
-            log.warning("%s did not leave on %s: killed", names, death_signal.name)
+            log.warning("%s did not leave on %s: killed", names, name)
         left = sweep_sessions(self._pids.values(), spare=is_controller)
         if left:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
