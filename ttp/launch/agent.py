@@ -39,7 +39,8 @@ NEWS_S = 2 * ROUND_S
 NEWS_LOOK_S = 0.05
 
 BROKEN_ROUNDS = 5
-"""So many rendezvous in a row may break after they were complete: a node can die at any moment, but not at every one."""
+"""So many rendezvous in a row break after they were complete, and a node leaves: another can die at any moment, but not at
+every one, so that this one is likely to be what is broken."""
 REJOIN_PAUSE_S = 1.0
 
 SHUTDOWN_S = 30
@@ -60,6 +61,8 @@ class HoldAgent(LocalElasticAgent):
         self._launching = launching
         self._round: Round | None = None
         self._restarts = 0
+        self.last_words = ""
+        """Why the job has failed here, once it has."""
         self._futile_starts = FutileStarts(launching.futile_starts)
         # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
         # workers in uninterruptible sleep, when told to, at the same occasion.
@@ -71,12 +74,17 @@ class HoldAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes (before each start), and agree on the ranks. A node that dies in between leaves the others without
-        its answers: they meet again, and those that had all answers see them wait."""
-        for broken in range(1, BROKEN_ROUNDS + 1):
+        its answers: they meet again, and those that had all answers see them wait. A node whose rendezvous breaks again and
+        again leaves, so that the others can go on without it."""
+        broken = 0
+        while True:
             try:
                 super()._rendezvous(worker_group)
                 return
             except DistError as error:
+                broken = (
+                    1 if self._rendezvous_handler.heard_of_a_parting() else broken + 1
+                )  # it may have been the other's doing
                 if broken == BROKEN_ROUNDS:
                     raise
                 log.warning("the rendezvous was complete and broke (%s): is a node lost? Meeting again", error)
@@ -215,11 +223,12 @@ class HoldAgent(LocalElasticAgent):
         self._restarts += 1
         if round_.refused_by_workers():
             self._remaining_restarts = 0
+            self.last_words = f"{what}; exit code {USAGE_ERROR} says that the configuration is wrong"
             round_.next = f"no restart: exit code {USAGE_ERROR} says that the configuration is wrong"
             log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
             return
         futile = self._futility_of(round_)
-        what = f"{what}; {futile.text}" if futile.text else what
+        self.last_words = what = f"{what}; {futile.text}" if futile.text else what
         if self._restarts > max_restarts:
             round_.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)

@@ -27,6 +27,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -111,15 +112,19 @@ def launch(
     handler = make_rendezvous(config)
     agent = make_agent(config, entrypoint, args, handler, launching)
     event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
-    shutdown_rendezvous = True
-    ended = "failed"
+    here, over, why, ended = socket.gethostname(), False, "", "failed"
     try:
         metrics.initialize_metrics(
             metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
         )
         result = agent.run()
         events.record(agent.get_event_succeeded(), event_log)
+        if result is None:  # torch's agent was one too many, and the job is over
+            ended = "succeeded on other nodes"
+            return {}
+        over = True
         if result.is_failed():
+            why = f"{here}: the job has failed: {agent.last_words}"
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
         ended = "succeeded"
@@ -127,19 +132,22 @@ def launch(
     except ChildFailedError:
         raise
     except SignalException as signalled:
-        # The rendezvous stays open for the other nodes: shutting it down would close it for good.
-        shutdown_rendezvous = False
         ended = f"ended by {signal.Signals(signalled.sigval).name}"
         events.record(agent.get_event_failed(), event_log)
         raise
-    except Exception:
+    except RendezvousClosedError as error:
+        log.error("%s", error)
+        events.record(agent.get_event_failed(), event_log)
+        raise
+    except Exception as error:
+        handler.leave(f"{here}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         events.record(agent.get_event_failed(), event_log)
         raise
     finally:
         if launching.chronicle is not None:
             launching.chronicle.finish(ended)
-        if shutdown_rendezvous:
-            handler.shutdown()
+        if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
+            handler.shutdown(why)
 
 
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:

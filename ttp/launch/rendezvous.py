@@ -16,6 +16,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ttp.errors import ConfigError
+from ttp.launch.stores import MovingRendezvous
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEY = "ttp/job_store"
@@ -131,6 +132,17 @@ class FreshStoreRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
 
-    def shutdown(self) -> bool:
+    def heard_of_a_parting(self) -> bool:
+        """Say whether another node has told since the last question that it leaves."""
+        return isinstance(self._inner, MovingRendezvous) and self._inner.heard_of_a_parting()
+
+    def leave(self, why: str) -> None:
+        """Go, and leave the rendezvous open for the other nodes; they are told why where there is a way to."""
         self._server = None
-        return self._inner.shutdown()
+        if isinstance(self._inner, MovingRendezvous):
+            self._inner.leave(why)
+
+    def shutdown(self, why: str = "") -> bool:
+        """Close the rendezvous for all nodes: the job is over. They are told why it failed, where there is a way to."""
+        self._server = None
+        return self._inner.shutdown(why) if isinstance(self._inner, MovingRendezvous) else self._inner.shutdown()

@@ -26,10 +26,15 @@ from typing import Generic, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
+from ttp.launch import partings
 from ttp.launch.rank_table import is_own_address
 
 log = logging.getLogger("ttp.launch")
@@ -125,6 +130,15 @@ class Stores:
         """Return a place's number, 0 where it is not in use, None where no store answers."""
         return self._windows[place].look()
 
+    def ask(self, place: Endpoint, question: Callable[[TCPStore], T]) -> T | None:
+        """Ask the store at a place anything; None where it does not answer."""
+        return self._windows[place].ask(question)
+
+    def linger(self, place: Endpoint) -> None:
+        """Where the store is this agent's own, keep it until the others have looked: what they are told goes with it."""
+        if place in self._servers:
+            time.sleep(3 * ROUND_S)
+
     def newer_than(self, place: Endpoint) -> Endpoint | None:
         """Return a place that the job meets in rather than in `place`, if there is one."""
         mine = (self.epoch, -self.endpoints.index(place))
@@ -151,10 +165,19 @@ class MovingRendezvous(RendezvousHandler):
         self._place: Endpoint | None = None
         self._inner: RendezvousHandler | None = None
         self._waiting: _Waiting | None = None
+        self._heard: dict[Endpoint, int] = {}
+        """At each place, how many of the nodes that have left this one has heard; those before its own time, too."""
+        self._heard_before = 0
+        """The same, when it began to join: one that has left since may have been counted in."""
+        self._news = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round wherever the job meets. Raises RendezvousTimeoutError."""
+        """Join the next round wherever the job meets. Raises RendezvousTimeoutError, RendezvousClosedError (the job is over,
+        and why)."""
+        words = self._waiting.over if self._waiting is not None else ""
         self._stop_asking()
+        if words:
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over: {words}")
         began = time.monotonic()
         while True:
             left_s = began + self._join_timeout_s - time.monotonic()
@@ -169,7 +192,8 @@ class MovingRendezvous(RendezvousHandler):
             joined = self._join(place, left_s) if place is not None else None
             if joined is not None:
                 assert self._inner is not None
-                self._waiting = _Waiting(self._inner)
+                assert place is not None
+                self._waiting = _Waiting(self._inner, _Window(place), self._run_id, self._heard_before)
                 return joined
             time.sleep(ROUND_S)
 
@@ -180,6 +204,8 @@ class MovingRendezvous(RendezvousHandler):
                 log.warning("the rendezvous moves from %s to %s", self._place, place)
             self._place, self._inner = place, None
         kept = self._inner
+        self._hear(place)
+        self._heard_before = self._heard.get(place, 0)
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
             inner = kept or self._make(place)
@@ -189,6 +215,7 @@ class MovingRendezvous(RendezvousHandler):
         until, unanswered = time.monotonic() + left_s, 0
         while not attempt.wait(ROUND_S):
             unanswered = unanswered + 1 if self._stores.look(place) is None else 0
+            self._hear(place)
             if unanswered >= LOST_LOOKS:
                 why = "is lost"
             elif (other := self._stores.newer_than(place)) is not None:
@@ -204,13 +231,36 @@ class MovingRendezvous(RendezvousHandler):
             inner, joined = attempt.result()  # only here: an attempt that was left may end later, and changes nothing
             self._inner = inner
             return joined
+        except RendezvousClosedError:
+            raise RendezvousClosedError(
+                f"the job {self._run_id!r} is over at {place}: {why or 'nobody said why'}"
+            ) from None
         except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
             return None
 
+    def _hear(self, place: Endpoint) -> None:
+        """Log what nodes say that have left, but for those that had done so before this one came."""
+        before = self._heard.get(place)
+        words = self._stores.ask(place, lambda store: partings.left_after(store, self._run_id, before or 0))
+        if words is None:
+            return
+        self._heard[place] = (before or 0) + len(words)
+        if before is not None:
+            _log_left(words)
+            self._news = self._news or bool(words)
+
+    def heard_of_a_parting(self) -> bool:
+        """Say whether a node has told since the last question that it leaves."""
+        if self._place is not None:
+            self._hear(self._place)
+        news, self._news = self._news, False
+        return news
+
     def num_nodes_waiting(self) -> int:
-        """How many nodes want to join. 0 while the store is lost: the workers do not need it."""
+        """How many nodes want to join; a node that has left without its ranks' word makes the others meet again as well. 0
+        while the store is lost: the workers do not need it."""
         return self._waiting.count if self._waiting is not None else 0
 
     def _stop_asking(self) -> None:
@@ -236,14 +286,27 @@ class MovingRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
-    def shutdown(self) -> bool:
-        """Close the rendezvous for all, if its store can be reached; end this agent's own store."""
+    def leave(self, why: str) -> None:
+        """Tell the others, if the store can be reached, why this node goes, and leave the rendezvous open for them."""
+        self._stop_asking()
+        if self._place is not None:
+            self._stores.ask(self._place, lambda store: partings.tell_left(store, self._run_id, why))
+            self._stores.linger(self._place)
+        self._inner = None
+
+    def shutdown(self, why: str = "") -> bool:
+        """Close the rendezvous for all, if its store can be reached, and say why it failed (empty: it has not); end this agent's
+        own store."""
         self._stop_asking()
         inner, self._inner = self._inner, None
         closed = False
         if inner is not None and self._place is not None and self._stores.look(self._place) is not None:
+            if why:
+                self._stores.ask(self._place, lambda store: partings.tell_over(store, self._run_id, why))
             closing = _Aside(inner.shutdown)
             closed = closing.wait(CLOSE_S) and closing.succeeded
+            if why:
+                self._stores.linger(self._place)
         self._stores.close()
         return closed
 
@@ -279,11 +342,22 @@ class _Aside(Generic[T]):
         return self._value[0]
 
 
-class _Waiting:
-    """Asks, now and then, how many nodes want to join, so that the agent need not wait for a store that is gone."""
+def _log_left(words: Sequence[str]) -> None:
+    for text in words:
+        log.warning("a node has left: %s", text)
 
-    def __init__(self, inner: RendezvousHandler) -> None:
+
+class _Waiting:
+    """Asks, now and then, how many nodes want to join or have left, so that the agent need not wait for a store that is gone."""
+
+    def __init__(self, inner: RendezvousHandler, window: _Window, run_id: str, heard: int) -> None:
+        """`heard`: how many had left before this rendezvous."""
         self.count = 0
+        self.over = ""
+        """Why the job is over, once another node has said so."""
+        self._window = window
+        self._run_id = run_id
+        self._heard = heard
         self._inner: RendezvousHandler | None = inner
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
@@ -299,7 +373,8 @@ class _Waiting:
         while not self._stopping.wait(ROUND_S):
             assert self._inner is not None
             try:
-                self.count = self._inner.num_nodes_waiting()
+                self.over = self.over or self._window.ask(lambda store: partings.over(store, self._run_id)) or ""
+                self.count = self._inner.num_nodes_waiting() or self._left()
                 told = False
             except (RendezvousError, RuntimeError) as error:
                 self.count = 0
@@ -309,6 +384,10 @@ class _Waiting:
                     )
                 told = True
         self._inner = None
+
+    def _left(self) -> int:
+        """Return how many nodes have left since the rendezvous: their ranks will not come, or not come back."""
+        return len(self._window.ask(lambda store: partings.left_after(store, self._run_id, self._heard)) or ())
 
 
 def _serve(place: Endpoint) -> TCPStore | None:
@@ -336,13 +415,14 @@ class _Window:
         except OSError:
             self._client = None
             return None
-        return self._ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
+        return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
 
     def open(self, before: int, epoch: int) -> int | None:
         """Take the place into use under a number; return the number that it has now: another agent may have been faster."""
-        return self._ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
+        return self.ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
 
-    def _ask(self, question: Callable[[TCPStore], int]) -> int | None:
+    def ask(self, question: Callable[[TCPStore], T]) -> T | None:
+        """Ask the store; None where none answers. A question that hangs is left to itself."""
         kept = self._client
         asked = _Aside(lambda: self._answer(kept, question))
         if asked.wait(ANSWER_S) and asked.succeeded:
@@ -351,7 +431,7 @@ class _Window:
         self._client = None
         return None
 
-    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], int]) -> tuple[TCPStore, int]:
+    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T]) -> tuple[TCPStore, T]:
         """Ask through the kept connection, or through a new one: the store may have been started again."""
         if kept is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,0 +1,94 @@
+"""A node that goes: what the others hear of it, and that it does not close the rendezvous for them when it alone is broken."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.launching import TTPRUN, Launch
+from tests.chaos.test_launch import free_port
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+BROKEN = """
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from ttp.launch import agent
+from ttp.launch.main import main
+whole = LocalElasticAgent._assign_worker_ranks
+def breaks(self, *args, **kwargs):
+    whole(self, *args, **kwargs)
+    raise DistStoreError("wait timeout after 60000ms")
+LocalElasticAgent._assign_worker_ranks = breaks
+agent.BROKEN_ROUNDS = 2
+main()
+"""
+"""ttprun on a node whose rendezvous is complete and breaks, every time."""
+
+WAITING = """
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+note("begun", os.environ["WORLD_SIZE"])
+while os.environ["WORLD_SIZE"] == "3":  # for ranks that will not come
+    time.sleep(0.01)
+"""
+
+
+def place(port: int) -> tuple[str, ...]:
+    return (
+        *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--rdzv-id", "j", "--local-addr", "127.0.0.1"),
+        *("--rdzv-conf", "join_timeout=120,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"),
+    )
+
+
+def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    """After so many broken rounds it says why and goes; the others, whose ranks wait for its, hear of it and meet again."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(BROKEN)
+    options, nodes = place(free_port()), []
+    with contextlib.ExitStack() as stack:
+        for number, program in enumerate((TTPRUN, TTPRUN, (str(driver),))):
+            launch = Launch(tmp_path, WAITING, "--nnodes", "2:3", *options, program=program, name=f"node{number}")
+            nodes.append(stack.enter_context(launch))
+        assert nodes[2].wait() == 1
+        assert "the rendezvous was complete and broke (wait timeout after 60000ms)" in nodes[2].text
+        assert [node.wait() for node in nodes[:2]] == [0, 0], nodes[0].text + nodes[1].text
+        for node in nodes[:2]:
+            assert "DistStoreError: wait timeout after 60000ms" in node.text and "a node has left: " in node.text
+            assert "no restart left" not in node.text
+        last = sorted(nodes[0].notes("begun"), key=lambda name: int(name.split("-")[2]))[-1]
+        assert nodes[0].read(last) == "2"
+        for node in nodes:
+            node.assert_nothing_left()
+
+
+REFUSED = """
+note("begun")
+if rank == 1:
+    await_file("begun-0-0")
+    sys.exit(2)
+await_file("refused")
+sys.exit(3)
+"""
+
+
+def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path) -> None:
+    """It closes the rendezvous: there is nothing to come back to. The other one, which wants to, ends with its words."""
+    options, nodes = place(free_port()), []
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            launch = Launch(tmp_path, REFUSED, "--nnodes", "2", *options, name=f"node{number}")
+            nodes.append(stack.enter_context(launch))
+        nodes[0].await_notes("begun-0-0", "begun-1-0")
+        with_one = 1 if ": rank 1 of 2 on this node" in nodes[1].text else 0
+        assert nodes[with_one].wait() == 1
+        (tmp_path / "refused").touch()  # the store may be gone by now: it was kept until the other had heard
+        other = nodes[1 - with_one]
+        assert other.wait() == 1
+        assert "the job 'j' is over" in other.text
+        assert "the job has failed: rank 1: exit code 2; exit code 2 says that the configuration is wrong" in other.text
+        for node in nodes:
+            node.assert_nothing_left()
