@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import RunJob, arguments
-from ttp.chaos.job import Job, Observed
+from ttp.chaos.job import Job, Observed, read_jsonl
 from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
 from ttp.chaos.nodes_job import NodesJob
 from ttp.chaos.verdict import by_step, compare
@@ -46,7 +46,7 @@ def nodes() -> Iterator[MakeNodes]:
         return made[-1].__enter__()
 
     yield make
-    for group in made:
+    for group in reversed(made):
         group.remove()
 
 
@@ -115,6 +115,44 @@ def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: Mak
         assert published(job, start)[0] >= step, (start, step)
     assert lines_of(job, 2, "took_over")
     assert_whole(job, whole_job(4, *STEPS))
+
+
+@pytest.mark.long
+def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_told_rightly(
+    tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
+) -> None:
+    """3 nodes x 2 ranks. The story names the rank, its process and node, the cause, the step and where it lies; the launcher
+    of rank 0's node tells it on its console, the others do not; what is said of every start is said once."""
+    three = nodes(3)
+    with NodesJob(tmp_path / "hurt", three, overrides=arguments(*STEPS)) as job:
+        train_a_little(job, 0)
+        teller, victim = job.node_of_rank(0), 3
+        node = job.node_of_rank(victim)
+        killed = job.kill(victim)
+        train_a_little(job, 1)
+        assert set(job.wait(timeout_s=200).values()) == {0}, job.console_tail(60)
+    (step,) = published(job, 0)
+    assert step >= killed.after_step
+    story = read_jsonl(job.output_dir / "log" / "story.jsonl")
+    assert [line["event"] for line in story] == ["start", "fault", "start", "end"]
+    for start in (story[0], story[2]):
+        assert start["world_size"] == 6 and sorted(start["pids"]) == [str(rank) for rank in range(6)]
+        assert {row["host"] for row in start["rows"]} == {node.name for node in three}
+    fault = story[1]
+    (culprit,) = fault["culprits"]
+    assert (culprit["rank"], culprit["host"], culprit["pid"]) == (victim, node.name, killed.pid)
+    assert culprit["cause"] == "signal SIGKILL" and culprit["step"] in (step, step + 1)
+    assert sorted(rank for place in fault["survivors"] for rank in place["ranks"]) == [0, 1, 2, 4, 5]
+    path = str(job.output_dir / "checkpoints" / f"iter_{step:07d}")
+    assert (fault["saved"]["step"], fault["saved"]["path"], fault["goes_on_from"]) == (step, path, path)
+    assert fault["steps_lost"] == 0 and victim not in fault["saved"]["ranks"]
+    assert (story[3]["result"], story[3]["starts"], story[3]["faults"]) == ("succeeded", 2, 1)
+    assert (story[3]["saved_steps"], story[3]["steps_lost"]) == ([step], 0)
+    told = [each for each in three if "--- fault in start 0" in job.console(each)]
+    assert told == [teller]
+    assert f"rank {victim} on node {node.name} (pid {killed.pid})" in job.console(teller)
+    assert f"step {step} in {path}" in job.console(teller)
+    assert_whole(job, whole_job(6, *STEPS))
 
 
 @pytest.mark.long
@@ -234,15 +272,51 @@ with Nodes(2) as (a, b):
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+UNDER_PYTEST = """
+import sys, time
+from pathlib import Path
+import pytest
+Path(sys.argv[1], "test_up.py").write_text('''
+import time
+from tests.chaos.test_nodes import nodes
+def test_up(nodes):
+    nodes(2)[0].popen(["sleep", "1000"])
+    print("up", flush=True)
+    time.sleep(1000)
+''')
+sys.exit(pytest.main(["-s", "-q", "--no-header", "-p", "no:cacheprovider", "--rootdir", sys.argv[1], sys.argv[1]]))
+"""
+
+
+def spaces_of(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"ttp-{pid}-")]
+
+
+def test_a_test_run_that_is_told_to_end_removes_its_nodes(tmp_path: Path) -> None:
+    """SIGTERM to pytest, in the middle of a test that has made some."""
+    command = [sys.executable, "-c", UNDER_PYTEST, str(tmp_path)]
+    harness = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert harness.stdout is not None
+    with harness.stdout:
+        while (line := harness.stdout.readline()) and line.strip() != b"up":
+            pass
+        assert len(spaces_of(harness.pid)) == 3
+        harness.send_signal(signal.SIGTERM)
+        assert b"Terminated" in harness.stdout.read()
+    assert harness.wait(60) == pytest.ExitCode.INTERRUPTED
+    assert spaces_of(harness.pid) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_harness_that_is_ended(signum: signal.Signals) -> None:
-    """Ctrl-C removes nodes and what runs on them at once; after SIGKILL the next harness does."""
+    """Ctrl-C and SIGTERM remove nodes and what runs on them at once; after SIGKILL the next harness does."""
     harness = subprocess.Popen([sys.executable, "-c", HARNESS], stdout=subprocess.PIPE)
     assert harness.stdout is not None and harness.stdout.readline() == b"up\n"
     mine = f"ttp-{harness.pid}-"
     assert mine in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     harness.send_signal(signum)
-    harness.wait(60)
+    assert harness.wait(60) == -signum, "it ends as what was sent"
     harness.stdout.close()
     if signum == signal.SIGKILL:
         with Nodes(1):

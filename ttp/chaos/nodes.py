@@ -11,8 +11,8 @@ namespace of its own, so that the machine's own network is never touched). Paths
         b.power_off()       # a node is lost: its cable and all its processes at once
         a.throttle(10)      # a slow cable
 
-Needs root and iproute2's `ip` and `tc`. All that is made is removed at the `with`'s end, however that comes; what a
-harness left that was itself killed, the next one removes.
+Needs root and iproute2's `ip` and `tc`. All that is made is removed at the `with`'s end, however that comes: SIGTERM is an
+exception in the main thread, as Ctrl-C is. What a harness left that was itself killed, the next one removes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Any
 
 SUBNET = "10.77.0"
@@ -48,6 +49,10 @@ shift; exec "$@"
 
 class NodesError(RuntimeError):
     """The system refused what the harness needs; the message carries its words."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. As Ctrl-C it is no `Exception`, and a test runner ends its session with all that was set up."""
 
 
 def why_not() -> str:
@@ -185,8 +190,10 @@ class Nodes:
             Node(name, f"{SUBNET}.{number + 1}", f"{prefix}-{name[-1]}", self._switch)
             for number, name in enumerate(names)
         )
+        self._hears_sigterm = False
 
     def __enter__(self) -> tuple[Node, ...]:
+        self._hear_sigterm()
         try:
             remove_orphans()
             self._make()
@@ -199,6 +206,15 @@ class Nodes:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+        if isinstance(value, Terminated) and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)  # end as what was sent: all is removed
+
+    def _hear_sigterm(self) -> None:
+        """Make SIGTERM an exception, where the program has no handler of its own."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
+            self._hears_sigterm = True
 
     def _make(self) -> None:
         _ip("netns", "add", self._switch)
@@ -221,6 +237,13 @@ class Nodes:
         """Kill what runs on the nodes, and remove them. May be called again; does what is left to do."""
         for space in (*(node._namespace for node in self.nodes), self._switch):
             _remove(space)
+        if self._hears_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._hears_sigterm = False
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated(signal.Signals(number).name)
 
 
 def remove_orphans() -> None:
