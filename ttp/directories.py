@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 import uuid
@@ -19,8 +20,10 @@ from pathlib import Path
 
 from ttp.checkpoint import load, writer
 from ttp.checkpoint.durable import step_of_directory, write_durably
-from ttp.checkpoint.pieces import list_pieces
+from ttp.checkpoint.pieces import list_pieces, remove_superseded
 from ttp.errors import CheckpointError, NotWritable
+
+log = logging.getLogger("ttp")
 
 LOCK_NAME = ".ttp_lock"
 NOTE_NAME = ".ttp_run.json"
@@ -89,6 +92,11 @@ class RunDirectories:
         """Give the locks back."""
         while self._locks:
             os.close(self._locks.pop())
+
+    def forget_superseded(self, step: int) -> None:
+        """All ranks have loaded the checkpoint of `step`: of older ones, the attempts that later ones have superseded go."""
+        for path in remove_superseded(self._save_dirs, below=step):
+            log.info("removed %s: a later attempt at that step is there, and all ranks have loaded step %d", path, step)
 
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""

@@ -323,6 +323,8 @@ class Session:
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
+        if self._hosts and not self._first("") and self._keeps:  # all ranks have loaded it
+            self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
         if self.rank == 0:

@@ -4,8 +4,9 @@ A piece is a directory `iter_0000042` with the files that this node's ranks wrot
 all nodes, with each one's host, size and checksum. A step counts as published when every file that a manifest lists is
 found among the nodes. `gather.py` finds out, and makes pieces loadable.
 
-Owns the publishing of one piece. What is published is never removed: a piece of the same step from an earlier attempt is
-renamed (`iter_0000042_superseded_1`), is found there all the same, and an attempt of a lower term gives way to it.
+Owns the publishing of one piece. A publisher never removes what is published: a piece of the same step from an earlier attempt
+is renamed (`iter_0000042_superseded_1`), is found there all the same, and an attempt of a lower term gives way to it. Such
+pieces go when a newer step has been loaded by all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +141,29 @@ def pieces_behind(names: Sequence[str | os.PathLike[str]]) -> list[Path]:
         found += [path] if path.is_dir() else []
         found += sorted(path.parent / name for name in beside if aside.fullmatch(name))
     return found
+
+
+def remove_superseded(save_dirs: Sequence[str | os.PathLike[str]], below: int) -> list[Path]:
+    """Remove the superseded pieces of all steps below `below`, and return them (one keeper of each node calls).
+
+    To be called when every file of the checkpoint of `below` was verified and all ranks have loaded it. A step of which only a
+    superseded piece is left here keeps it. One that cannot be removed takes room, no more.
+    """
+    removed = []
+    for path in list_pieces(save_dirs):
+        if not path.is_dir() or (step_of_directory(path) or 0) >= below:
+            continue
+        for aside in pieces_behind([path])[1:]:
+            # Under a name that the next start cleans away: half a piece must never pass for one.
+            going = aside.with_name(f"{path.name}_tmp_superseded_{uuid.uuid4().hex[:12]}")
+            try:
+                os.rename(aside, going)
+                shutil.rmtree(going)
+            except OSError as error:
+                logger.warning("%s, which a later attempt has superseded, cannot be removed: %s", aside, error)
+            else:
+                removed.append(aside)
+    return removed
 
 
 def _is_done(final: Path, mine: Manifest) -> bool:

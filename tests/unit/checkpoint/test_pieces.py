@@ -18,7 +18,7 @@ from ttp.checkpoint import gather, load, writer
 from ttp.checkpoint.gather import Move, moved_texts, plan_moves
 from ttp.checkpoint.load import Found, verify
 from ttp.checkpoint.manifest import read_manifest
-from ttp.checkpoint.pieces import list_pieces
+from ttp.checkpoint.pieces import list_pieces, remove_superseded
 from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
@@ -277,6 +277,60 @@ def test_a_later_attempt_supersedes_an_earlier_one_which_is_found_all_the_same(c
     assert steps(found) == {7}
     job.assert_equal(cluster.read(job, found))
     assert read_manifest(cluster.root / "a" / "iter_0000007").term == 1
+
+
+def test_superseded_pieces_go_when_a_newer_step_was_loaded_and_not_before(cluster: Cluster, job: Job) -> None:
+    """Those of the loaded step stay, and so do those of newer ones, which may be whole one day; published names are not touched."""
+    for step in (4, 7, 9):
+        cluster.save(job, step, attempt="1_1_1", term=1)
+        cluster.save(job, step, attempt="2_1_1", term=2, publishers=(0,) if step == 9 else (0, 2))
+    own = {name: [str(cluster.root / name)] for name in ("a", "b")}
+    assert [path.name for path in remove_superseded(own["a"], below=4)] == []
+    assert steps(cluster.gather(job)) == {9}
+    run = RunDirectories(own["a"], "job", first_start=True, pieces=True)
+    run.forget_superseded(7)
+    left = sorted(path.name for path in (cluster.root / "a").glob("iter_*"))
+    assert left == [
+        "iter_0000004",
+        "iter_0000007",
+        "iter_0000007_superseded_1",
+        "iter_0000009",
+        "iter_0000009_superseded_2",  # the first attempt alone was whole, and has the name again
+    ]
+    assert read_manifest(cluster.root / "a" / "iter_0000004").term == 2
+    assert (cluster.root / "b" / "iter_0000004_superseded_1").is_dir(), "another node's are its own keeper's"
+
+
+def test_a_piece_that_is_the_only_one_of_its_step_is_kept(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its superseder was killed between the two renames."""
+    cluster.save(job, 7, attempt="1_1_1")
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, "iter_0000007")
+        with pytest.raises(Killed):
+            cluster.save(job, 7, attempt="2_1_1", term=2, publishers=(0,))
+    cluster.save(job.later(), 9)
+    assert remove_superseded([str(cluster.root / "a")], below=9) == []
+    assert (cluster.root / "a" / "iter_0000007_superseded_1").is_dir()
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_piece(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left has the name of an unfinished attempt, which the next start cleans away."""
+    cluster.save(job, 7, attempt="1_1_1", term=1)
+    cluster.save(job, 7, attempt="2_1_1", term=2)
+
+    def killed(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("ttp.checkpoint.pieces.shutil.rmtree", killed)
+        remove_superseded([str(cluster.root / "a")], below=9)
+    names = {path.name for path in (cluster.root / "a").iterdir() if path.name.startswith("iter")}
+    assert len(names) == 2 and "iter_0000007" in names and "iter_0000007_superseded_1" not in names
+    assert writer.clean_stale(cluster.root / "a") == sorted(names - {"iter_0000007"})
 
 
 class Killed(BaseException):
