@@ -373,8 +373,8 @@ class _Waiting:
         while not self._stopping.wait(ROUND_S):
             assert self._inner is not None
             try:
-                self.over = self.over or self._window.ask(lambda store: partings.over(store, self._run_id)) or ""
-                self.count = self._inner.num_nodes_waiting() or self._left()
+                left = self._left()
+                self.count = self._inner.num_nodes_waiting() or left
                 told = False
             except (RendezvousError, RuntimeError) as error:
                 self.count = 0
@@ -386,8 +386,15 @@ class _Waiting:
         self._inner = None
 
     def _left(self) -> int:
-        """Return how many nodes have left since the rendezvous: their ranks will not come, or not come back."""
-        return len(self._window.ask(lambda store: partings.left_after(store, self._run_id, self._heard)) or ())
+        """Return how many nodes have left since the rendezvous (their ranks will not come, or not come back), and hear whether
+        the job is over."""
+        found = self._window.ask(
+            lambda store: (partings.left_after(store, self._run_id, self._heard), partings.over(store, self._run_id))
+        )
+        if found is None:
+            return 0
+        self.over = self.over or found[1]
+        return len(found[0])
 
 
 def _serve(place: Endpoint) -> TCPStore | None:
@@ -410,11 +417,6 @@ class _Window:
 
     def look(self) -> int | None:
         """Return the place's number, 0 where it is not in use, None where no store answers."""
-        try:
-            socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
-        except OSError:
-            self._client = None
-            return None
         return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
 
     def open(self, before: int, epoch: int) -> int | None:
@@ -423,6 +425,11 @@ class _Window:
 
     def ask(self, question: Callable[[TCPStore], T]) -> T | None:
         """Ask the store; None where none answers. A question that hangs is left to itself."""
+        try:
+            socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
+        except OSError:
+            self._client = None
+            return None
         kept = self._client
         asked = _Aside(lambda: self._answer(kept, question))
         if asked.wait(ANSWER_S) and asked.succeeded:

@@ -89,6 +89,16 @@ def test_a_node_lost_between_the_rendezvous_and_the_ranks_does_not_end_the_other
         assert nodes.calls == [], "the rendezvous stays open for the others"
 
 
+def test_rounds_that_another_node_has_broken_do_not_make_this_one_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for the answers of one that has told since that it leaves: that one was what was broken."""
+    monkeypatch.setattr(agent_module, "REJOIN_PAUSE_S", 0.0)
+    nodes = FixedNodes(LosesNodes("assigned_ranks", BROKEN_ROUNDS + 1), 0, 1, prefixed=False)
+    agent = make_agent(nodes)
+    monkeypatch.setattr(agent._rendezvous_handler, "heard_of_a_parting", lambda: nodes.rounds == BROKEN_ROUNDS)
+    agent._rendezvous(agent.get_worker_group())
+    assert nodes.rounds == BROKEN_ROUNDS + 2
+
+
 class Left:
     """Stands in for a round whose workers here have all left on the controller's word."""
 

@@ -14,6 +14,7 @@ from ttp.launch.controllers import START_VARIABLE, controllers_of, end_controlle
 from ttp.launch.courier import ControllerEntry
 from ttp.launch.processes import (
     LOST,
+    catches,
     children_leading_sessions,
     end_workers,
     exit_status,
@@ -36,6 +37,7 @@ def spawn() -> Iterator[Spawn]:
     def start(script: str, *words: str, **environ: str) -> subprocess.Popen[str]:
         child = subprocess.Popen(
             ["sh", "-c", script, *words],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -50,8 +52,20 @@ def spawn() -> Iterator[Spawn]:
     for child in children:
         child.kill()
         child.wait()
-        assert child.stdout is not None
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.close()
         child.stdout.close()
+
+
+def test_a_handler_for_a_signal_is_seen_and_so_is_one_that_is_ignored(spawn: Spawn) -> None:
+    """The default, which ends a process at once, is neither; nor has a process that is gone a handler."""
+    handles = spawn("trap 'echo' TERM; echo ready; read x")
+    ignores = spawn("trap '' TERM; echo ready; read x")
+    default = spawn("echo ready; read x")
+    assert [catches(child.pid, signal.SIGTERM) for child in (handles, ignores, default)] == [True, True, False]
+    default.kill()
+    default.wait()
+    assert not catches(default.pid, signal.SIGTERM)
 
 
 def first_pid(child: subprocess.Popen[str]) -> int:
@@ -158,8 +172,9 @@ def test_an_unreachable_or_unpublished_controller_gets_sigterm(spawn: Spawn) -> 
 
 def test_only_controllers_of_this_start_are_ended(spawn: Spawn) -> None:
     """Another job's controller, and a worker of this start, are left alone even when their pid was published."""
-    other = spawn("echo ready; while :; do sleep 0.1; done", "ttp.controller", **{START_VARIABLE: "start-d2"})
-    worker = spawn("echo ready; while :; do sleep 0.1; done", "train.py", **{START_VARIABLE: "start-d1"})
+    # `read`, because a shell that starts a program is for a moment two processes of the same name.
+    other = spawn("echo ready; read x", "ttp.controller", **{START_VARIABLE: "start-d2"})
+    worker = spawn("echo ready; read x", "train.py", **{START_VARIABLE: "start-d1"})
     assert is_controller(other.pid) and not is_controller(worker.pid)
     assert controllers_of("start-d1") == [] and controllers_of("start-d2") == [other.pid]
     for pid in (other.pid, worker.pid):
