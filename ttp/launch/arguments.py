@@ -25,6 +25,11 @@ def make_parser() -> ArgumentParser:
         "torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
         f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun."
     )
+    parser.epilog = (
+        "With ttprun --rdzv-endpoint takes several places, in order (node-a:29400,node-b:29400): when one is lost, the nodes meet at"
+        " the next. Exit codes: 0 the job has succeeded; 1 it has failed, or a signal came; 2 a wrong command line or setting."
+        " SIGTERM and Ctrl-C save the step in flight first, a second one ends all at once."
+    )
     group = parser.add_argument_group("ttp", "TTP's own options (--ttp-... are ignored with ENABLE_TTP=False)")
     group.add_argument(
         "--ttp-ot",
