@@ -29,6 +29,9 @@ from ttp.console import open_console
 
 STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
+STEPS_A_KILL = 2 * STEPS_BETWEEN + 4
+"""Steps that the job is given for each kill: on a busy machine a few pass before one is looked for, and the job must not be over
+before the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def run(
     console: Console, args: Any, overrides: Sequence[str], rng: random.Random, output: Path
 ) -> tuple[list[Survived], Comparison, list[str]]:
     """Train the killed job and the unbroken one and judge them."""
-    steps = (args.kills + 1) * (STEPS_BETWEEN + 2)
+    steps = (args.kills + 1) * STEPS_A_KILL
     overrides = ["--training_config.training_iters", str(steps), *overrides]
     launcher = ["--max-restarts", str(args.kills + 1)]
     with Job(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher) as hurt:
