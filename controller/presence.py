@@ -131,7 +131,7 @@ def _check_registration(state: ControllerState, message: Registration) -> None:
 
 def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: list[Effect]) -> ControllerState:
     """Streams broke: their ranks are suspect, and all gates close at once."""
-    if event.host and not event.ranks:
+    if event.host:
         out.append(Journal("agent_detached", {"host": event.host}))
         return replace(state, agents=state.agents - {event.host})
     welcomed = state.stage is not Stage.ASSEMBLING

@@ -99,7 +99,7 @@ def publish_done(state: ProcessorState, event: PublishDone, now: float, out: lis
 
 def owes_answer(state: ProcessorState) -> bool:
     """True while an order is being carried out, or waits for its turn, or an update keeps the gate from closing."""
-    closing = state.standing in (Standing.CLOSING, Standing.FROZEN) and not state.closed
+    closing = state.standing is Standing.FROZEN and not state.closed
     return closing or state.applying is not None or any(known.answer is None for known in state.orders)
 
 

@@ -19,10 +19,8 @@ class Standing(enum.Enum):
 
     TRAINING = "training"
     """The gate is open."""
-    CLOSING = "closing"
-    """Closing was asked for; an update in progress may still finish."""
     FROZEN = "frozen"
-    """The gate's closing was reported, as done or as impossible."""
+    """A freeze has asked for the gate to be closed; an update in progress may still finish."""
     LEAVING = "leaving"
     """Told to exit, or dismissed: nothing matters any more."""
 
@@ -68,7 +66,7 @@ class ProcessorState:
     gate_id: int = 0
     """The number that the gate was closed under; differs from `freeze_id` when an older controller froze."""
     closed: bool = False
-    """FROZEN: the gate is really closed, so that the state stands still."""
+    """FROZEN: the gate was reported as really closed, so that the state stands still."""
     torn: bool = False
     state_step: int = 0
     """FROZEN: the step that the optimizer state is known to have."""

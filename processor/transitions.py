@@ -74,7 +74,7 @@ from .succession import controllers, go_on, go_on_at, lost, silent
 Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
 
 _OPEN = (Standing.TRAINING,)
-_SHUT = (Standing.CLOSING, Standing.FROZEN)
+_SHUT = (Standing.FROZEN,)
 _LIVE = (*_OPEN, *_SHUT)
 _GONE = (Standing.LEAVING,)
 
@@ -250,8 +250,7 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
     if state.freeze_id != message.freeze_id:
         state = replace(state, freeze_id=message.freeze_id, orders=())
     out.append(CloseGate(message.freeze_id))
-    standing = Standing.FROZEN if state.standing is Standing.FROZEN else Standing.CLOSING
-    return replace(state, standing=standing, gate_id=message.freeze_id, answer_by=inf)
+    return replace(state, standing=Standing.FROZEN, gate_id=message.freeze_id, answer_by=inf)
 
 
 def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
@@ -265,7 +264,7 @@ def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[
         state = replace(state, closed=True, torn=report.torn, state_step=report.state_step)
     if state.link is Link.UP:
         out.append(Send(replace(report, final=report.final or state.ordered)))
-    return replace(state, standing=Standing.FROZEN)
+    return state
 
 
 def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) -> ProcessorState:

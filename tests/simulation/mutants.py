@@ -88,6 +88,8 @@ def _nodes(tree: ast.Module) -> list[ast.AST]:
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Journal":
             return
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return
         found.append(node)
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list"):

@@ -1,0 +1,271 @@
+"""Nobody is there, nobody is heard, or the controller was away itself: whose silence counts, and from when."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.test_controller_members import fault, killed
+from ttp.controller.events import Finish, Tick
+from ttp.controller.state import Stage
+from ttp.proto.messages import AgentHello, CauseKind, Heartbeat, Phase, Thaw, WriteOrder
+
+COMPUTE, UPDATING, READY = Phase.COMPUTE, Phase.UPDATING, Phase.READY
+LEASE_S = 3.0
+
+
+def assembling(*came: int) -> ControllerBench:
+    """These ranks of four have registered."""
+    job = ControllerBench(assembled=False)
+    job.say(*(registration(rank) for rank in came))
+    return job
+
+
+def writing(**settings: float) -> ControllerBench:
+    """Rank 3 is dead, the others have their write orders."""
+    job = ControllerBench(**settings)
+    job.say(killed(3))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.at(Stage.WRITING)
+    return job
+
+
+# --- before the job has assembled ---
+
+
+def test_a_rank_that_loses_its_stream_long_after_it_registered_has_a_lease_from_the_break() -> None:
+    """Nobody sends heartbeats before the welcome, so what was heard last says nothing."""
+    job = assembling(0, 1)
+    job.wait(50.0, heard=())
+    job.close(1)
+    job.wait(LEASE_S - 0.1, heard=())
+    assert job.at(Stage.ASSEMBLING) and not job.told("death_seen")
+    job.wait(0.2, heard=())
+    assert [line["rank"] for line in job.told("death_seen")] == [1] and job.at(Stage.EXITING)
+
+
+def test_ranks_that_all_lost_the_controller_while_assembling_have_a_lease_from_the_first_that_is_back() -> None:
+    job = assembling(0, 1)
+    job.close(0, 1)
+    job.wait(LEASE_S - 0.5, heard=())
+    job.say(registration(0))
+    job.wait(LEASE_S - 0.1, heard=())
+    assert not job.told("death_seen")
+    job.wait(0.2, heard=())
+    assert [line["rank"] for line in job.told("death_seen")] == [1]
+
+
+def test_a_controller_that_everybody_left_before_the_job_assembled_refuses_nothing() -> None:
+    """There was no fault, and nothing to save."""
+    job = assembling(0)
+    job.close(0)
+    job.wait(14.9, heard=())
+    assert job.at(Stage.ASSEMBLING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER) and not job.told("refused")
+
+
+# --- leases ---
+
+
+def test_the_lease_of_a_rank_that_was_silent_before_its_stream_broke_began_with_its_last_word() -> None:
+    job = ControllerBench()
+    job.wait(1.5, heard=(0, 2, 3))
+    job.close(1)
+    job.wait(1.4, heard=(0, 2, 3))
+    assert not job.told("death_seen")
+    job.wait(0.2, heard=(0, 2, 3))
+    assert [line["rank"] for line in job.told("death_seen")] == [1]
+
+
+def test_when_one_of_many_silent_ranks_is_heard_again_the_others_have_a_new_lease() -> None:
+    """All were silent at once: most likely it was the controller that heard nobody."""
+    job = ControllerBench()
+    job.wait(2.5, heard=())
+    assert job.state.members.suspects == 4
+    job.wait(LEASE_S - 0.1, heard=(0,))
+    assert not job.told("death_seen")
+    job.say(*(Heartbeat(rank, COMPUTE, 1) for rank in (1, 2, 3)))
+    assert sorted(job.sent(Thaw)) == [0, 1, 2, 3]
+
+
+def test_ranks_that_stay_silent_on_open_streams_are_dead_after_the_orphan_timeout() -> None:
+    """For so long it may be the controller that is cut off; nobody waits for ever."""
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.wait(14.9, heard=())
+    assert not job.told("death_seen") and job.at(Stage.FREEZING)
+    job.wait(LEASE_S + 0.2, heard=())
+    assert len(job.told("death_seen")) == 4 and "all ranks are dead" in job.told("refused")[0]["reason"]
+
+
+# --- nobody is attached ---
+
+
+def test_a_death_seen_while_nobody_is_attached_does_not_make_the_wait_longer() -> None:
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2, 3)
+    job.wait(10.0, heard=())
+    job.say(killed(3))
+    job.wait(4.9, heard=())
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER) and job.told("refused")
+
+
+def test_a_death_is_waited_out_from_then_on_when_it_was_the_last_rank_attached() -> None:
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2)
+    job.wait(1.0, heard=(3,))
+    job.say(killed(3))
+    job.wait(14.9, heard=())
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER)
+
+
+def silent_dead() -> ControllerBench:
+    """Rank 3 is dead because it was silent, and its stream is still open; the others write."""
+    job = ControllerBench(total_timeout_s=500.0, progress_timeout_s=100.0)
+    job.wait(LEASE_S + 0.1, heard=(0, 1, 2))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.at(Stage.WRITING)
+    return job
+
+
+def test_the_exit_of_a_silent_rank_leaves_the_others_attached() -> None:
+    """Nobody is an orphan then."""
+    job = silent_dead()
+    job.say(killed(3))
+    job.wait(20.0, heard=(0, 1, 2))
+    assert job.at(Stage.WRITING)
+
+
+def test_the_exit_of_a_silent_rank_that_alone_was_attached_begins_the_wait_for_the_others() -> None:
+    job = silent_dead()
+    job.close(0, 1, 2)
+    job.say(killed(3), after=1.0)
+    job.wait(14.9, heard=())
+    assert job.at(Stage.WRITING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER)
+
+
+def test_a_silent_rank_that_is_seen_to_end_is_not_told_to_exit() -> None:
+    """Its stream counts as closed: nobody waits for it at the end."""
+    job = silent_dead()
+    orders = {rank: job.state.dump.work[rank].orders[0] for rank in (0, 1, 2)} if job.state.dump is not None else {}
+    job.say(killed(3))
+    job.all_write(orders)
+    job.say(killed(0), killed(1), killed(2))
+    assert job.told("exit_sent")[0]["ranks"] == () and only(job.effects, Finish)
+
+
+def test_while_nobody_is_attached_nobody_is_found_stuck() -> None:
+    """Who comes back gets its order again, and the whole time for it."""
+    job = writing(progress_timeout_s=5.0)
+    orders = job.orders()
+    job.wait(4.0, heard=(0, 1, 2))
+    job.close(0, 1, 2)
+    job.wait(4.0, heard=())
+    assert not job.told("stuck") and job.at(Stage.WRITING)
+    for rank in (0, 1, 2):
+        job.say(registration(rank))
+        assert job.orders() == {rank: orders[rank]}
+    job.wait(4.9, heard=(0, 1, 2))
+    assert not job.told("stuck")
+    job.wait(0.2, heard=(0, 1, 2))
+    assert job.told("stuck")
+
+
+# --- the controller was away itself ---
+
+
+def test_a_controller_that_was_stopped_while_nobody_was_attached_waits_its_whole_time_again() -> None:
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2, 3)
+    job.take(Tick(), after=60.0)
+    assert job.at(Stage.FREEZING)
+    job.wait(14.9, heard=())
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER)
+
+
+def test_a_controller_that_was_stopped_gives_writers_their_whole_time_again() -> None:
+    job = writing(progress_timeout_s=5.0)
+    job.take(Tick(), after=60.0)
+    job.wait(4.9, heard=(0, 1, 2))
+    assert not job.told("stuck")
+    job.wait(0.2, heard=(0, 1, 2))
+    assert job.told("stuck")
+
+
+def test_a_controller_that_was_stopped_gives_a_round_its_whole_time_again() -> None:
+    job = ControllerBench(freeze_timeout_s=5.0)
+    job.say(fault(1, CauseKind.EXCEPTION))
+    job.all_report(7, ranks=(0, 1, 2))
+    job.take(Tick(), after=60.0)
+    job.wait(4.9)
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2)
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+def test_a_controller_that_was_stopped_gives_an_update_its_whole_time_again() -> None:
+    job = ControllerBench(freeze_timeout_s=5.0, progress_timeout_s=10.0)
+    job.say(killed(3))
+    job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
+    assert job.told("awaiting_updates")
+    job.take(Tick(), after=60.0)
+    job.wait(9.9, heard=(0, 1, 2))
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2, heard=(0, 1, 2))
+    assert job.told("refused")
+
+
+def test_a_standby_that_was_stopped_waits_a_lease_again_for_those_that_have_not_come() -> None:
+    job = ControllerBench(assembled=False, standby=1, address="c1")
+    job.say(registration(0))
+    job.take(Tick(), after=60.0)
+    assert job.at(Stage.GATHERING)
+    job.wait(LEASE_S - 0.1, heard=(0,))
+    assert job.at(Stage.GATHERING) and not job.told("took_over")
+    job.wait(0.2, heard=(0,))
+    assert job.told("took_over")[0]["absent"] == (1, 2, 3)
+
+
+def test_a_controller_that_was_stopped_while_ranks_left_does_not_stay_for_them() -> None:
+    """At the end there is nobody to be excused."""
+    job = ControllerBench()
+    job.say(killed(0), killed(2))
+    job.all_report(7, ranks=(1, 3))
+    assert job.at(Stage.EXITING)
+    job.take(Tick(), after=60.0)
+    assert job.at(Stage.OVER)
+
+
+@pytest.mark.parametrize("late_s", [0.4, 0.6])
+def test_a_driver_that_comes_a_little_late_is_not_taken_for_one_that_was_stopped(late_s: float) -> None:
+    """Half a heartbeat is the difference: a lease that ran out a little earlier has run out."""
+    job = ControllerBench(lease_s=LEASE_S, heartbeat_s=1.0)
+    job.wait(2.9, heard=(0, 1, 2))
+    assert job.told("suspect")
+    for rank in (0, 1, 2):
+        job.say(Heartbeat(rank, COMPUTE, 1))
+    job.take(Tick(), after=0.1 + late_s)
+    assert bool(job.told("death_seen")) is (late_s < 0.5)
+
+
+def test_a_launchers_word_excuses_no_silence() -> None:
+    """All ranks are silent; that a launcher attaches says nothing of them."""
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.wait(2.5, heard=())
+    before = job.state.members.amnesty
+    job.say(AgentHello("host0", (0,), (100,)))
+    assert job.state.members.amnesty == before
+
+
+def test_what_was_ordered_is_not_ordered_again_when_the_controller_goes_on() -> None:
+    job = writing()
+    job.take(Tick(), after=60.0)
+    assert not job.sent(WriteOrder) and job.at(Stage.WRITING)
