@@ -46,9 +46,9 @@ class Membership:
     """All ranks with counters, so that no message needs a scan."""
 
     table: RankTable[Member]
+    alive: int
     registered: int = 0
     attached: int = 0
-    alive: int = 0
     finished: int = 0
     suspects: int = 0
     """Suspects that are not dead."""

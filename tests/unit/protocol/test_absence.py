@@ -98,6 +98,14 @@ def test_ranks_that_stay_silent_on_open_streams_are_dead_after_the_orphan_timeou
     assert len(job.told("death_seen")) == 4 and "all ranks are dead" in job.told("refused")[0]["reason"]
 
 
+def test_a_lease_that_runs_out_while_nobody_was_heard_for_two_heartbeats_is_not_believed() -> None:
+    """Of several ranks one is always heard within a heartbeat."""
+    job = ControllerBench(heartbeat_s=1.0)
+    job.wait(1.0, heard=(0, 1, 2))
+    job.wait(2.1, heard=())
+    assert not job.told("death_seen")
+
+
 # --- nobody is attached ---
 
 
