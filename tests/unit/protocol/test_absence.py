@@ -170,7 +170,7 @@ def test_a_silent_rank_that_is_seen_to_end_is_not_told_to_exit() -> None:
 
 def test_while_nobody_is_attached_nobody_is_found_stuck() -> None:
     """Who comes back gets its order again, and the whole time for it."""
-    job = writing(progress_timeout_s=5.0)
+    job = writing(progress_timeout_s=4.5)
     orders = job.orders()
     job.wait(4.0, heard=(0, 1, 2))
     job.close(0, 1, 2)
@@ -179,7 +179,7 @@ def test_while_nobody_is_attached_nobody_is_found_stuck() -> None:
     for rank in (0, 1, 2):
         job.say(registration(rank))
         assert job.orders() == {rank: orders[rank]}
-    job.wait(4.9, heard=(0, 1, 2))
+    job.wait(4.4, heard=(0, 1, 2))
     assert not job.told("stuck")
     job.wait(0.2, heard=(0, 1, 2))
     assert job.told("stuck")
