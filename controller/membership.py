@@ -125,9 +125,7 @@ def attach(members: Membership, registration: Registration, now: float, settings
     return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
 
 
-def detach(
-    members: Membership, rank: int, now: float, settings: ControllerSettings, welcomed: bool = True
-) -> Membership:
+def detach(members: Membership, rank: int, now: float, settings: ControllerSettings, welcomed: bool) -> Membership:
     """Note a broken stream: the rank is suspect, and dead once its lease runs out.
 
     `welcomed` False: ranks do not send heartbeats yet, so the lease runs from the break.

@@ -36,7 +36,7 @@ def roll_forward(state: ProcessorState, message: RollForward, now: float, out: l
     if state.closed and not state.torn and state.state_step == wanted:
         out.append(Send(RolledForward(state.settings.rank, state.freeze_id, wanted)))
         return state
-    if not state.closed or state.torn or state.applying is not None or state.state_step + 1 != wanted:
+    if not state.closed or state.torn or state.state_step + 1 != wanted:
         error = (
             f"the state is of step {state.state_step}, closed {state.closed}, torn {state.torn}; wanted step {wanted}"
         )

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Finish, Tick
+from ttp.controller.events import Beats, Finish, Tick
 from ttp.controller.state import Stage
 from ttp.proto.messages import AgentHello, CauseKind, Heartbeat, Phase, Thaw, WriteOrder
 
@@ -38,7 +38,8 @@ def test_a_rank_that_loses_its_stream_long_after_it_registered_has_a_lease_from_
     job = assembling(0, 1)
     job.wait(50.0, heard=())
     job.close(1)
-    job.wait(LEASE_S - 0.1, heard=())
+    job.say(registration(2), after=0.5)
+    job.wait(LEASE_S - 0.6, heard=())
     assert job.at(Stage.ASSEMBLING) and not job.told("death_seen")
     job.wait(0.2, heard=())
     assert [line["rank"] for line in job.told("death_seen")] == [1] and job.at(Stage.EXITING)
@@ -53,6 +54,18 @@ def test_ranks_that_all_lost_the_controller_while_assembling_have_a_lease_from_t
     assert not job.told("death_seen")
     job.wait(0.2, heard=())
     assert [line["rank"] for line in job.told("death_seen")] == [1]
+
+
+def test_leases_are_looked_at_again_when_somebody_is_back_after_all_had_left() -> None:
+    """While nobody was attached there was nothing to look at."""
+    job = assembling(0, 1)
+    job.close(0, 1)
+    job.wait(LEASE_S + 2.0, heard=())
+    job.say(registration(0))
+    job.wait(LEASE_S - 0.1, heard=())
+    assert job.at(Stage.ASSEMBLING)
+    job.wait(0.2, heard=())
+    assert [line["rank"] for line in job.told("death_seen")] == [1] and job.at(Stage.EXITING)
 
 
 def test_a_controller_that_everybody_left_before_the_job_assembled_refuses_nothing() -> None:
@@ -89,6 +102,22 @@ def test_when_one_of_many_silent_ranks_is_heard_again_the_others_have_a_new_leas
     assert sorted(job.sent(Thaw)) == [0, 1, 2, 3]
 
 
+def test_a_suspect_whose_heartbeat_comes_with_its_nodes_others_is_cleared() -> None:
+    job = ControllerBench()
+    job.wait(2.1, heard=(0, 1, 3))
+    assert job.state.members.suspects == 1
+    job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 2))))
+    assert job.state.members.suspects == 0 and job.told("cleared")[0]["rank"] == 2 and job.at(Stage.RUNNING)
+
+
+def test_heartbeats_that_come_together_prolong_each_ranks_lease() -> None:
+    job = ControllerBench()
+    for _ in range(6):
+        job.now += 0.9
+        job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in range(4))))
+    assert job.at(Stage.RUNNING) and not job.told("suspect")
+
+
 def test_ranks_that_stay_silent_on_open_streams_are_dead_after_the_orphan_timeout() -> None:
     """For so long it may be the controller that is cut off; nobody waits for ever."""
     job = ControllerBench(orphan_timeout_s=15.0)
@@ -104,6 +133,35 @@ def test_a_lease_that_runs_out_while_nobody_was_heard_for_two_heartbeats_is_not_
     job.wait(1.0, heard=(0, 1, 2))
     job.wait(2.1, heard=())
     assert not job.told("death_seen")
+
+
+def test_of_two_ranks_that_are_silent_at_once_neither_is_dead() -> None:
+    job = ControllerBench(((0, 1),))
+    job.wait(LEASE_S + 0.1, heard=())
+    assert not job.told("death_seen") and job.state.members.suspects == 2
+
+
+def test_a_rank_is_suspected_once() -> None:
+    """Its stream broke; that its lease goes by as well is no other suspicion."""
+    job = ControllerBench()
+    job.wait(0.5)
+    job.close(1)
+    job.wait(2.9, heard=(0, 2, 3))
+    assert [line["rank"] for line in job.told("suspect")] == [1]
+
+
+def test_the_dead_do_not_stand_for_a_controller_that_is_cut_off() -> None:
+    """That a dead rank is silent is no reason to give the others more time."""
+    job = writing()
+    job.wait(2.1, heard=())
+    assert job.state.members.suspects == 3
+
+
+def test_orders_have_their_whole_time_again_after_the_controller_was_cut_off() -> None:
+    """Nobody was heard for a lease: what anybody had answered is lost."""
+    job = writing(progress_timeout_s=4.0)
+    job.wait(5.0, heard=())
+    assert not job.told("stuck") and not job.told("death_seen")
 
 
 # --- nobody is attached ---
@@ -129,6 +187,15 @@ def test_a_death_is_waited_out_from_then_on_when_it_was_the_last_rank_attached()
     assert job.at(Stage.FREEZING)
     job.wait(0.2, heard=())
     assert job.at(Stage.OVER)
+
+
+def test_nobody_is_an_orphan_once_somebody_is_back() -> None:
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2, 3)
+    job.wait(1.0, heard=())
+    job.say(*(registration(rank) for rank in range(4)))
+    job.wait(20.0)
+    assert job.at(Stage.RUNNING)
 
 
 def silent_dead() -> ControllerBench:

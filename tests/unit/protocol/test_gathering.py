@@ -1,0 +1,231 @@
+"""What a standby makes of those that come, come and go again, or never come, and of what their launchers tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.protocol.bench import ControllerBench, only, registration, report
+from tests.unit.protocol.test_controller_members import fault, killed
+from tests.unit.protocol.test_takeover import LEASE_S, coming, frozen, standby
+from ttp.controller import events as ev
+from ttp.controller.machine import FREEZES_OF_A_TERM
+from ttp.controller.state import Stage
+from ttp.proto.messages import (
+    CauseKind,
+    Exit,
+    Finished,
+    Freeze,
+    Heartbeat,
+    Phase,
+    Thaw,
+    Welcome,
+    Working,
+)
+
+COMPUTE, READY, DONE = Phase.COMPUTE, Phase.READY, Phase.DONE
+
+
+# --- who comes ---
+
+
+def test_a_standby_that_the_ranks_do_not_list_supersedes_nobody() -> None:
+    """It cannot tell who comes before it."""
+    job = standby()
+    job.say(registration(2))
+    assert not only(job.effects, ev.Supersede) and job.told("takeover_began")[0]["earlier"] == ()
+
+
+def test_a_rank_that_came_and_went_again_is_no_absent_one() -> None:
+    """It has its lease from the takeover on, and may come back for as long."""
+    job = standby()
+    for rank in range(4):
+        if rank == 3:
+            job.close(0)
+        job.say(coming(rank))
+    assert job.at(Stage.GATHERING), "rank 0 is waited for"
+    job.wait(LEASE_S, heard=(1, 2, 3))
+    assert job.at(Stage.FREEZING) and job.told("took_over")[0]["absent"] == () and not job.told("death_seen")
+    job.all_report(7, ranks=(1, 2, 3))
+    job.say(coming(0))
+    assert sorted(job.sent(Freeze)) == [0]
+    job.all_report(7, ranks=(0,))
+    assert job.at(Stage.RUNNING)
+
+
+def test_nobody_is_silent_for_what_was_before_the_takeover() -> None:
+    """Whoever came first had nothing to say until now."""
+    job = standby()
+    job.say(coming(0), coming(1), coming(2))
+    job.now = 2.4
+    job.say(coming(3))
+    assert job.at(Stage.FREEZING)
+    job.wait(LEASE_S / 2, heard=(3,))
+    assert not job.told("suspect")
+
+
+def test_ranks_that_did_not_come_are_given_up_when_nobody_is_heard_for_the_orphan_timeout() -> None:
+    """For so long it may be this controller that is cut off."""
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+    job.wait(14.0, heard=())
+    assert job.at(Stage.GATHERING)
+    job.wait(2 * LEASE_S, heard=())
+    assert job.told("took_over")[0]["absent"] == (3,)
+
+
+def test_a_takeover_of_part_of_the_job_promises_nothing() -> None:
+    """What the job survives is known when all are there."""
+    job = standby()
+    job.say(killed(3))
+    for rank in range(3):
+        job.say(coming(rank))
+    assert job.told("took_over")[0]["survives"] == "" and job.told("took_over")[0]["warnings"] == ()
+    assert job.state.job_groups == 2
+
+
+def test_the_groups_that_a_takeover_finds_are_the_jobs() -> None:
+    """The ranks had not been told how many there are, and all have come."""
+    job = standby()
+    for rank in range(4):
+        job.say(coming(rank, groups=0))
+    job.all_report(7)
+    job.close(1)
+    job.say(coming(1, groups=0))
+    assert job.sent(Welcome)[1].job_groups == 2
+
+
+# --- what launchers tell ---
+
+
+def test_a_rank_that_came_and_ends_with_status_0_before_it_has_finished_is_dead() -> None:
+    job = standby()
+    job.say(coming(3), killed(3, "exit code 0"))
+    assert len(job.told("death_seen")) == 1 and not job.told("left")
+    for rank in range(3):
+        job.say(coming(rank))
+    assert {freeze.cause.ranks for freeze in job.sent(Freeze).values()} == {(3,)}
+
+
+def test_a_rank_that_came_and_leaves_after_it_has_finished_is_no_cause() -> None:
+    job = standby()
+    job.say(replace(coming(3), finished=True), killed(3, "exit code 0"))
+    assert job.told("left") and not job.told("death_seen")
+    for rank in range(3):
+        job.say(coming(rank))
+    assert {freeze.cause.kind for freeze in job.sent(Freeze).values()} == {CauseKind.CONTROLLER_LOST}
+    job.all_report(7, ranks=(0, 1, 2))
+    assert sorted(job.sent(Thaw)) == [0, 1, 2]
+    job.say(*(Finished(rank) for rank in range(3)))
+    assert job.told("finished")
+
+
+def test_a_rank_that_left_in_peace_has_finished_whatever_it_had_said_before() -> None:
+    """Its registration was still on the wire, from before its training returned."""
+    job = standby()
+    job.say(killed(3, "exit code 0"), coming(3))
+    assert job.state.members.finished == 1
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    assert job.at(Stage.OVER) and job.told("finished")
+
+
+def test_a_death_whose_status_comes_later_is_told_with_it() -> None:
+    job = standby()
+    job.say(killed(3, "exiting"), killed(3, "exit code 7"))
+    assert len(job.told("death_seen")) == 1
+    for rank in range(3):
+        job.say(coming(rank))
+    assert {freeze.cause.text for freeze in job.sent(Freeze).values()} == {"exit code 7"}
+
+
+def test_ranks_that_finished_do_not_wait_for_one_that_ends_longer_than_a_lease() -> None:
+    """Nobody says how it ended: it is a death then."""
+    job = standby()
+    job.say(killed(3, "exiting"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    job.wait(LEASE_S - 0.1, heard=(0, 1, 2))
+    assert job.at(Stage.GATHERING)
+    job.wait(0.2, heard=(0, 1, 2))
+    assert job.at(Stage.FREEZING) and job.told("took_over")
+
+
+def test_while_some_rank_trains_nobody_waits_to_hear_how_another_ended() -> None:
+    """It cannot have been dismissed."""
+    job = standby()
+    job.say(killed(3, "exiting"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=rank != 1))
+    assert job.at(Stage.FREEZING)
+
+
+# --- what the freeze finds ---
+
+
+def test_a_mute_rank_counts_more_than_what_the_others_had_begun() -> None:
+    """Nobody knows what it does; the cause names it."""
+    job = frozen()
+    job.say(report(0, FREEZES_OF_A_TERM + 1, COMPUTE, 7, final=True))
+    job.all_report(7, ranks=(1, 2))
+    assert job.at(Stage.FREEZING)
+    job.wait(10.1)
+    assert job.state.fault is not None
+    assert [(cause.kind, cause.ranks) for cause in job.state.fault.causes] == [(CauseKind.SILENT, (3,))]
+
+
+def test_a_rank_that_still_rolls_forward_for_the_lost_controller_is_waited_for_while_it_gets_on() -> None:
+    job = frozen()
+    number = FREEZES_OF_A_TERM + 1
+    job.all_report(7, READY, ranks=(0, 2, 3))
+    for _ in range(3):
+        job.wait(8.0)
+        job.say(Working(1, number))
+    assert job.at(Stage.FREEZING)
+    job.say(report(1, number, DONE, 7, records=[7], final=True))
+    assert job.told("decided")[0]["step"] == 7
+
+
+def test_a_fault_that_comes_during_the_takeovers_freeze_is_its_cause() -> None:
+    job = frozen()
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.all_report(7)
+    assert job.at(Stage.WRITING) and job.state.fault is not None
+    assert [cause.kind for cause in job.state.fault.causes] == [CauseKind.EXCEPTION]
+
+
+def test_ranks_that_have_all_finished_are_let_go_from_the_takeovers_freeze() -> None:
+    job = frozen()
+    job.say(*(Finished(rank) for rank in range(4)))
+    assert job.at(Stage.OVER) and job.told("finished") and not job.told("decided")
+
+
+# --- afterwards ---
+
+
+def test_a_takeover_that_was_a_false_alarm_leads_the_job_like_the_first_controller() -> None:
+    """Its next freeze has the next number, and a rank that comes again is thawed again."""
+    job = frozen()
+    job.all_report(7)
+    assert job.at(Stage.RUNNING)
+    job.say(*(Heartbeat(rank, COMPUTE, 8) for rank in range(4)))
+    job.say(coming(2))
+    assert job.sent(Thaw)[2].freeze_id == FREEZES_OF_A_TERM + 1
+    job.say(killed(3))
+    assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {FREEZES_OF_A_TERM + 2}
+
+
+def test_a_job_that_had_not_assembled_is_released_by_the_standby_with_the_reason() -> None:
+    job = standby()
+    job.say(coming(0, groups=0))
+    job.wait(LEASE_S + 0.1, heard=(0,))
+    assert "before the job had assembled" in job.told("exit_sent")[0]["reason"]
+    job.say(coming(1, groups=0))
+    assert sorted(job.sent(Exit)) == [1] and not job.sent(Welcome)
+
+
+def test_a_second_standby_numbers_its_freezes_above_the_firsts() -> None:
+    job = ControllerBench(assembled=False, standby=2, address="c2")
+    for rank in range(4):
+        job.say(coming(rank))
+    assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2 * FREEZES_OF_A_TERM + 1}
