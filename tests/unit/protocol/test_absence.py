@@ -161,7 +161,7 @@ def test_orders_have_their_whole_time_again_after_the_controller_was_cut_off() -
     """Nobody was heard for a lease: what anybody had answered is lost."""
     job = writing(progress_timeout_s=4.0)
     job.wait(5.0, heard=())
-    assert not job.told("stuck") and not job.told("death_seen")
+    assert not job.told("stuck") and [line["rank"] for line in job.told("death_seen")] == [3]
 
 
 # --- nobody is attached ---
