@@ -95,12 +95,14 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
     assert fault is not None
     cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
     out.append(Send((rank,), Freeze(state.freeze_id, cause)))
-    if dump is None or state.members.table[rank].dead is not None:
+    if dump is None:  # and one that is dead owes nothing any more
         return state
-    if dump.rolling[rank] and dump.decision.record is not None:
+    if dump.rolling[rank]:
+        assert dump.decision.record is not None
         out.append(Send((rank,), RollForward(state.freeze_id, dump.decision.record)))
     out.extend(Send((rank,), order) for order in dump.work[rank].orders)
-    if rank in dump.publishers and dump.order is not None:
+    if rank in dump.publishers:
+        assert dump.order is not None
         out.append(Send((rank,), dump.order))
     return state
 

@@ -176,7 +176,7 @@ def test_a_rank_that_says_with_its_registration_that_it_has_finished_is_noted_on
     job = ControllerBench()
     for _ in range(2):
         job.say(replace(registration(1), finished=True))
-    assert job.told("rank_finished") == [{"rank": 1}] and job.state.members.finished == 1
+        assert job.told("rank_finished") == [{"rank": 1}] and job.state.members.finished == 1
     job.say(Finished(1))
     assert len(job.told("rank_finished")) == 1 and job.state.members.finished == 1
 
@@ -274,9 +274,11 @@ def test_a_launcher_whose_stream_has_ended_is_told_nothing_any_more() -> None:
 
 def test_standbys_that_are_known_already_are_not_told_again() -> None:
     job = ControllerBench()
+    job.say(replace(registration(3), controllers=("c0", "c1")))
+    assert not only(job.effects, Tell), "there is no launcher"
     job.say(hello("host0"))
-    coming: list[Registration] = [replace(registration(rank), controllers=("c0", "c1")) for rank in (1, 2)]
+    coming: list[Registration] = [replace(registration(rank), controllers=("c0", "c1", "c2")) for rank in (1, 2)]
     job.say(coming[0])
     assert only(job.effects, Tell)
     job.say(coming[1])
-    assert not only(job.effects, Tell) and job.state.successors == ("c1",)
+    assert not only(job.effects, Tell) and job.state.successors == ("c1", "c2")
