@@ -178,6 +178,17 @@ def test_a_death_seen_while_nobody_is_attached_does_not_make_the_wait_longer() -
     assert job.at(Stage.OVER) and job.told("refused")
 
 
+def test_the_status_of_a_death_that_comes_while_nobody_is_attached_does_not_make_the_wait_longer() -> None:
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.say(killed(3, "exiting"))
+    job.close(0, 1, 2)
+    job.wait(10.0, heard=())
+    job.say(killed(3))
+    assert job.told("death_named")
+    job.wait(5.1, heard=())
+    assert job.at(Stage.OVER)
+
+
 def test_a_death_is_waited_out_from_then_on_when_it_was_the_last_rank_attached() -> None:
     job = ControllerBench(orphan_timeout_s=15.0)
     job.close(0, 1, 2)

@@ -52,6 +52,7 @@ def test_all_are_welcomed_once_the_last_has_registered() -> None:
 def test_a_death_before_the_job_has_assembled_releases_all_with_75() -> None:
     job = ControllerBench(assembled=False)
     job.say(registration(0), registration(1), killed(3))
+    assert (job.told("death_seen")[0]["host"], job.told("death_seen")[0]["pid"]) == ("", 0), "it never came"
     exits = job.sent(Exit)
     assert sorted(exits) == [0, 1] and exits[0].code == 75 and "rank 3 died" in exits[0].reason
 
@@ -59,6 +60,7 @@ def test_a_death_before_the_job_has_assembled_releases_all_with_75() -> None:
 def test_a_fault_before_the_job_has_assembled_releases_all() -> None:
     job = ControllerBench(assembled=False)
     job.say(registration(0), fault(0, CauseKind.EXCEPTION))
+    assert job.told("fault_reported")[0]["text"] == "boom"
     assert sorted(job.sent(Exit)) == [0] and job.at(Stage.EXITING)
 
 

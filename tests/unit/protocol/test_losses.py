@@ -13,6 +13,7 @@ from ttp.controller.state import Stage
 from ttp.proto.messages import (
     CauseKind,
     Finished,
+    Freeze,
     Part,
     Phase,
     Published,
@@ -188,10 +189,13 @@ def test_a_finished_rank_that_leaves_in_peace_has_its_parts_written_by_its_partn
     assert job.state.fault is not None and [cause.ranks for cause in job.state.fault.causes] == [(3,)]
 
 
-def test_a_rank_that_left_in_peace_is_left_once() -> None:
+def test_a_rank_that_left_in_peace_is_left_once_and_told_nothing_any_more() -> None:
+    """Its process has ended, whenever its stream is seen to."""
     job = ControllerBench()
     job.say(Finished(0), killed(0, "exit code 0"), killed(0, "exit code 0"))
     assert job.told("left") == [{"rank": 0}] and job.state.members.alive == 3
+    job.say(killed(3))
+    assert sorted(job.sent(Freeze)) == [1, 2]
 
 
 def test_parts_that_moved_go_to_the_holder_with_the_fewest_orders() -> None:
