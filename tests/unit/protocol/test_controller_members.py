@@ -207,6 +207,7 @@ def test_a_controller_that_was_stopped_itself_blames_nobody() -> None:
 def test_a_fault_of_a_living_rank_freezes_and_the_rank_stays_a_holder() -> None:
     job = ControllerBench()
     job.say(fault(1, CauseKind.EXCEPTION))
+    assert job.told("fault_reported")[0]["rank"] == 1
     assert sorted(job.sent(Freeze)) == [0, 1, 2, 3]
     job.all_report(5)
     assert sorted(job.orders()) == [0, 1, 2, 3] and job.told("decided")[0]["step"] == 4

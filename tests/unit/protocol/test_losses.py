@@ -138,6 +138,12 @@ def test_every_publisher_that_falls_silent_is_stuck_from_then_on() -> None:
     assert job.state.fault is not None and job.state.fault.stuck == {0, 1}
 
 
+def test_when_every_publisher_has_fallen_silent_the_ranks_are_asked_again() -> None:
+    job, _, _ = publishing()
+    job.wait(93.0)
+    assert len(job.told("stuck")) == 3 and job.told("replanned")[0]["reason"] == "no rank is left to publish"
+
+
 def test_every_writer_that_falls_silent_is_stuck_from_then_on() -> None:
     """Rank 0 is replaced by rank 2, which falls silent too: shard 0 has no writer left."""
     job = dying()

@@ -33,6 +33,7 @@ def test_one_rank_of_every_node_publishes() -> None:
     assert sorted(orders) == [0, 2] and orders[0] == orders[2]
     job.say(Published(2, 1, 6, "/a/iter_0000006"))
     assert job.told("place_published")[0]["host"] == "b" and job.at(Stage.PUBLISHING)
+    assert not job.sent(PublishOrder), "b is done, and a is at it"
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
 
