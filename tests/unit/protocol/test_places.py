@@ -148,3 +148,42 @@ def test_with_shared_directories_one_rank_publishes_for_all() -> None:
     job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
     job.all_write(job.orders())
     assert sorted(job.sent(PublishOrder)) == [0]
+
+
+def test_a_node_that_has_published_is_not_found_stuck_with_the_others() -> None:
+    """Its publisher has answered, and owes nothing when it comes again."""
+    job = publishing(3)
+    job.say(Published(2, 1, 6, "/a/iter_0000006"))
+    job.close(2)
+    job.say(registration(2, host="b"))
+    assert not job.sent(PublishOrder)
+    job.wait(31.0)
+    assert job.told("stuck")[0]["ranks"] == (0,)
+
+
+def test_a_piece_in_a_directory_that_was_given_up_does_not_count() -> None:
+    """Node b could not publish in /a: all is written in /b, and a's word about /a comes late, before and after the orders."""
+    job = publishing(3)
+    job.say(failed(2, job.sent(PublishOrder)[2]))
+    orders = job.orders()
+    assert {order.directory for order in orders.values()} == {"/b"}
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.WRITING)
+    job.all_write(orders)
+    assert sorted(job.sent(PublishOrder)) == [0, 2]
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.PUBLISHING) and not job.told("place_published")
+    job.say(Published(0, 1, 6, "/b/iter_0000006"), Published(2, 1, 6, "/b/iter_0000006"))
+    assert job.told("published")[0]["path"] == "/b/iter_0000006" and job.at(Stage.EXITING)
+
+
+def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:
+    """The rank that wrote them is gone, the disk is not."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(HOSTS):
+        job.say(registration(rank, host=host))
+    job.say(killed(3))
+    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
+    orders = job.orders()
+    job.say(job.written(0, orders[0]), killed(0), job.written(1, orders[1]), job.written(2, orders[2]))
+    assert sorted(job.sent(PublishOrder)) == [1, 2]
