@@ -290,6 +290,21 @@ def test_the_death_of_a_rank_that_does_not_publish_orders_nothing() -> None:
     assert job.at(Stage.EXITING)
 
 
+def test_a_refusal_tells_why_nothing_could_be_published() -> None:
+    """All was written in both directories, and nobody could rename it."""
+    job, rank, order = publishing()
+    for directory in ("/a", "/b"):
+        for _ in range(3):
+            job.say(failed(rank, order, f"read-only {directory}"))
+            if job.at(Stage.PUBLISHING):
+                rank, order = job.publish_order()
+        if directory == "/a":
+            job.all_write(job.orders())
+            rank, order = job.publish_order()
+    reason = job.told("refused")[0]["reason"]
+    assert "/b: rank 0: read-only /b" in reason and "/b: rank 2: read-only /b" in reason
+
+
 def test_a_failure_to_publish_counts_from_its_publisher_and_about_its_attempt_only() -> None:
     job, rank, order = publishing()
     job.say(failed(1, order), failed(rank, replace(order, tmp_name="iter_0000006_tmp_3_1_9")))
