@@ -269,7 +269,9 @@ def test_a_launcher_whose_stream_has_ended_is_told_nothing_any_more() -> None:
     assert only(job.effects, Tell) == [Tell(("host1",), Successors(("c1",), 3.0))]
     job.take(StreamClosed((), "host1"))
     job.say(*(killed(rank) for rank in range(4)))
-    assert not [effect for effect in only(job.effects, Send) if isinstance(effect.message, Exit)], "nobody would hear it"
+    assert not [effect for effect in only(job.effects, Send) if isinstance(effect.message, Exit)], (
+        "nobody would hear it"
+    )
 
 
 def test_standbys_that_are_known_already_are_not_told_again() -> None:
