@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Phase, RollForward
+from ttp.proto.messages import RollForward
 
 from .coverage import Group, named
 from .decision import Decision, Refusal, decide
@@ -55,7 +55,7 @@ def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = (
     for rank in updating:
         report = fault.reports[rank]
         assert report is not None
-        reports[rank] = replace(report, closed=True, phase=Phase.DONE, state_step=report.step)
+        reports[rank] = replace(report, closed=True, state_step=report.step)
     records = {record.step: record for record in fault.records}
     verdict = decide(state.coverage.groups, reports, records, fault.unreachable)
     if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
@@ -124,9 +124,8 @@ def got_on(state: ControllerState, rank: int, now: float) -> ControllerState:
     """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
     dump = state.dump
     assert dump is not None
-    owes = dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers
-    if not owes or not is_holder(state, rank):
-        return state
+    if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):
+        return state  # the dead and the stuck owe nothing
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)
     return replace(state, dump=replace(dump, progress_by=progress_by))
 

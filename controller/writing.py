@@ -74,7 +74,7 @@ def _writing_s(state: ControllerState, plan: Plan) -> float:
     for parts in plan.values():  # plain loops: this runs once a rank between the last report and the orders
         share = 0.0
         for part in parts:
-            share += nbytes.get(part.group_id, 0) / part.count
+            share += nbytes[part.group_id] / part.count
         largest = max(largest, share)
     return largest / SLOW_DISK_BYTES_PER_S
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
@@ -21,7 +23,7 @@ def assembling(*came: int) -> ControllerBench:
     return job
 
 
-def writing(**settings: float) -> ControllerBench:
+def writing(**settings: Any) -> ControllerBench:
     """Rank 3 is dead, the others have their write orders."""
     job = ControllerBench(**settings)
     job.say(killed(3))

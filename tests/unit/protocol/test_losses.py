@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from ttp.proto.messages import (
 READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE
 
 
-def rolling(**settings: float) -> ControllerBench:
+def rolling(**settings: Any) -> ControllerBench:
     """Rank 2 is dead; ranks 0 and 3 roll forward to step 7, which rank 1 has."""
     job = ControllerBench(**settings)
     job.say(killed(2))
@@ -170,6 +171,17 @@ def test_a_stuck_ranks_work_does_not_prolong_the_wait_for_the_others() -> None:
 
 
 # --- while writing ---
+
+
+def test_every_answer_gives_the_other_writers_their_whole_time_again() -> None:
+    job = dying()
+    orders = job.orders()
+    job.wait(20.0)
+    job.say(job.written(1, orders[1]))
+    job.wait(29.9)
+    assert not job.told("stuck")
+    job.wait(0.2)
+    assert job.told("stuck")[0]["ranks"] == (0, 2)
 
 
 def test_a_rank_that_dies_after_it_has_written_all_moves_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
@@ -40,7 +42,7 @@ from ttp.proto.messages import (
 TMP = "iter_0000005_tmp_3_1_1"
 
 
-def frozen(**changed: bool) -> ProcessorBench:
+def frozen(**changed: Any) -> ProcessorBench:
     rank = ProcessorBench()
     rank.freeze(**changed)
     return rank

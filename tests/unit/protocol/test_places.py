@@ -177,6 +177,15 @@ def test_a_piece_in_a_directory_that_was_given_up_does_not_count() -> None:
     assert job.told("published")[0]["path"] == "/b/iter_0000006" and job.at(Stage.EXITING)
 
 
+def test_a_piece_that_was_published_in_a_directory_that_was_given_up_is_published_again_in_the_next() -> None:
+    """All pieces of a step are in directories of one name."""
+    job = publishing(3)
+    orders = job.sent(PublishOrder)
+    job.say(Published(0, 1, 6, "/a/iter_0000006"), failed(2, orders[2]))
+    job.all_write(job.orders())
+    assert {rank: order.directory for rank, order in job.sent(PublishOrder).items()} == {0: "/b", 2: "/b"}
+
+
 def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:
     """The rank that wrote them is gone, the disk is not."""
     job = ControllerBench(assembled=False, local_dirs=True)

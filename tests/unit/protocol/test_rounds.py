@@ -302,6 +302,26 @@ def test_ranks_that_waited_long_for_the_others_have_a_whole_lease_from_then_on()
     assert not job.told("suspect") and not job.told("death_seen")
 
 
+def test_a_job_without_any_shards_has_its_dump_refused() -> None:
+    """A checkpoint of nothing would be taken for one."""
+    job = ControllerBench(assembled=False)
+    for rank in range(4):
+        job.say(replace(registration(rank), groups=()))
+    job.say(killed(3))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert job.told("refused")[0]["reason"] == "no rank registered any shards"
+
+
+def test_an_update_is_waited_for_although_no_other_rank_is_behind_it() -> None:
+    """When it ends, all have its step; now none is covered."""
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7), report(1, 1, UPDATING, 7, records=[7], closed=False))
+    assert job.told("awaiting_updates") and not job.told("refused")
+    job.say(report(1, 1, DONE, 7))
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
 def test_a_rank_without_directories_has_its_dump_refused() -> None:
     job = ControllerBench(assembled=False)
     for rank in range(4):

@@ -193,7 +193,8 @@ def test_shards_that_nobody_told_of_are_refused() -> None:
     for rank in range(3):
         job.say(coming(rank, groups=3))
     job.all_report(7, ranks=(0, 1, 2))
-    assert "1 of 3 shard groups" in job.told("refused")[0]["reason"]
+    reason = job.told("refused")[0]["reason"]
+    assert "1 of 3 shard groups" in reason and "(rank 3)" in reason
 
 
 def test_a_job_that_had_not_assembled_is_released() -> None:
