@@ -117,7 +117,7 @@ def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: 
     if state_step != dump.decision.step:
         return roll_failed(state, rank, f"it stands at step {state_step}", now, out)
     out.append(Journal("rolled_forward", {"rank": rank, "step": state_step}))
-    return _answered(state, rank, now, keep=True)
+    return _answered(state, rank, now)
 
 
 def got_on(state: ControllerState, rank: int, now: float) -> ControllerState:
@@ -138,13 +138,14 @@ def roll_failed(state: ControllerState, rank: int, error: str, now: float, out: 
         return state
     out.append(Journal("roll_forward_failed", {"rank": rank, "step": dump.decision.step, "error": error}))
     fault = replace(fault, unreachable=fault.unreachable | {(rank, dump.decision.step)})
-    return _answered(replace(state, fault=fault), rank, now, keep=False)
+    dump = replace(dump, able=dump.able - {rank})
+    return _answered(replace(state, fault=fault, dump=dump), rank, now)
 
 
 def lost_while_rolling(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank died."""
     assert state.dump is not None
-    return _answered(state, rank, now, keep=False) if state.dump.rolling[rank] else state
+    return _answered(state, rank, now) if state.dump.rolling[rank] else state
 
 
 def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -154,7 +155,7 @@ def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) 
     out.append(Journal("stuck", {"ranks": late, "stage": "roll_forward"}))
     state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
     for rank in late:
-        state = _answered(state, rank, now, keep=False)
+        state = _answered(state, rank, now)
     return state
 
 
@@ -177,14 +178,13 @@ def holders(state: ControllerState, group: Group) -> tuple[int, ...]:
     return tuple(rank for rank in group.holders if rank in state.dump.able and is_holder(state, rank))
 
 
-def _answered(state: ControllerState, rank: int, now: float, keep: bool) -> ControllerState:
+def _answered(state: ControllerState, rank: int, now: float) -> ControllerState:
     dump = state.dump
     assert dump is not None
     dump = replace(
         dump,
         rolling=dump.rolling.put(rank, False),
         pending=dump.pending - 1,
-        able=dump.able if keep else dump.able - {rank},
         progress_by=now + state.settings.progress_timeout_s,
     )
     return replace(state, dump=dump)

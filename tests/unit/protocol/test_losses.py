@@ -88,6 +88,38 @@ def test_a_rank_whose_roll_forward_gets_on_is_waited_for() -> None:
     assert job.told("stuck")[0]["ranks"] == (3,)
 
 
+def test_every_answer_gives_the_others_that_roll_forward_their_whole_time_again() -> None:
+    job = rolling(progress_timeout_s=5.0)
+    job.wait(4.0)
+    job.say(RolledForward(0, 1, 7))
+    job.wait(4.9)
+    assert not job.told("stuck")
+    job.wait(0.2)
+    assert job.told("stuck")[0]["ranks"] == (3,)
+
+
+def test_a_rank_that_failed_to_reach_the_step_writes_nothing_of_it() -> None:
+    """Its partner does."""
+    job = ControllerBench()
+    job.say(fault(1, CauseKind.EXCEPTION))
+    job.say(report(1, 1, DONE, 7, records=[7]), *(report(rank, 1, READY, 7) for rank in (0, 2, 3)))
+    job.say(StepFailed(0, 1, "roll_forward", "", "raised"), RolledForward(2, 1, 7), RolledForward(3, 1, 7))
+    assert sorted(job.orders()) == [1, 2, 3]
+
+
+def test_the_last_rank_of_a_job_saves_it_alone() -> None:
+    job = ControllerBench(((0, 1),))
+    job.say(killed(0), report(1, 1, COMPUTE, 7))
+    assert sorted(job.orders()) == [1] and job.orders()[1].directory == "/a"
+
+
+def test_a_refusal_names_an_update_that_failed_half_way() -> None:
+    job = ControllerBench()
+    job.say(killed(3), report(0, 1, COMPUTE, 7), report(2, 1, COMPUTE, 7))
+    job.say(report(1, 1, Phase.UPDATING, 7, torn=True))
+    assert "rank 1, whose update of step 7 failed half way" in job.told("refused")[0]["reason"]
+
+
 def test_a_rank_that_was_rolled_forward_and_dies_is_left_out_of_the_writing() -> None:
     job = ControllerBench()
     job.say(fault(1, CauseKind.EXCEPTION))
@@ -214,6 +246,16 @@ def test_a_rank_that_left_in_peace_is_left_once_and_told_nothing_any_more() -> N
     assert job.told("left") == [{"rank": 0}] and job.state.members.alive == 3
     job.say(killed(3))
     assert sorted(job.sent(Freeze)) == [1, 2]
+
+
+def test_parts_never_move_to_a_rank_that_does_not_have_the_step() -> None:
+    """Rank 0 holds the shard, and stands a step behind."""
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(report(0, 1, COMPUTE, 6), report(1, 1, COMPUTE, 7), report(2, 1, COMPUTE, 7))
+    assert sorted(job.orders()) == [1, 2]
+    job.say(killed(2))
+    assert not job.orders() and job.told("replanned")[0]["reason"] == "a shard lost its last writer"
 
 
 def test_parts_that_moved_go_to_the_holder_with_the_fewest_orders() -> None:
