@@ -161,29 +161,13 @@ def test_a_node_that_has_published_is_not_found_stuck_with_the_others() -> None:
     assert job.told("stuck")[0]["ranks"] == (0,)
 
 
-def test_a_piece_in_a_directory_that_was_given_up_does_not_count() -> None:
-    """Node b could not publish in /a: all is written in /b, and a's word about /a comes late, before and after the orders."""
-    job = publishing(3)
-    job.say(failed(2, job.sent(PublishOrder)[2]))
-    orders = job.orders()
-    assert {order.directory for order in orders.values()} == {"/b"}
-    job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.at(Stage.WRITING)
-    job.all_write(orders)
-    assert sorted(job.sent(PublishOrder)) == [0, 2]
-    job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.at(Stage.PUBLISHING) and not job.told("place_published")
-    job.say(Published(0, 1, 6, "/b/iter_0000006"), Published(2, 1, 6, "/b/iter_0000006"))
-    assert job.told("published")[0]["path"] == "/b/iter_0000006" and job.at(Stage.EXITING)
-
-
-def test_a_piece_that_was_published_in_a_directory_that_was_given_up_is_published_again_in_the_next() -> None:
+def test_a_piece_in_another_directory_than_the_ordered_one_does_not_count() -> None:
     """All pieces of a step are in directories of one name."""
     job = publishing(3)
-    orders = job.sent(PublishOrder)
-    job.say(Published(0, 1, 6, "/a/iter_0000006"), failed(2, orders[2]))
-    job.all_write(job.orders())
-    assert {rank: order.directory for rank, order in job.sent(PublishOrder).items()} == {0: "/b", 2: "/b"}
+    job.say(Published(0, 1, 6, "/b/iter_0000006"))
+    assert job.at(Stage.PUBLISHING) and not job.told("place_published")
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.told("place_published")[0]["host"] == "a"
 
 
 def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:
