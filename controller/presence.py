@@ -189,7 +189,7 @@ def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float,
     if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat
         fields |= {"phase": place.phase.name, "step": place.step}
     out.append(Journal("death_seen", fields))
-    state = forget(replace(state, members=bury(state.members, rank, cause, gone, now)), rank, member)
+    state = forget(replace(state, members=bury(state.members, rank, cause, gone, now)), rank)
     state = replace(state, untold=state.untold - {rank})
     if state.stage is Stage.ASSEMBLING:
         return leave(state, f"rank {rank} died before the job had assembled: {cause.text}", now, out)
@@ -235,7 +235,7 @@ def _left_in_peace(state: ControllerState, rank: int, member: Member, now: float
         return state
     out.append(Journal("left", {"rank": rank}))
     cause = Cause(CauseKind.EXITED, (rank,), "exit code 0 after its training had finished")
-    state = forget(replace(state, members=bury(state.members, rank, cause, True, now)), rank, member)
+    state = forget(replace(state, members=bury(state.members, rank, cause, True, now)), rank)
     return _take_work_back(replace(state, untold=state.untold - {rank}), rank, now, out)
 
 

@@ -15,7 +15,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw
 
 from .events import Effect, Fields, Journal, Send
-from .membership import Member, reachable
+from .membership import reachable
 from .progress import rested
 from .rank_table import RankTable
 from .state import ControllerState, Fault, Stage
@@ -176,12 +176,12 @@ def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Eff
     return tuple(by_step[step] for step in sorted(by_step)[-_KEPT_RECORDS:])
 
 
-def forget(state: ControllerState, rank: int, member: Member) -> ControllerState:
-    """A rank that a round may wait for has died. `member` is its record before the death."""
+def forget(state: ControllerState, rank: int) -> ControllerState:
+    """A rank that a round may wait for has died just now."""
     if state.fault is not None and state.fault.updating:
         state = replace(state, fault=replace(state.fault, updating=()))  # it may have been one of them
     fault = state.fault
-    if fault is None or member.dead is not None or rank in fault.stuck or fault.reports[rank] is not None:
+    if fault is None or rank in fault.stuck or fault.reports[rank] is not None:
         return state
     return replace(state, fault=replace(fault, awaiting=fault.awaiting - 1))
 
@@ -191,7 +191,7 @@ def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerSta
     told = reachable(state.members)
     out.append(Send(told, Thaw(state.freeze_id)))
     out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
-    return replace(state, stage=Stage.RUNNING, fault=None, dump=None, pace=rested(state.pace, now))
+    return replace(state, stage=Stage.RUNNING, fault=None, pace=rested(state.pace, now))
 
 
 def frozen_fields(state: ControllerState) -> Fields:

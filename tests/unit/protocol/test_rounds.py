@@ -110,6 +110,10 @@ def test_a_new_round_forgets_the_plan_and_keeps_the_records() -> None:
         (report(0, 1, UPDATING, 7, torn=True), report(0, 1, READY, 7), "first"),
         (report(0, 1, UPDATING, 7, torn=True), report(0, 1, DONE, 7), "first"),
         (report(0, 1, UPDATING, 7, closed=False), report(0, 1, UPDATING, 7, closed=False, torn=True), "second"),
+        (report(0, 1, DONE, 7), report(0, 1, UPDATING, 7, torn=True), "second"),
+        (report(0, 1, READY, 7), report(0, 1, UPDATING, 7, closed=False), "first"),
+        (report(0, 1, READY, 7), report(0, 1, READY, 7, backup_step=5), "second"),
+        (report(0, 1, UPDATING, 7, closed=False), report(0, 1, UPDATING, 7, closed=False, backup_step=5), "second"),
     ],
 )
 def test_behind_a_closed_gate_a_state_only_moves_forward_or_tears(
@@ -124,6 +128,32 @@ def test_a_report_that_does_not_count_still_tells_its_records() -> None:
     job = frozen_by(1)
     job.say(report(0, 1, DONE, 7), report(0, 1, READY, 7, records=[6]))
     assert job.state.fault is not None and job.state.fault.records == (record(6),)
+
+
+def test_records_that_agree_are_no_news() -> None:
+    job = frozen_by(1)
+    job.say(report(0, 1, DONE, 7, records=[7]), report(1, 1, DONE, 7, records=[7]))
+    assert not job.told("records_differ")
+
+
+def test_a_false_alarm_leaves_nothing_behind() -> None:
+    """The job's next fault has all its time."""
+    job = ControllerBench(total_timeout_s=20.0)
+    job.close(1)
+    job.say(registration(1))
+    assert job.at(Stage.RUNNING) and job.state.fault is None
+    job.wait(30.0)
+    assert job.at(Stage.RUNNING)
+
+
+def test_the_line_of_what_was_found_names_who_was_silent_and_who_did_not_close() -> None:
+    """The dead are neither."""
+    job = ControllerBench(((0, 1, 2, 3, 4),), freeze_timeout_s=2.0)
+    job.say(killed(3))
+    job.say(report(0, 1, READY, 7), report(1, 1, UPDATING, 7, closed=False), report(2, 1, READY, 7, torn=True))
+    job.wait(2.1)
+    (line,) = job.told("frozen")
+    assert (line["silent"], line["not_closed"], line["torn"]) == ((4,), (1,), (2,))
 
 
 def test_only_the_newest_records_are_kept() -> None:
