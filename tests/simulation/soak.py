@@ -2,14 +2,16 @@
 
 Prints which kind of fault acted where and how often, how the jobs ended, what was lost, and every violated invariant with its
 seed, which `python -m tests.simulation.replay SEED` tells in full. Exit status 1 after a violation, or when a cell that can
-occur was not hit by enough jobs.
+occur was not hit by enough jobs; Ctrl-C prints what was done so far (130).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from tests.simulation.scenario import Scenario, build
 ENOUGH_JOBS = 50_000
 """From so many jobs on every possible cell must have been hit."""
 BATCH = 250
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 LINE_EVERY_S = 30.0
 """Seconds between two plain lines of progress, where nobody watches a terminal."""
 
@@ -91,13 +95,24 @@ def run(first: int, count: int, processes: int) -> Iterator[Tally]:
     if processes == 1:
         yield from map(tally, batches)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, _leave_ctrl_c) as pool:
         yield from pool.imap_unordered(tally, batches)
 
 
+def _leave_ctrl_c() -> None:
+    """Ctrl-C is for the process that prints what was done so far."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def gathered(first: int, count: int, processes: int, console: Console) -> Tally:
-    """Run all, with progress: a bar on a terminal, a line now and then elsewhere."""
+    """Run all, with progress: a bar on a terminal, a line now and then elsewhere. Ctrl-C ends it with what was done so far."""
     result = Tally()
+    with contextlib.suppress(KeyboardInterrupt):
+        _gather(result, first, count, processes, console)
+    return result
+
+
+def _gather(result: Tally, first: int, count: int, processes: int, console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     began = said = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -114,7 +129,6 @@ def gathered(first: int, count: int, processes: int, console: Console) -> Tally:
                 print(
                     f"{result.jobs} of {count} jobs, {rate:.0f} a second, {len(result.failures)} failures", flush=True
                 )
-    return result
 
 
 # --- what is printed ---
@@ -166,6 +180,9 @@ def main() -> int:
     took = time.monotonic() - began
     last = arguments.seed + arguments.count - 1
     print(f"seeds {arguments.seed} to {last}: {result.jobs} jobs in {took:.0f} s, {result.jobs / took:.0f} a second")
+    interrupted = result.jobs < arguments.count
+    if interrupted:
+        print(f"interrupted: {arguments.count - result.jobs} of these seeds were not run")
     missing, odd = result.missing(), result.impossible()
     told = "".join(f"; not {kind} in {place}" for kind, place in missing)
     print(f"{len(possible()) - len(missing)} of {len(possible())} cells hit that can occur{told}")
@@ -175,7 +192,9 @@ def main() -> int:
     print(
         f"violations: {len(failing)}{f', python -m tests.simulation.replay {min(failing)} tells the first' if failing else ''}"
     )
-    return 1 if failing or odd or (missing and result.jobs >= ENOUGH_JOBS) else 0
+    if failing or odd or (missing and result.jobs >= ENOUGH_JOBS):
+        return 1
+    return INTERRUPTED if interrupted else 0
 
 
 if __name__ == "__main__":
