@@ -182,7 +182,7 @@ class OptimizerHolder:
         """Return the base optimizer's param groups at `step`, with names in place of parameters, as stock torch has them."""
         groups: list[dict[str, Any]] = [dict(group) for group in self.optimizer.host_state(step)["param_groups"]]
         for index, group in enumerate(groups):
-            group["params"] = [spec.name for spec in self.optimizer.layout.params if spec.group == index]
+            group["params"] = self.optimizer.param_names(index)
         return groups
 
 

@@ -44,7 +44,7 @@ from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry
 from ttp.checkpoint.durable import write_durably
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import nested_path
-from ttp.checkpoint.shards import Box, boxes_of_run
+from ttp.checkpoint.shards import Box, boxes_of
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
 
 METADATA_NAME = ".metadata"
@@ -241,7 +241,7 @@ class RunLoadPlanner(LoadPlanner):
         for number, target in enumerate(self._targets):
             description = self._described(target)
             self._dtypes[target.key] = description.properties.dtype
-            boxes = boxes_of_run(target.shape, target.start, target.start + target.values.numel())
+            boxes = boxes_of(target)
             wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             for item in create_read_items_for_chunk_list(target.key, description, wanted):
                 stored, box = item.storage_index, boxes[item.dest_index.index or 0]

@@ -24,7 +24,8 @@ from ttp.checkpoint.held import HeldTensor
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements offsets[d] <= i_d < offsets[d] + sizes[d] of a tensor; `start` is the flat index of its first element."""
+    """Elements offsets[d] <= i_d < offsets[d] + sizes[d] of a tensor; `start` is the flat index of its first element (in the
+    holder's block, where the tensor is split over ranks)."""
 
     start: int
     offsets: tuple[int, ...]
@@ -89,12 +90,21 @@ def split_box(box: Box, max_numel: int) -> list[Box]:
     return slabs
 
 
-def boxes_of(held: HeldTensor, max_numel: int) -> list[Box]:
-    """Return the boxes that `held` is stored as. An empty tensor (a dimension of 0) is stored as one empty box."""
+def boxes_of(held: HeldTensor, max_numel: int | None = None) -> list[Box]:
+    """Return the boxes of the whole tensor that `held` is stored as, none larger than `max_numel` elements. An empty tensor
+    (a dimension of 0) is stored as one empty box."""
     if math.prod(held.shape) == 0:
         return [Box(0, (0,) * len(held.shape), tuple(held.shape))]
-    whole = boxes_of_run(held.shape, held.start, held.start + held.values.numel())
-    return [slab for box in whole for slab in split_box(box, max_numel)]
+    boxes = boxes_of_run(held.extent, held.start, held.start + held.values.numel())
+    if max_numel is not None:
+        boxes = [slab for box in boxes for slab in split_box(box, max_numel)]
+    if held.block is None:
+        return boxes
+    return [replace(box, offsets=_added(box.offsets, held.block.offsets)) for box in boxes]
+
+
+def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def nbytes_of(tensors: Iterable[HeldTensor]) -> int:
@@ -111,7 +121,7 @@ def split_parts(tensors: Sequence[HeldTensor], count: int) -> list[list[HeldTens
     """
     if count < 1:
         raise ValueError(f"cannot cut a shard group into {count} parts: wanted at least 1")
-    ordered = sorted(tensors, key=lambda held: (held.key, held.start))
+    ordered = sorted(tensors, key=lambda held: (held.key, held.origin, held.start))
     total = nbytes_of(ordered)
     bounds = [total * i // count for i in range(1, count)] + [total]
     parts: list[list[HeldTensor]] = [[] for _ in range(count)]
@@ -139,7 +149,8 @@ def _narrow(held: HeldTensor, begin: int, numel: int) -> HeldTensor:
 def address_hash(tensors: Iterable[HeldTensor]) -> str:
     """Return 16 hex digits that are equal exactly when two ranks hold the same addresses (order and values do not count)."""
     lines = sorted(
-        f"{held.key}\t{held.values.dtype}\t{tuple(held.shape)}\t{held.start}\t{held.values.numel()}" for held in tensors
+        f"{held.key}\t{held.values.dtype}\t{held.shape}\t{held.origin}\t{held.extent}\t{held.start}\t{held.values.numel()}"
+        for held in tensors
     )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

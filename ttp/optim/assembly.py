@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
 from ttp.optim.layout import Layout, ParamSpec
+from ttp.optim.split import block_of, is_first_copy, local_of, put_local
 from ttp.optim.wires import BucketMemory
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +29,10 @@ class NamedParam:
     name: str
     param: Parameter
     group: int
+    process_group: Any = None
+    """The data-parallel group of this parameter, where it is not the optimizer's."""
+    counted: bool = True
+    """False for a copy that another rank of the model counts and saves."""
 
 
 def named_groups(
@@ -34,7 +40,8 @@ def named_groups(
 ) -> tuple[list[dict[str, Any]], list[NamedParam]]:
     """Return torch's param group dicts (parameters without names) and all parameters with names, in order.
 
-    Raises ConfigError for what cannot be trained this way, naming the parameter.
+    A dict's "process_group" is the data-parallel group of its parameters, and its "counted" says whether this rank counts and
+    saves them; both stay out of the param group. Raises ConfigError for what cannot be trained this way, naming the parameter.
     """
     given = list(params)
     if not given:
@@ -46,8 +53,10 @@ def named_groups(
     named: list[NamedParam] = []
     for index, group in enumerate(raw):
         members = [_pair(item) for item in group["params"]]
-        named.extend(NamedParam(name, param, index) for name, param in members)
-        groups.append({**group, "params": [param for _, param in members]})
+        settings = dict(group)
+        process_group, counted = settings.pop("process_group", None), settings.pop("counted", True)
+        named.extend(NamedParam(name, param, index, process_group, counted) for name, param in members)
+        groups.append({**settings, "params": [param for _, param in members]})
     devices = {entry.param.device for entry in named}
     for entry in named:
         _check_param(entry)
@@ -57,10 +66,19 @@ def named_groups(
 
 
 def specs(named: Sequence[NamedParam]) -> list[ParamSpec]:
-    return [
-        ParamSpec(entry.name, tuple(entry.param.shape), entry.group, str(entry.param.dtype).removeprefix("torch."))
-        for entry in named
-    ]
+    return [_spec(entry) for entry in named]
+
+
+def _spec(entry: NamedParam) -> ParamSpec:
+    dtype = str(entry.param.dtype).removeprefix("torch.")
+    whole = tuple(entry.param.shape)
+    if not isinstance(entry.param, DTensor):
+        return ParamSpec(entry.name, whole, entry.group, dtype, counted=entry.counted)
+    shape, offsets = block_of(entry.param)
+    counted = entry.counted and is_first_copy(entry.param)
+    if shape == whole:
+        return ParamSpec(entry.name, whole, entry.group, dtype, counted=counted)
+    return ParamSpec(entry.name, shape, entry.group, dtype, whole, offsets, counted)
 
 
 def hosts_of(group: Any, world: int, device: torch.device) -> list[str] | None:
@@ -108,9 +126,10 @@ def allocate(
         flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         for index, offset in zip(bucket.params, bucket.offsets, strict=True):
             param = params[index]
-            view = flat[offset : offset + param.numel()].view(param.shape)
-            view.copy_(param)
-            param.data = view
+            local = local_of(param)
+            view = flat[offset : offset + local.numel()].view(local.shape)
+            view.copy_(local)
+            put_local(param, view)
         if group is not None and layout.world > 1:
             dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         grads = torch.zeros(bucket.numel, dtype=grad_dtype or dtype, device=device)

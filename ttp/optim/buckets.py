@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ttp.optim.lane import Lane
-from ttp.optim.layout import Layout
+from ttp.optim.split import gradient_of, local_of
 from ttp.optim.wires import BucketMemory, Wires, Works
 
 
@@ -26,6 +27,7 @@ class _Place:
     name: str
     param: torch.nn.Parameter
     view: torch.Tensor
+    """This rank's part of the gradient."""
     bucket: int
     stale: bool = True
     """The view holds nothing of the step at hand: it was reduced, or never written."""
@@ -33,38 +35,41 @@ class _Place:
     """The gradient is final: backward outside no_sync has reached this parameter."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    params: tuple[tuple[str, torch.nn.Parameter], ...]
+    offsets: tuple[int, ...]
+    """Where each parameter begins."""
+    memory: BucketMemory
+    wires: Wires
+
+
 class GradBuckets:
     """Hooks, gradients and launches. All methods are for the training thread (and backward's hooks within it)."""
 
     def __init__(
-        self,
-        layout: Layout,
-        params: Sequence[torch.nn.Parameter],
-        memory: Sequence[BucketMemory],
-        wires: Wires,
-        lane: Lane,
-        touched: Callable[[], None],
-        launched: Callable[[], None],
+        self, buckets: Sequence[Bucket], lane: Lane, touched: Callable[[], None], launched: Callable[[], None]
     ) -> None:
-        """`touched` is called before reduced gradients may change, `launched` when a step's first bucket is launched."""
-        self._memory, self._wires, self._lane = memory, wires, lane
+        """buckets: in the order in which they are launched, on every rank the same. `touched` is called before reduced
+        gradients may change, `launched` when a step's first bucket is launched."""
+        self._buckets, self._lane = buckets, lane
         self._touched, self._launched = touched, launched
         self._places = [
-            _Place(
-                layout.params[index].name,
-                params[index],
-                _view(memory[bucket.index].grads, params[index], offset),
-                bucket.index,
-            )
-            for bucket in layout.buckets
-            for index, offset in zip(bucket.params, bucket.offsets, strict=True)
+            _Place(name, param, _view(bucket.memory.grads, param, offset), index)
+            for index, bucket in enumerate(buckets)
+            for (name, param), offset in zip(bucket.params, bucket.offsets, strict=True)
         ]
-        # Gradients can be views of the bucket only where they have its dtype; else they are added to it and dropped.
-        self._direct = all(place.view.dtype == place.param.dtype for place in self._places)
-        self._missing = [0] * len(memory)
+        # Gradients can be views of the bucket only where they have its dtype and are no DTensors; else they are added to it
+        # and dropped.
+        self._direct = all(
+            place.view.dtype == place.param.dtype and not isinstance(place.param, DTensor) for place in self._places
+        )
+        self._missing = [0] * len(buckets)
         self._next = 0
-        self._scattering: deque[tuple[int, Works]] = deque()
-        self._exchanging: deque[tuple[int, Works]] = deque()
+        self._scattering: deque[tuple[Bucket, Works]] = deque()
+        self._exchanging: deque[tuple[Bucket, Works]] = deque()
         self._synchronised = True
         self._begin()
         self._hooks = [
@@ -87,8 +92,8 @@ class GradBuckets:
         """Forget all gradients and point every parameter's grad at its place in a bucket."""
         if self._next:
             self.finish()  # other ranks may have launched more of a step that is thrown away: stay in order
-        for memory in self._memory:
-            memory.grads.zero_()
+        for bucket in self._buckets:
+            bucket.memory.grads.zero_()
         for place in self._places:
             place.stale = False
             place.param.grad = place.view if self._direct else None
@@ -102,14 +107,14 @@ class GradBuckets:
         for place in self._places:
             if place.bucket >= self._next and (place.stale or (self._direct and place.param.grad is None)):
                 place.view.zero_()
-        while self._next < len(self._memory):
+        while self._next < len(self._buckets):
             self._launch()
         while self._scattering:
             self._exchange()
         while self._exchanging:
             bucket, works = self._exchanging.popleft()
             _wait(works)
-            self._wires.settle(self._memory[bucket])
+            bucket.wires.settle(bucket.memory)
         self._lane.join()
         self._begin()
 
@@ -121,7 +126,7 @@ class GradBuckets:
 
     def _begin(self) -> None:
         self._next = 0
-        self._missing = [0] * len(self._memory)
+        self._missing = [0] * len(self._buckets)
         for place in self._places:
             place.stale, place.arrived = True, False
             place.param.grad = None
@@ -141,23 +146,21 @@ class GradBuckets:
             return
         place.arrived = True
         self._missing[place.bucket] -= 1
-        while self._next < len(self._memory) and not self._missing[self._next]:
+        while self._next < len(self._buckets) and not self._missing[self._next]:
             self._launch()
         while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
             self._exchange()
 
     def _collect(self, place: _Place) -> None:
-        grad = place.param.grad
-        assert grad is not None, "a post-accumulate hook ran without a gradient"
         if self._direct:
-            if grad is not place.view:
-                place.view.copy_(grad.detach())
+            if place.param.grad is not place.view:
+                place.view.copy_(gradient_of(place.param))
                 place.param.grad = place.view
         else:
             if place.stale:
-                place.view.copy_(grad.detach())
+                place.view.copy_(gradient_of(place.param))
             else:
-                place.view.add_(grad.detach())
+                place.view.add_(gradient_of(place.param))
             place.param.grad = None
         place.stale = False
 
@@ -165,21 +168,22 @@ class GradBuckets:
         """Start reducing the next bucket."""
         if self._next == 0:
             self._launched()
-        memory = self._memory[self._next]
+        bucket = self._buckets[self._next]
+        memory, wires = bucket.memory, bucket.wires
         if self._lane.ordered:
             with self._lane.side():
-                _wait(self._wires.scatter(memory))
-                _wait(self._wires.exchange(memory))
-                self._wires.settle(memory)
+                _wait(wires.scatter(memory))
+                _wait(wires.exchange(memory))
+                wires.settle(memory)
         else:
-            self._scattering.append((self._next, self._wires.scatter(memory)))
+            self._scattering.append((bucket, wires.scatter(memory)))
         self._next += 1
 
     def _exchange(self) -> None:
         """Wait for the oldest reduce-scatter and start its exchange."""
         bucket, works = self._scattering.popleft()
         _wait(works)
-        self._exchanging.append((bucket, self._wires.exchange(self._memory[bucket])))
+        self._exchanging.append((bucket, bucket.wires.exchange(bucket.memory)))
 
 
 def _wait(works: Works) -> None:
@@ -188,4 +192,5 @@ def _wait(works: Works) -> None:
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
-    return flat[offset : offset + param.numel()].view(param.shape)
+    local = local_of(param)
+    return flat[offset : offset + local.numel()].view(local.shape)

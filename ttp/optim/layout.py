@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ttp.checkpoint.block import Block
 from ttp.errors import LayoutError
 from ttp.optim.placement import cycle, grid
 
@@ -31,12 +32,36 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, in registration order. `group` indexes the optimizer's param_groups; dtype in torch's short name."""
+    """One parameter, in registration order. `group` indexes the optimizer's param_groups; dtype in torch's short name.
+
+    `shape` is what this rank has of it. Where the model is split over ranks that is a block of the whole parameter, or a
+    copy of one that other ranks of the model have as well.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
     dtype: str = "float32"
+    whole: tuple[int, ...] = ()
+    """The whole parameter's shape, where `shape` is a block of it; empty: `shape`."""
+    offsets: tuple[int, ...] = ()
+    """Where the block begins in the whole parameter; empty: at its first element."""
+    counted: bool = True
+    """False for a copy that another rank of the model counts and saves."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.whole or self.shape
+
+    @property
+    def block(self) -> Block | None:
+        """The block of the whole parameter; None: all of it."""
+        return Block(self.offsets or (0,) * len(self.whole), self.shape) if self.whole else None
+
+    @property
+    def address(self) -> str:
+        """The name, with the block's place in the whole parameter."""
+        return f"{self.name}@{','.join(map(str, self.offsets or (0,) * len(self.whole)))}" if self.whole else self.name
 
     @property
     def numel(self) -> int:
@@ -49,6 +74,7 @@ class BucketSpec:
 
     index: int
     dtype: str
+    counted: bool
     params: tuple[int, ...]
     offsets: tuple[int, ...]
     numel: int
@@ -62,6 +88,7 @@ class Segment:
 
     param: int
     name: str
+    """With its block's place, where the model is split over ranks: `layers.0.wq.weight@128,0`."""
     group: int
     start: int
     numel: int
@@ -144,8 +171,12 @@ class Layout:
         return tuple(segment for shard in self.held(rank) for segment in self._segments[shard])
 
     def group_id(self, shard: int) -> str:
-        """Return the name of the shard on the wire: a hash of the sorted addresses, equal for equal contents anywhere."""
-        addresses = "\n".join(sorted(segment.address for segment in self._segments[shard]))
+        """Return the name of the shard on the wire: a hash of the sorted addresses, equal for equal contents anywhere.
+
+        Of what is counted: copies belong to the shards of the ranks that count them.
+        """
+        counted = (segment.address for segment in self._segments[shard] if self.params[segment.param].counted)
+        addresses = "\n".join(sorted(counted))
         return hashlib.sha256(addresses.encode()).hexdigest()[:16]
 
     def label(self, shard: int) -> str:
@@ -157,10 +188,15 @@ class Layout:
     def digest(self) -> str:
         """Return a hash of everything that ranks must agree on before they communicate."""
         facts = [
-            [[p.name, p.shape, p.group, p.dtype] for p in self.params],
+            [[p.name, p.shape, p.group, p.dtype, p.whole, p.offsets, p.counted] for p in self.params],
             [self.world, self.replicas, self.ring, self.rows, self.successor],
             [[b.dtype, b.params, b.offsets, b.numel] for b in self.buckets],
         ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def params_digest(self) -> str:
+        """Return a hash of the parameters' names and whole shapes."""
+        facts = [[p.name, p.whole_shape, p.group] for p in self.params]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -213,22 +249,26 @@ def _check(
 
 
 def _buckets(params: Sequence[ParamSpec], shards: int, bucket_numel: int) -> list[BucketSpec]:
-    """Fill one open bucket per dtype, walking backwards; number the buckets in the order in which backward fills them."""
-    open_buckets: dict[str, list[int]] = {}
-    sizes: dict[str, int] = {}
+    """Fill one open bucket per kind, walking backwards; number the buckets in the order in which backward fills them.
+
+    A kind is a dtype, and whether the parameters are counted: a bucket's squares count whole or not at all.
+    """
+    open_buckets: dict[tuple[str, bool], list[int]] = {}
+    sizes: dict[tuple[str, bool], int] = {}
     closed: list[list[int]] = []
     for index in range(len(params) - 1, -1, -1):
         spec = params[index]
         size = _align(spec.numel)
-        members = open_buckets.get(spec.dtype)
-        if members is not None and sizes[spec.dtype] + size > bucket_numel:
+        kind = (spec.dtype, spec.counted)
+        members = open_buckets.get(kind)
+        if members is not None and sizes[kind] + size > bucket_numel:
             closed.append(members)
             members = None
         if members is None:
-            members = open_buckets[spec.dtype] = []
-            sizes[spec.dtype] = 0
+            members = open_buckets[kind] = []
+            sizes[kind] = 0
         members.append(index)
-        sizes[spec.dtype] += size
+        sizes[kind] += size
     closed.extend(open_buckets.values())
     closed.sort(key=lambda members: -members[-1])
     return [_bucket(params, shards, number, members) for number, members in enumerate(closed)]
@@ -239,8 +279,10 @@ def _bucket(params: Sequence[ParamSpec], shards: int, number: int, members: Sequ
     for index in members:
         offsets.append(offsets[-1] + _align(params[index].numel))
     shard_numel = _align(-(-offsets[-1] // shards))
-    dtype = params[members[0]].dtype
-    return BucketSpec(number, dtype, tuple(members), tuple(offsets[:-1]), shards * shard_numel, shard_numel)
+    first = params[members[0]]
+    return BucketSpec(
+        number, first.dtype, first.counted, tuple(members), tuple(offsets[:-1]), shards * shard_numel, shard_numel
+    )
 
 
 def _cut(params: Sequence[ParamSpec], buckets: Sequence[BucketSpec], shard: int) -> list[Segment]:
@@ -256,7 +298,7 @@ def _cut(params: Sequence[ParamSpec], buckets: Sequence[BucketSpec], shard: int)
             first, last = max(begin, low), min(begin + spec.numel, high)
             if first < last:
                 where = (first - begin, last - first, bucket.index, shard, first - low)
-                found.append(Segment(bucket.params[place], spec.name, spec.group, *where))
+                found.append(Segment(bucket.params[place], spec.address, spec.group, *where))
     return found
 
 

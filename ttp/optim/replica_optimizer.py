@@ -28,15 +28,13 @@ from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
 from ttp.optim import comparison
 from ttp.optim.agreement import compare
-from ttp.optim.assembly import allocate, check_agreement, hosts_of, named_groups, specs
+from ttp.optim.assembly import named_groups
 from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
 from ttp.optim.lane import Lane
-from ttp.optim.layout import Layout
-from ttp.optim.shards import HeldShards
+from ttp.optim.part import Cut, Part, build_part, by_process_group, expected_tensors, job_params
 from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
-from ttp.optim.wires import make_wires
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
 
@@ -66,6 +64,7 @@ class TTPReplicaOptimizer(Optimizer):
         base: type[Optimizer] = torch.optim.AdamW,
         *,
         group: Any = None,
+        span: Any = None,
         barrier: Any = None,
         replicas: int = 2,
         clip: ClipNorm | ClipValue | None = None,
@@ -82,11 +81,16 @@ class TTPReplicaOptimizer(Optimizer):
         """Cut the state and build the groups (a collective over `group`; rank 0's parameters become everyone's).
 
         `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
-        group, WORLD unless given. `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
+        group, WORLD unless given; a dict may name another one for its parameters as "process_group" (experts that are spread
+        over the data-parallel ranks), and say "counted": False of copies that other ranks of the model count and save.
+        Parameters may be DTensors of a mesh of the ranks that split the model.
+        `span`: the process group of all ranks that share the model, `group` unless given: over it go the step's norm, overflow
+        and `sums`, so that its commit record proves that all of them were ready.
+        `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
         `replicas`: ranks that hold each shard; a lone rank has all state and no copy.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
-        `barrier`: where `group` does not hold all ranks that share the model, a process group that does (barrier mode): one
+        `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
         and an overflow anywhere skips the step everywhere. `compare_every`: after so many steps the replicas' bits are
         compared, and a difference is reported (0: never). `base_kwargs` go to `base`.
@@ -103,8 +107,9 @@ class TTPReplicaOptimizer(Optimizer):
         super().__init__(groups, defaults)
         self._built = True
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        self._span = self._group if span is None else span
         self._barrier = barrier
-        world, rank = (self._group.size(), self._group.rank()) if self._group is not None else (1, 0)
+        world = self._group.size() if self._group is not None else 1
         self.clip = clip
         self.gradient_divisor = float(world * micro_batches)
         """The summed gradient is divided by this and by the loss scale within the update."""
@@ -128,26 +133,24 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
-        ring, replicas = (self.ring, replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
-        hosts = hosts_of(self._group, world, device) if hosts is None else hosts
-        element = max(torch.empty(0, dtype=grad_dtype or entry.param.dtype).element_size() for entry in named)
-        self.layout = Layout.build(
-            specs(named), world, replicas, max(1, bucket_bytes // element), ring=ring, hosts=hosts
-        )
-        check_agreement(self.layout, self._group, rank, device)
-        tensors = [entry.param for entry in named]
-        memory = allocate(self.layout, rank, tensors, grad_dtype, self._group)
-        self._memory, self._rank = memory, rank
+        cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, hosts, timeout)
+        self._parts = [
+            build_part(of, named, places, cut, device) for of, places in by_process_group(named, self._group)
+        ]
+        self.layout = self._parts[0].layout
+        """How the parameters of `group` are cut."""
+        self._params = job_params(self._parts, self._span, device)
         self._lane = Lane(device)
-        self._wires = make_wires(self.layout, self._group, rank, timeout)
-        self._shards = HeldShards(self.layout, rank, memory, local_copy)
         self._local_copy = local_copy
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
-        self._shards.create_base(base, kwargs, self._at_ready)
+        for part in self._parts:
+            part.shards.create_base(base, kwargs, self._at_ready)
         self._kinds = state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
         self._host_state = self._host_backup = self._describe()
-        self._buckets = GradBuckets(self.layout, tensors, memory, self._wires, self._lane, self._touch, self._launched)
+        placed = [bucket for part in self._parts for bucket in part.buckets()]
+        placed.sort(key=lambda entry: -entry[0])  # as backward fills them, whichever part they belong to
+        self._buckets = GradBuckets([bucket for _, bucket in placed], self._lane, self._touch, self._launched)
 
     # --- the training thread ---
 
@@ -216,17 +219,19 @@ class TTPReplicaOptimizer(Optimizer):
 
         What is new is reported once, by the group's first rank.
         """
-        if self.layout.replicas == 1 or self._group is None:
-            return ()
+        found: tuple[Divergence, ...] = ()
         self._tracker.waiting = True
         try:
-            found = compare(self.current_step, dict(self._held(backup=False)), self.layout, self._group, self.device)
+            for part in self._parts:
+                if part.layout.replicas > 1:
+                    held = dict(_held(part, backup=False))
+                    found += compare(self.current_step, held, part.layout, part.group, self.device)
         finally:
             self._tracker.waiting = False
         known = {(divergence.key, divergence.start) for divergence in self.divergences}
         new = tuple(divergence for divergence in found if (divergence.key, divergence.start) not in known)
         self.divergences += new
-        if new and self._rank == 0:
+        if new and self._parts[0].rank == 0:
             log.warning("%s", comparison.text(new))
         return found
 
@@ -250,7 +255,8 @@ class TTPReplicaOptimizer(Optimizer):
 
     def masters_from_params(self) -> None:
         """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict)."""
-        self._shards.masters_from_params()
+        for part in self._parts:
+            part.shards.masters_from_params()
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer may have them."""
@@ -273,7 +279,7 @@ class TTPReplicaOptimizer(Optimizer):
     @property
     def work_done(self) -> int:
         """A number that grows while an update gets on, whichever thread does it."""
-        return self._shards.updated
+        return sum(part.shards.updated for part in self._parts)
 
     def drain(self) -> None:
         """Block until the newest update has finished on the device (at once on a CPU)."""
@@ -290,24 +296,24 @@ class TTPReplicaOptimizer(Optimizer):
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return key and whole shape of every tensor of the job's state, on whichever rank it lies."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for spec in self.layout.params:
-            shapes[f"model.{spec.name}"] = spec.shape
-            for key, scalar in self._kinds[spec.group].items():
-                shapes[f"optim.state.{spec.name}.{key}"] = () if scalar else spec.shape
-        return shapes
+        return expected_tensors(self._params, self._kinds)
+
+    def param_names(self, group: int) -> list[str]:
+        """Return the names of all parameters of a param group, on whichever rank they lie."""
+        return [param.name for param in self._params if param.group == group]
 
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         """Return what this rank holds, for its registration."""
         return tuple(
-            ShardGroup(self.layout.group_id(shard), self.layout.label(shard), _nbytes(tensors))
-            for shard, tensors in self._held(backup=False)
+            ShardGroup(part.layout.group_id(shard), part.layout.label(shard), _nbytes(tensors))
+            for part in self._parts
+            for shard, tensors in _held(part, backup=False)
         )
 
     def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
         """Return views of the state of `step` (the newest unless given) by group id. Raises CheckpointError if not held."""
         backup = self._from_backup(step)
-        return {self.layout.group_id(shard): tensors for shard, tensors in self._held(backup)}
+        return {part.layout.group_id(shard): held for part in self._parts for shard, held in _held(part, backup)}
 
     def host_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the JSON-able part of the state of `step`, equal on every rank: loss scale and hyper-parameters."""
@@ -320,12 +326,12 @@ class TTPReplicaOptimizer(Optimizer):
 
     def load_targets(self) -> list[HeldTensor]:
         """Return what `load_begin` will, to find out where it can be read; the state stays what it is."""
-        return self._shards.targets()
+        return [target for part in self._parts for target in part.shards.targets()]
 
     def load_begin(self) -> list[HeldTensor]:
         """Return views of all the state, to be filled in place. Until `load_end` the state belongs to no step."""
         self._torn = "in the middle of a load"
-        return self._shards.targets()
+        return self.load_targets()
 
     def load_end(self, step: int, host_state: dict[str, Any]) -> None:
         """Take the filled state as that of `step` and refresh the parameters. Collective.
@@ -342,7 +348,8 @@ class TTPReplicaOptimizer(Optimizer):
         if self._rule is not None:
             scale = host_state["loss_scale"]
             self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]))
-        self._shards.spread_scalars()
+        for part in self._parts:
+            part.shards.spread_scalars()
         self.current_step, self.last_record = step, None
         self._computing = self._ready = 0
         self._backup_step, self._torn = -1, ""
@@ -374,13 +381,15 @@ class TTPReplicaOptimizer(Optimizer):
         Also says whether any rank was told to leave: every rank learns it in the same step.
         """
         extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self.device).reshape(-1)
-        squares = self._shards.square_sum()
+        squares = self._parts[0].shards.square_sum()
+        for part in self._parts[1:]:
+            squares += part.shards.square_sum()
         finite = squares.isfinite()
         notice = torch.full_like(squares, float(self._tracker.notice))
         head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double(), notice])
         vector = torch.cat([head, extra])
-        if self._group is not None:
-            dist.all_reduce(vector, group=self._group)
+        if self._span is not None:
+            dist.all_reduce(vector, group=self._span)
         if self._barrier is not None:
             # Contributing the group's verdict here, and not before, is what makes this the spanning collective.
             dist.all_reduce(vector[1:3], group=self._barrier)
@@ -403,16 +412,16 @@ class TTPReplicaOptimizer(Optimizer):
                 f"and gradients of {record.step}"
             )
         if self._local_copy:
-            self._shards.copy_now()
+            for part in self._parts:
+                part.shards.copy_now()
             self._host_backup, self._backup_step = self._host_state, self.current_step
         if not record.skipped:
             factor = record.clip_factor / (record.loss_scale * self._divisor)
             clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
             self._torn = f"in the middle of the update of step {record.step}"
             with torch.autocast(self.device.type, enabled=False):
-                self._shards.update(
-                    factor, clamp, self._at_ready, record.learning_rates, lambda: self._point("updating", record.step)
-                )
+                for part in self._parts:
+                    part.shards.update(factor, clamp, self._at_ready, record.learning_rates, self._midway(part, record))
             self._torn = ""
         else:
             self._point("updating", record.step)
@@ -421,12 +430,18 @@ class TTPReplicaOptimizer(Optimizer):
         self._ready = 0
         self._host_state = self._describe(record.learning_rates)
 
+    def _midway(self, part: Part, record: CommitRecord) -> Callable[[], None]:
+        """Return what is called in the middle of a part's update: the point, once."""
+        first = part is self._parts[0]
+        return (lambda: self._point("updating", record.step)) if first else (lambda: None)
+
     def _gather(self, step: int | None) -> None:
         """Round the masters into the parameters and share them within the row, bucket by bucket. `step` None: a load."""
         works = []
-        for bucket, memory in enumerate(self._memory):
-            self._shards.masters_to_params(bucket)
-            works.extend(self._wires.gather(memory))
+        for part in self._parts:
+            for bucket, memory in enumerate(part.memory):
+                part.shards.masters_to_params(bucket)
+                works.extend(part.wires.gather(memory))
         if step is not None:
             self._point("gathering", step)
         self._tracker.waiting = True
@@ -442,11 +457,6 @@ class TTPReplicaOptimizer(Optimizer):
         scale = {"scale": self._scale.scale, "good_steps": self._scale.good_steps}
         return {"step": self.current_step, "loss_scale": scale, "param_groups": groups}
 
-    def _held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
-        """Return (shard, tensors); without shards that are nothing but padding."""
-        found = [(shard, self._shards.held_tensors(shard, backup)) for shard in self.layout.held(self._rank)]
-        return [(shard, tensors) for shard, tensors in found if tensors]
-
     def _from_backup(self, step: int | None) -> bool:
         if not self._torn and step in (None, self.current_step):
             return False
@@ -455,7 +465,7 @@ class TTPReplicaOptimizer(Optimizer):
         state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
         copy = f"a local copy of step {self._backup_step}" if self._backup_step >= 0 else "no local copy"
         raise CheckpointError(
-            f"rank {self._rank} {state} and has {copy}; step {step or 'newest'} was wanted; "
+            f"rank {self._parts[0].rank} {state} and has {copy}; step {step or 'newest'} was wanted; "
             f"roll forward first, or take another holder"
         )
 
@@ -464,6 +474,12 @@ class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
     """The same with the ring layout: two replicas over any number of ranks from 2 (3, 5, 7, ...)."""
 
     ring = True
+
+
+def _held(part: Part, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
+    """Return (shard, tensors) of a part; without shards in which nothing is counted."""
+    found = [(shard, part.shards.held_tensors(shard, backup)) for shard in part.layout.held(part.rank)]
+    return [(shard, tensors) for shard, tensors in found if tensors]
 
 
 def _nbytes(tensors: Sequence[HeldTensor]) -> int:

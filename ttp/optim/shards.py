@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ttp.checkpoint.held import HeldTensor
 from ttp.optim.base_state import create_state
-from ttp.optim.layout import Layout, Segment
+from ttp.optim.layout import Layout, ParamSpec, Segment
 from ttp.optim.wires import BucketMemory
 
 _CHUNK = 65_536
@@ -27,9 +27,19 @@ class _Piece:
     """A segment as the base optimizer sees it: a 1-D FP32 parameter that ends on ALIGN (the rest is zeros)."""
 
     segment: Segment
+    spec: ParamSpec
     place: int
     """Row of `masters` and `reduced`: index into Layout.held(rank)."""
     param: torch.nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def is_first(self) -> bool:
+        """True when the whole parameter's first element is here."""
+        return self.segment.start == 0 and not any(self.spec.offsets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +79,7 @@ class HeldShards:
                 run = slice(segment.offset, segment.offset + segment.padded)
                 param = torch.nn.Parameter(self._masters[segment.bucket][place, run])
                 param.grad = self._memory[segment.bucket].reduced[place, run]
-                piece = _Piece(segment, place, param)
+                piece = _Piece(segment, self._layout.params[segment.param], place, param)
                 self._pieces.append(piece)
                 by_bucket.setdefault(segment.bucket, []).append(piece)
         for bucket, pieces in sorted(by_bucket.items()):
@@ -106,7 +116,9 @@ class HeldShards:
         total = torch.zeros((), dtype=torch.float64, device=device)
         if not self._counts:
             return total
-        for memory in self._memory:
+        for bucket, memory in zip(self._layout.buckets, self._memory, strict=True):
+            if not bucket.counted:
+                continue
             own = memory.reduced[0]
             if device.type != "cpu":
                 total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
@@ -148,7 +160,7 @@ class HeldShards:
             midway()
 
     def held_tensors(self, shard: int, backup: bool) -> list[HeldTensor]:
-        """Return views of everything in `shard`, under the checkpoint's keys.
+        """Return views of everything in `shard` that is counted here, under the checkpoint's keys.
 
         A 0-d state tensor (`step`) belongs to the whole parameter and comes with the piece that has its first element.
         """
@@ -156,8 +168,8 @@ class HeldShards:
         return [
             tensor
             for number, piece in enumerate(self._pieces)
-            if piece.place == place
-            for tensor in self._of_piece(number, backup, with_scalars=piece.segment.start == 0)
+            if piece.place == place and piece.spec.counted
+            for tensor in self._of_piece(number, backup, with_scalars=piece.is_first)
         ]
 
     def targets(self) -> list[HeldTensor]:
@@ -165,15 +177,15 @@ class HeldShards:
         seen: set[str] = set()
         found: list[HeldTensor] = []
         for number, piece in enumerate(self._pieces):
-            found.extend(self._of_piece(number, backup=False, with_scalars=piece.segment.name not in seen))
-            seen.add(piece.segment.name)
+            found.extend(self._of_piece(number, backup=False, with_scalars=piece.name not in seen))
+            seen.add(piece.name)
         return found
 
     def spread_scalars(self) -> None:
         """After a load, give every piece of a parameter the 0-d state that its first piece got."""
         first: dict[str, dict[str, torch.Tensor]] = {}
         for piece, state in zip(self._pieces, self._state, strict=True):
-            source = first.setdefault(piece.segment.name, state)
+            source = first.setdefault(piece.name, state)
             for key, value in state.items():
                 if value.dim() == 0 and source is not state:
                     value.copy_(source[key])
@@ -193,14 +205,15 @@ class HeldShards:
 
     def _of_piece(self, number: int, backup: bool, with_scalars: bool) -> Iterator[HeldTensor]:
         piece, segment = self._pieces[number], self._pieces[number].segment
-        shape = self._layout.params[segment.param].shape
+        spec = self._layout.params[segment.param]
+        shape, block = spec.whole_shape, spec.block
         master = self._masters[segment.bucket]
         row = (self._copies[id(master)] if backup else master)[piece.place]
-        yield HeldTensor(f"model.{segment.name}", shape, segment.start, row[segment.offset :][: segment.numel])
+        yield HeldTensor(f"model.{spec.name}", shape, segment.start, row[segment.offset :][: segment.numel], block)
         for key, live in self._state[number].items():
             value = self._copies[id(live)] if backup else live
-            name = f"optim.state.{segment.name}.{key}"
+            name = f"optim.state.{spec.name}.{key}"
             if value.dim():
-                yield HeldTensor(name, shape, segment.start, value[: segment.numel])
+                yield HeldTensor(name, shape, segment.start, value[: segment.numel], block)
             elif with_scalars:
                 yield HeldTensor(name, (), 0, value.view(1))

@@ -138,7 +138,7 @@ def memory_is_four_plus_sixteen_r_over_d() -> None:
         kept = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)]
         whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
         steps = 4 * sum(1 for _ in optimizer.layout.segments(job.rank))
-        used = sum(whole.values()) + optimizer._shards.bytes_held() - steps
+        used = sum(whole.values()) + optimizer._parts[0].shards.bytes_held() - steps
         padded = sum(bucket.numel for bucket in optimizer.layout.buckets)
         share = 16 * 2 / job.world
         assert count * (4 + share) <= used <= padded * (4 + share), (ring, used / count)

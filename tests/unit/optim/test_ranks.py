@@ -52,3 +52,7 @@ def test_a_corrupt_replica_of_three_is_told_from_the_others(run_ranks: Callable[
 @pytest.mark.parametrize("world", [5, 6])
 def test_holders_on_different_hosts(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, "every_row_order_trains_the_same")
+
+
+def test_models_that_are_split_over_ranks(run_ranks: Callable[..., None]) -> None:
+    run_ranks(4, "a_tensor_parallel_model_trains_as_the_whole_one")

@@ -1,0 +1,134 @@
+"""Claims about models that are split over ranks: tensor parallel by DTensor, stages, experts. Each function runs on every rank
+of a world of 4, and compares with the same model trained by plain AdamW in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from tests.unit.optim.material import backward, everyone, job
+from ttp.checkpoint.shards import boxes_of
+from ttp.optim.replica_optimizer import ClipNorm, TTPReplicaOptimizer
+
+STEPS = 8
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """x + down(tanh(up(norm(x)))): column-wise, row-wise, and a norm that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + y
+
+
+def stack(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(job.seed + seed)
+    return nn.Sequential(Layer(), Layer())
+
+
+def batch(step: int, dp_rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(job.seed + 100 * step + dp_rank)
+    return torch.randn(4, 6, WIDTH, generator=generator)
+
+
+def split(net: nn.Module, tp: DeviceMesh) -> None:
+    """Make tensor- and sequence-parallel layers: in and out goes this rank's part of the sequence."""
+    for layer in net.children():
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, tp, plan)
+
+
+def reference(steps: int, dp: int) -> tuple[nn.Module, list[float]]:
+    """Train the whole model in one process on the batches of all data-parallel ranks; return it and the norms."""
+    net = stack()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for rank in range(dp):
+            backward(net(batch(step, rank)).square().mean() / dp)
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+    return net, norms
+
+
+def whole(held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Put together what all ranks hold of the masters and moments; every element is there `copies` times, with equal bits."""
+    pieces = [
+        (
+            tensor.key,
+            tuple(tensor.shape),
+            box.offsets,
+            box.sizes,
+            tensor.values[box.start - tensor.start :][: box.numel],
+        )
+        for tensors in held.values()
+        for tensor in tensors
+        for box in boxes_of(tensor)
+    ]
+    found: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for told in everyone([(key, shape, at, of, values.clone()) for key, shape, at, of, values in pieces]):
+        for key, shape, at, of, values in told:
+            into = found.setdefault(key, torch.full(shape, float("nan")))
+            count = times.setdefault(key, torch.zeros(shape))
+            where = tuple(slice(a, a + n) for a, n in zip(at, of, strict=True))
+            known, values = into[where], values.view(of)
+            assert bool((known.isnan() | (known == values)).all()), f"replicas of {key} differ"
+            into[where] = values
+            count[where] += 1
+    for key, count in times.items():
+        assert bool((count == 2).all()), f"{key}: its elements are held {sorted(set(count.flatten().tolist()))} times"
+    return found
+
+
+def a_tensor_parallel_model_trains_as_the_whole_one() -> None:
+    """dp2 x tp2: norm, weights and moments are those of one process; every element is held twice, and nothing counts twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp_rank = mesh["dp"].get_local_rank()
+    net = stack()
+    split(net, mesh["tp"])
+    optimizer = TTPReplicaOptimizer(
+        net.named_parameters(), lr=1e-2, weight_decay=0.1, group=mesh["dp"].get_group(), span=dist.group.WORLD,
+        clip=ClipNorm(0.5), bucket_bytes=2048,
+    )  # fmt: skip
+    plain, norms = reference(STEPS, dp=2)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        tokens = batch(step, dp_rank)
+        mine = tokens.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
+        backward(net(mine).square().sum() / tokens.numel())
+        result = optimizer.step(sums=[1.0])
+        assert abs(result.grad_norm - norms[step - 1]) < 1e-5 * norms[step - 1], (
+            step,
+            result.grad_norm,
+            norms[step - 1],
+        )
+        assert result.sums == (4.0,)
+    held = whole(optimizer.holdings())
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(held[f"model.{name}"], param.detach(), rtol=0, atol=2e-5)
+    for name, param in net.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), held[f"model.{name}"]), name
+    expected = {key: shape for key, shape in optimizer.expected_tensors().items() if shape}
+    assert {key: tuple(value.shape) for key, value in held.items() if value.dim()} == expected
+    optimizer.close()

@@ -1,0 +1,138 @@
+"""The parameters that one process group shares: how they are cut, their memory, their wires, and the shards held here.
+
+A model that is split over ranks by tensor or pipeline parallelism has one part on each rank: its share of the model. Experts
+that are spread over the data-parallel ranks make a second one, whose group is smaller. Owns the putting together; the
+optimizer orders what happens in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ttp.errors import LayoutError
+from ttp.exchange import exchange_json
+from ttp.optim.assembly import NamedParam, allocate, check_agreement, hosts_of, specs
+from ttp.optim.buckets import Bucket
+from ttp.optim.layout import Layout
+from ttp.optim.shards import HeldShards
+from ttp.optim.wires import BucketMemory, Wires, make_wires
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Ranks in it are those of `group`."""
+
+    group: Any
+    """None: this rank alone."""
+    rank: int
+    layout: Layout
+    named: tuple[NamedParam, ...]
+    places: tuple[int, ...]
+    """Which of the optimizer's parameters these are, ascending."""
+    memory: list[BucketMemory]
+    wires: Wires
+    shards: HeldShards
+
+    def buckets(self) -> list[tuple[int, Bucket]]:
+        """Return the buckets, each with the place of the parameter that backward comes to last."""
+        return [
+            (
+                self.places[spec.params[-1]],
+                Bucket(
+                    tuple((self.named[i].name, self.named[i].param) for i in spec.params),
+                    spec.offsets,
+                    memory,
+                    self.wires,
+                ),
+            )
+            for spec, memory in zip(self.layout.buckets, self.memory, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a part is to be cut."""
+
+    replicas: int
+    ring: bool
+    bucket_bytes: int
+    grad_dtype: torch.dtype | None
+    local_copy: bool
+    hosts: Sequence[str] | None
+    timeout: timedelta | None
+
+
+def by_process_group(named: Sequence[NamedParam], main: Any) -> list[tuple[Any, list[int]]]:
+    """Return each process group with the places of its parameters; the optimizer's own group, `main`, comes first."""
+    found: list[tuple[Any, list[int]]] = [(main, [])]
+    for place, entry in enumerate(named):
+        group = main if entry.process_group is None else entry.process_group
+        members = next((places for known, places in found if known is group), None)
+        if members is None:
+            found.append((group, members := []))
+        members.append(place)
+    return [(group, places) for group, places in found if places]
+
+
+def build_part(group: Any, named: Sequence[NamedParam], places: Sequence[int], cut: Cut, device: torch.device) -> Part:
+    """Cut the parameters for the ranks of `group` and lay them out in memory (a collective over it). Raises LayoutError."""
+    world, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+    ring, replicas = (cut.ring, cut.replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
+    hosts = hosts_of(group, world, device) if cut.hosts is None else cut.hosts
+    mine = tuple(named[place] for place in places)
+    element = max(torch.empty(0, dtype=cut.grad_dtype or entry.param.dtype).element_size() for entry in mine)
+    bucket_numel = max(1, cut.bucket_bytes // element)
+    layout = Layout.build(specs(mine), world, replicas, bucket_numel, ring=ring, hosts=hosts)
+    check_agreement(layout, group, rank, device)
+    memory = allocate(layout, rank, [entry.param for entry in mine], cut.grad_dtype, group)
+    wires = make_wires(layout, group, rank, cut.timeout)
+    shards = HeldShards(layout, rank, memory, cut.local_copy)
+    return Part(group, rank, layout, mine, tuple(places), memory, wires, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class JobParam:
+    """A parameter of the model, on whichever rank it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    group: int
+
+
+def job_params(parts: Sequence[Part], span: Any, device: torch.device) -> tuple[JobParam, ...]:
+    """Return all parameters of the model, in the order of their names' first rank (a collective over `span`, the ranks that
+    share the model; None: nobody else). Raises LayoutError when two ranks know a name with another shape or param group."""
+    mine: list[Any] = [[spec.name, list(spec.whole_shape), spec.group] for part in parts for spec in part.layout.params]
+    told = [mine]
+    if span is not None and dist.get_world_size(span) > 1:
+        digests = exchange_json([part.layout.params_digest() for part in parts], device, span)
+        first = digests.index(digests[span.rank()]) == span.rank()  # one rank speaks for all that know the same
+        told = exchange_json(mine if first else [], device, span)
+    found: dict[str, JobParam] = {}
+    for rank, params in enumerate(told):
+        for name, shape, group in params:
+            param = JobParam(name, tuple(shape), group)
+            known = found.setdefault(name, param)
+            if known != param:
+                raise LayoutError(
+                    f"parameter {name!r} has shape {param.shape} in param group {param.group} on rank {rank} of the model,"
+                    f" and shape {known.shape} in group {known.group} on another: give every rank the same param groups"
+                )
+    return tuple(found.values())
+
+
+def expected_tensors(params: Sequence[JobParam], kinds: Sequence[Mapping[str, bool]]) -> dict[str, tuple[int, ...]]:
+    """Return key and whole shape of every tensor of the job's state. `kinds[group]`: the base's state; True: a 0-d tensor."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in params:
+        shapes[f"model.{param.name}"] = param.shape
+        for key, scalar in kinds[param.group].items():
+            shapes[f"optim.state.{param.name}.{key}"] = () if scalar else param.shape
+    return shapes
