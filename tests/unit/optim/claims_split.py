@@ -132,3 +132,102 @@ def a_tensor_parallel_model_trains_as_the_whole_one() -> None:
     expected = {key: shape for key, shape in optimizer.expected_tensors().items() if shape}
     assert {key: tuple(value.shape) for key, value in held.items() if value.dim()} == expected
     optimizer.close()
+
+
+def stages_and_tied_copies_count_once() -> None:
+    """dp2 x pp2: each stage has a layer, and both have the tied weight, which only the first counts. The norm is the whole
+    model's, an overflow in one stage skips the step in both, and any rank knows all tensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, dp_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    net = stack()
+    tied = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+    mine = [(f"{stage}.{name}", param) for name, param in net[stage].named_parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": mine},
+        {"params": [("tied", tied)], "counted": stage == 0, "weight_decay": 0.0},
+    ]
+    optimizer = TTPReplicaOptimizer(
+        groups, lr=1e-2, weight_decay=0.1, group=mesh["dp"].get_group(), span=dist.group.WORLD, clip=ClipNorm(0.5)
+    )
+
+    def loss_of(layers: nn.Module, part: int, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (layers(tokens) * weight).square().mean() * (1 + part)
+        return loss
+
+    whole_net = stack()
+    whole_tied = nn.Parameter(tied.detach().clone())
+    plain = torch.optim.AdamW(
+        [{"params": list(whole_net.parameters())}, {"params": [whole_tied], "weight_decay": 0.0}],
+        lr=1e-2,
+        weight_decay=0.1,
+    )
+    for step in range(1, STEPS + 1):
+        plain.zero_grad()
+        for rank in range(2):
+            for part in range(2):
+                backward(loss_of(whole_net[part], part, whole_tied, batch(step, rank)) / 2)
+        norm = float(nn.utils.clip_grad_norm_([*whole_net.parameters(), whole_tied], 0.5))
+        plain.step()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            backward(loss_of(net[stage], stage, tied, batch(step, dp_rank)))
+        summed = tied.grad
+        assert summed is not None
+        dist.all_reduce(summed, group=mesh["pp"].get_group())  # as a pipeline does for tied embeddings
+        result = optimizer.step()
+        assert abs(result.grad_norm - norm) < 1e-5 * norm, (step, result.grad_norm, norm)
+    held = whole(optimizer.holdings())
+    for name, param in [*whole_net.named_parameters(), ("tied", whole_tied)]:
+        torch.testing.assert_close(held[f"model.{name}"], param.detach(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(tied.detach(), held["model.tied"], rtol=0, atol=0)
+    assert {key for key, shape in optimizer.expected_tensors().items() if shape} == {
+        k for k, v in held.items() if v.dim()
+    }
+    assert optimizer.param_names(1) == ["tied"] and len(optimizer.param_names(0)) == len(list(whole_net.parameters()))
+    optimizer.zero_grad()
+    backward(mine[0][1].sum() * (float("inf") if job.rank == 3 else 1.0))
+    assert optimizer.step().skipped, "an overflow in one stage"
+    optimizer.close()
+
+
+def experts_have_replicas_of_their_own() -> None:
+    """dp4 x ep2: the experts of a rank are held by the two ranks that have the same ones, and by nobody else."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    ep_rank = mesh["ep"].get_local_rank()
+    pair = [rank for rank in range(4) if rank // 2 == job.rank // 2]
+    net = stack()
+    shared, experts = net[0], stack(seed=1)
+    mine = experts[ep_rank]
+    groups: list[dict[str, Any]] = [
+        {"params": [(f"shared.{name}", param) for name, param in shared.named_parameters()]},
+        {
+            "params": [(f"experts.{ep_rank}.{name}", param) for name, param in mine.named_parameters()],
+            "process_group": mesh["edp"].get_group(),
+        },
+    ]
+    optimizer = TTPReplicaOptimizer(groups, lr=1e-2, weight_decay=0.1, clip=ClipNorm(0.5), bucket_bytes=2048)
+    whole_net, whole_experts = stack()[0], stack(seed=1)
+    params: list[nn.Parameter] = [*whole_net.parameters(), *whole_experts.parameters()]
+    plain = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    for step in range(1, STEPS + 1):
+        plain.zero_grad()
+        for rank in range(4):
+            for part in range(2):
+                backward(whole_experts[part](whole_net(batch(step, rank)).detach()).square().mean() / 4)
+            backward(whole_net(batch(step, rank)).square().mean() / 4)
+        norm = float(nn.utils.clip_grad_norm_(params, 0.5))
+        plain.step()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            for rank in pair:  # the tokens of both ranks of a pair come to each expert
+                backward(mine(shared(batch(step, rank)).detach()).square().mean())
+        # The experts' gradients were accumulated without a reduction; the last pass reduces them with the others.
+        backward(shared(batch(step, job.rank)).square().mean() + 0.0 * sum(p.sum() for p in mine.parameters()))
+        result = optimizer.step()
+        assert abs(result.grad_norm - norm) < 1e-5 * norm, (step, result.grad_norm, norm)
+    held = whole(optimizer.holdings())
+    for name, param in whole_experts.named_parameters():
+        torch.testing.assert_close(held[f"model.experts.{name}"], param.detach(), rtol=0, atol=2e-5)
+    assert any(key.startswith("model.experts.1.") for key in optimizer.expected_tensors())
+    assert any(key.startswith("model.experts.0.") for key in optimizer.expected_tensors())
+    optimizer.close()

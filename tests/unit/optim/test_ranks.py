@@ -55,4 +55,9 @@ def test_holders_on_different_hosts(world: int, run_ranks: Callable[..., None]) 
 
 
 def test_models_that_are_split_over_ranks(run_ranks: Callable[..., None]) -> None:
-    run_ranks(4, "a_tensor_parallel_model_trains_as_the_whole_one")
+    run_ranks(
+        4,
+        "a_tensor_parallel_model_trains_as_the_whole_one",
+        "stages_and_tied_copies_count_once",
+        "experts_have_replicas_of_their_own",
+    )
