@@ -6,7 +6,7 @@ Owns what happens once, at construction. Never runs during a step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,12 @@ class NamedParam:
 
 
 def named_groups(
-    params: Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],
+    params: Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]], copies: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], list[NamedParam]]:
     """Return torch's param group dicts (parameters without names) and all parameters with names, in order.
 
-    A dict's "process_group" is the data-parallel group of its parameters, and its "counted" says whether this rank counts and
-    saves them; both stay out of the param group. Raises ConfigError for what cannot be trained this way, naming the parameter.
+    A dict's "process_group" is the data-parallel group of its parameters; it stays out of the param group. `copies`: names of
+    parameters that another rank counts and saves. Raises ConfigError for what cannot be trained this way, naming the parameter.
     """
     given = list(params)
     if not given:
@@ -54,9 +54,11 @@ def named_groups(
     for index, group in enumerate(raw):
         members = [_pair(item) for item in group["params"]]
         settings = dict(group)
-        process_group, counted = settings.pop("process_group", None), settings.pop("counted", True)
-        named.extend(NamedParam(name, param, index, process_group, counted) for name, param in members)
+        process_group = settings.pop("process_group", None)
+        named.extend(NamedParam(name, param, index, process_group, name not in copies) for name, param in members)
         groups.append({**settings, "params": [param for _, param in members]})
+    if unknown := sorted(set(copies) - {entry.name for entry in named}):
+        raise ConfigError(f"copies names {unknown}; wanted names of parameters of this optimizer")
     devices = {entry.param.device for entry in named}
     for entry in named:
         _check_param(entry)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from ttp.errors import ConfigError
 from ttp.optim.lane import Lane
 from ttp.optim.split import gradient_of, local_of
 from ttp.optim.wires import BucketMemory, Wires, Works
@@ -97,6 +98,16 @@ class GradBuckets:
         for place in self._places:
             place.stale = False
             place.param.grad = place.view if self._direct else None
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the view of a gradient in its bucket; zeros where backward has not come to it."""
+        place = next((place for place in self._places if place.name == name), None)
+        if place is None:
+            raise ConfigError(f"no parameter is called {name!r}")
+        if place.stale:
+            place.view.zero_()
+            place.stale = False
+        return place.view
 
     def finish(self) -> None:
         """Reduce what is left, and wait; then `reduced` of every bucket is final and the gradients are used up.

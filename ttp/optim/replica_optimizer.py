@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -65,6 +65,7 @@ class TTPReplicaOptimizer(Optimizer):
         *,
         group: Any = None,
         span: Any = None,
+        copies: Collection[str] = (),
         barrier: Any = None,
         replicas: int = 2,
         clip: ClipNorm | ClipValue | None = None,
@@ -82,8 +83,9 @@ class TTPReplicaOptimizer(Optimizer):
 
         `params`: (name, parameter) pairs, or dicts whose "params" are such pairs. `group`: the data-parallel process
         group, WORLD unless given; a dict may name another one for its parameters as "process_group" (experts that are spread
-        over the data-parallel ranks), and say "counted": False of copies that other ranks of the model count and save.
-        Parameters may be DTensors of a mesh of the ranks that split the model.
+        over the data-parallel ranks). Parameters may be DTensors of a mesh of the ranks that split the model.
+        `copies`: names of parameters that a rank of another stage has as well, which counts and saves them (tied embeddings);
+        the caller sums their gradients (`gradient`) before `step`.
         `span`: the process group of all ranks that share the model, `group` unless given: over it go the step's norm, overflow
         and `sums`, so that its commit record proves that all of them were ready.
         `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
@@ -100,7 +102,7 @@ class TTPReplicaOptimizer(Optimizer):
         """
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError("this rank is not a member of `group`; pass the data-parallel group that it is in")
-        groups, named = named_groups(params)
+        groups, named = named_groups(params, copies)
         device = named[0].param.device
         kwargs, defaults = base_defaults(base, base_kwargs, device)
         self._built = False
@@ -169,6 +171,11 @@ class TTPReplicaOptimizer(Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate without reducing: for all backward passes of a step but the last."""
         return self._buckets.no_sync()
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a parameter's gradient, accumulated within `no_sync` and not reduced yet: to change it in
+        place before `step`. Raises ConfigError for a name that is not there."""
+        return self._buckets.gradient(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a step: clear the buckets and make every grad a view of its bucket (whatever `set_to_none`)."""
