@@ -132,7 +132,7 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        ep, chunks = self.expert_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        ep = self.expert_model_parallel_size
         dp, rest = divmod(world_size, tp * pp)
         if rest or dp == 0:
             raise ConfigError(
@@ -144,20 +144,15 @@ class ParallelConfig:
                 f"{world_size} ranks = tensor {tp} x pipeline {pp} x data {dp}, and expert parallel {ep} does not divide the"
                 f" data-parallel size {dp}; change parallel_config.expert_model_parallel_size"
             )
-        beyond = {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "expert_model_parallel_size": ep,
-        }
-        beyond["virtual_pipeline_model_parallel_size"] = chunks or 1
-        beyond["sequence_parallel"] = 1 + int(self.sequence_parallel)
-        for name, size in beyond.items():
-            if size > 1:
-                value = getattr(self, name)
-                raise ConfigError(
-                    f"parallel_config.{name} is {value!r}: this trainer has the data-parallel axis only, as yet;"
-                    f" wanted {False if value is True else 1}"
-                )
+        if ep > 1:
+            raise ConfigError(
+                f"parallel_config.expert_model_parallel_size is {ep}: this trainer has no experts, as yet; wanted 1"
+            )
+        if self.sequence_parallel and tp == 1:
+            raise ConfigError(
+                "parallel_config.sequence_parallel is true without tensor parallelism: wanted false, or"
+                " tensor_model_parallel_size of 2 or more"
+            )
         return dp
 
     def replicas(self, data_parallel_size: int, use_distributed_optimizer: bool) -> int:

@@ -10,46 +10,93 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of the model's layers, with what comes before the first and after the last."""
+
+    first_layer: int
+    stop_layer: int
+    begins: bool
+    """It has the embeddings, and takes tokens."""
+    ends: bool
+    """It has the last norm and the output, and gives logits."""
+
+
+def stages(num_layers: int, count: int) -> tuple[Stage, ...]:
+    """Divide the layers into `count` stages as evenly as can be; the first ones get what is left over."""
+    each, more = divmod(num_layers, count)
+    stops = [each * (i + 1) + min(i + 1, more) for i in range(count)]
+    return tuple(Stage(([0, *stops])[i], stops[i], i == 0, i == count - 1) for i in range(count))
+
+
 class GPT(nn.Module):
-    """tokens_BT -> logits_BTV."""
+    """tokens_BT -> logits_BTV; a stage of a pipeline: x_BTD -> x_BTD in between.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Parameters are called the same in a stage as in the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, stage: Stage | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        stage = stage or stages(config.num_layers, 1)[0]
+        self.config, self.stage = config, stage
+        self.sequence_ranks = 1
+        """Ranks that each sequence is divided over between the layers."""
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: nn.Embedding | None = None
+        if stage.begins or (stage.ends and tied):
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions: nn.Embedding | None = None
-        if config.position_embedding_type == "absolute":
+        if stage.begins and config.position_embedding_type == "absolute":
             self.positions = nn.Embedding(config.seq_length, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = build_norm(config)
-        self.output: nn.Linear | None = None
-        if config.untie_embeddings_and_output_weights:
-            self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        numbers = range(stage.first_layer, stage.stop_layer)
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in numbers})
+        self.norm = build_norm(config) if stage.ends else None
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if stage.ends else None
+        self.tie()
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        length = tokens_BT.shape[1]
-        x_BTD = self.embedding(tokens_BT)
+    def tie(self) -> None:
+        """Let the output use the embedding's matrix, where they are one."""
+        if self.output is not None and not self.config.untie_embeddings_and_output_weights:
+            assert self.embedding is not None
+            self.output.weight = self.embedding.weight
+
+    @property
+    def has_tied_copy(self) -> bool:
+        """True for a last stage that has the first one's embedding matrix too."""
+        return self.embedding is not None and not self.stage.begins
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: tokens_BT where the model begins, else x_BTD (T: this rank's part of the sequence)."""
+        length = x.shape[1] * (1 if self.stage.begins else self.sequence_ranks)
         rotation = None
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(torch.arange(length, device=tokens_BT.device))
-        else:
-            rotation = rotary_angles(length, self.config.head_size, self.config.rotary_base, tokens_BT.device)
-        x_BTD = F.dropout(x_BTD, self.config.hidden_dropout, self.training)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD, rotation)
-        head_VD = self.embedding.weight if self.output is None else self.output.weight
-        return F.linear(self.norm(x_BTD), head_VD)
+        if self.config.position_embedding_type == "rope":
+            rotation = rotary_angles(length, self.config.head_size, self.config.rotary_base, x.device)
+        if self.stage.begins:
+            assert self.embedding is not None
+            tokens_BT, x = x, self.embedding(x)
+            if self.positions is not None:
+                x = x + self.positions(torch.arange(length, device=tokens_BT.device))
+            x = F.dropout(x, self.config.hidden_dropout, self.training)
+        for layer in self.layers.values():
+            x = layer(x, rotation)
+        if self.norm is None or self.output is None:
+            return x
+        logits_BTV: torch.Tensor = self.output(self.norm(x))
+        return logits_BTV
 
 
 class Block(nn.Module):
@@ -82,9 +129,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.heads * self.head_size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        q_BHTE = self.wq(x_BTD).unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
-        k_BKTE = self.wk(x_BTD).unflatten(-1, (self.kv_heads, self.head_size)).transpose(1, 2)
-        v_BKTE = self.wv(x_BTD).unflatten(-1, (self.kv_heads, self.head_size)).transpose(1, 2)
+        # -1: with tensor parallelism a rank has some of the heads.
+        q_BHTE = self.wq(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKTE = self.wk(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKTE = self.wv(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         if rotation is not None:
             q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
         y_BHTE = F.scaled_dot_product_attention(
@@ -147,11 +195,22 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, reduction: st
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction=reduction)
 
 
-def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
-    """Return a model on `device` in params_dtype, its weights fixed by `seed`."""
+def build_model(
+    config: ModelConfig,
+    seed: int,
+    device: torch.device,
+    stage: Stage | None = None,
+    split: Callable[[GPT], None] = lambda model: None,
+) -> GPT:
+    """Return a model, or a stage of it, on `device` in params_dtype, its weights fixed by `seed`.
+
+    split: makes its parameters DTensors, before they have any memory.
+    """
     with torch.device("meta"):
-        model = GPT(config).to(DTYPES[config.params_dtype])
+        model = GPT(config, stage).to(DTYPES[config.params_dtype])
+    split(model)
     model = model.to_empty(device=device)
+    model.tie()
     initialize(model, seed)
     return model
 
@@ -173,7 +232,12 @@ def initialize(model: GPT, seed: int) -> None:
             into_residual = name.endswith(("attention.wo.weight", "feed_forward.down.weight"))
             std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
             generator = torch.Generator().manual_seed(name_seed(seed, name))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            whole = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+            if isinstance(parameter, DTensor):  # every rank draws the same and keeps its part
+                whole = distribute_tensor(
+                    whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.copy_(whole)
 
 
 def name_seed(seed: int, *names: object) -> int:

@@ -5,20 +5,25 @@ Owns which parameters decay, and which class fits the world. Never steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 
 import ttp
 
 from .config import Config
+from .mesh import Mesh
 from .model import GPT
 
 
-def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> ttp.TTPReplicaOptimizer:
-    """Return the replica optimizer over the model's parameters: norms and biases without weight decay."""
+def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas: int) -> ttp.TTPReplicaOptimizer:
+    """Return the replica optimizer over the parameters of this rank's parts of the model: norms and biases without decay."""
     training, settings = config.training_config, config.optimizer_config
     decay: list[tuple[str, torch.nn.Parameter]] = []
     keep: list[tuple[str, torch.nn.Parameter]] = []
-    for name, parameter in model.named_parameters():
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    for name, parameter in named:
         (keep if "norm" in name or name.endswith("bias") else decay).append((name, parameter))
     groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": keep, "weight_decay": 0.0}]
     clip: ttp.ClipNorm | ttp.ClipValue | None = None
@@ -29,9 +34,13 @@ def build_optimizer(config: Config, model: GPT, dp_size: int, replicas: int) -> 
     if training.loss_scale is not None:
         window = training.loss_scale_window
         loss_scale = ttp.LossScale(training.loss_scale, dynamic=window > 0, growth_interval=max(1, window))
+    dp_size = mesh.data.size
     family = ttp.TTPOddReplicaOptimizer if dp_size % replicas else ttp.TTPReplicaOptimizer
     optimizer = family(
         groups,
+        group=mesh.data.group,
+        span=dist.group.WORLD if mesh.splits_model else None,
+        copies=["embedding.weight"] if any(chunk.has_tied_copy for chunk in chunks) else (),
         base=getattr(torch.optim, settings.optimizer_type),
         replicas=replicas,
         clip=clip,

@@ -1,13 +1,11 @@
 """The training loop, and how a run is put together from the configuration.
 
-Owns the order of things within a step. Data parallel only; the replica optimizer does all communication of a step. Uses
-nothing of ttp but what `import ttp` gives, so that any other trainer can do the same.
+Owns the order of things within a step. Uses nothing of ttp but what `import ttp` gives, so that any other trainer can do the
+same.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -21,14 +19,18 @@ import torch
 import ttp
 from ttp.errors import CheckpointError
 
+from .chunks import build_chunks, hash_weights
 from .config import Config, plain
-from .data import Sequences, Text, micro_batch_starts, open_sequences
-from .devices import bind, choose_device, make_deterministic, seed_all
+from .data import Sequences, Text, open_sequences
+from .devices import bind, choose_device, make_deterministic
 from .logs import RunLog, open_logs
+from .mesh import Mesh, build_mesh
 from .metrics import MetricsFile, StepMetrics
-from .model import DTYPES, build_model, count_parameters, name_seed, token_loss
+from .model import count_parameters
 from .optimizer import build_optimizer
+from .passes import Passes
 from .schedule import learning_rate
+from .tensor import check_divides
 from .world import World, check_agreement, joined
 
 log = logging.getLogger("ttp.trainer")
@@ -36,8 +38,8 @@ log = logging.getLogger("ttp.trainer")
 
 def run(config: Config, world: World) -> None:
     """Train as configured: from nothing, or from where the newest checkpoint stands (every rank calls)."""
-    dp_size = config.parallel_config.data_parallel_size(world.size)
-    replicas = config.parallel_config.replicas(dp_size, config.training_config.use_distributed_optimizer)
+    config.parallel_config.data_parallel_size(world.size)  # refuses a world that is not the product of the axes
+    check_divides(config)
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text, sequences = open_sequences(config)
@@ -50,7 +52,8 @@ def run(config: Config, world: World) -> None:
         with joined(world, kind, device):
             check_agreement("configuration", json.dumps(plain(config), sort_keys=True), device)
             check_agreement("text", f"{text.size} {text.fingerprint()}", device)
-            trainer = Trainer(config, world, dp_size, replicas, device, text, sequences, run_log, output_dir)
+            mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
+            trainer = Trainer(config, world, mesh, device, text, sequences, run_log, output_dir)
             trainer.train()
             trainer.close()
 
@@ -62,8 +65,7 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        dp_size: int,
-        replicas: int,
+        mesh: Mesh,
         device: torch.device,
         text: Text,
         sequences: Sequences,
@@ -72,12 +74,12 @@ class Trainer:
     ) -> None:
         self.config = config
         self.world = world
+        self.mesh = mesh
         self.device = device
         self.sequences = sequences
         self.run_log = run_log
         self.output_dir = output_dir
-        self.dp_size = dp_size
-        self.samples_per_step = config.batch_size(dp_size)
+        self.samples_per_step = config.batch_size(mesh.data.size)
         self.order = {
             "text": text.fingerprint(),
             "seq_length": config.model_config.seq_length,
@@ -86,10 +88,12 @@ class Trainer:
         }
         """All that decides which text a position stands for."""
         self.metrics = MetricsFile(output_dir / "metrics.jsonl") if world.rank == 0 else None
-        self.model = build_model(config.model_config, config.training_config.seed, device)
-        self.optimizer = build_optimizer(config, self.model, dp_size, replicas)
+        replicas = config.parallel_config.replicas(mesh.data.size, config.training_config.use_distributed_optimizer)
+        self.chunks = build_chunks(config, mesh, device)
+        self.optimizer = build_optimizer(config, self.chunks, mesh, replicas)
+        self.passes = Passes(config, mesh, self.chunks, self.optimizer, sequences, device)
         save_dirs = config.training_config.save_dirs or (str(output_dir / "checkpoints"),)
-        layout = {"data_parallel_size": dp_size, "model_config": plain(config.model_config)}
+        layout = {**mesh.sizes, "model_config": plain(config.model_config)}
         self.session = ttp.start(self.optimizer, save_dirs=save_dirs, layout=layout, log_dir=output_dir / "log")
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()
@@ -119,9 +123,11 @@ class Trainer:
         interval = self.config.training_config.save_interval
         log.info("checkpoints: %s", "at faults only" if interval is None else f"every {interval} steps, and at faults")
         single = " (a lone rank: a fault costs the steps since the last checkpoint)" if replicas == 1 else ""
-        log.info(
-            "ranks: %d, data parallel on %s; optimizer replicas: %d%s", self.dp_size, self.device.type, replicas, single
+        axes = " x ".join(
+            f"{name.removesuffix('_size').replace('_', ' ')} {size}" for name, size in self.mesh.sizes.items()
         )
+        how = f"{axes} on" if self.mesh.splits_model else "data parallel on"
+        log.info("ranks: %d, %s %s; optimizer replicas: %d%s", self.world.size, how, self.device.type, replicas, single)
 
     def _resume(self) -> tuple[int, int]:
         """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
@@ -176,7 +182,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        loss = self._accumulate(step)
+        loss = self.passes.run(step, self.consumed)
         epoch = self.sequences.epoch(self.consumed)
         consumed = self.consumed + self.samples_per_step
         state = {"consumed_samples": consumed, "epoch": epoch, "loss_divisor": self._loss_divisor, "order": self.order}
@@ -215,50 +221,19 @@ class Trainer:
     @property
     def _loss_divisor(self) -> int:
         """What the sum over ranks and micro-batches of the reduced losses is divided by, to give the mean of a token."""
-        micro_batches = self.dp_size * self.config.dataset_config.micro_batch_num
+        micro_batches = self.mesh.data.size * self.config.dataset_config.micro_batch_num
         if self.config.training_config.loss_reduction == "mean":
             return micro_batches
         return self.samples_per_step * self.config.model_config.seq_length
 
-    def _accumulate(self, step: int) -> float:
-        """Do forward and backward of this rank's micro-batches; return the sum of their losses."""
-        data = self.config.dataset_config
-        starts = list(
-            micro_batch_starts(
-                self.consumed,
-                batch_size=data.batch_size,
-                micro_batch_num=data.micro_batch_num,
-                dp_rank=self.world.rank,
-                dp_size=self.dp_size,
-            )
-        )
-        losses = []
-        for first in starts:
-            # Randomness belongs to the step and its data, not to the process: a restart draws the same.
-            seed_all(name_seed(self.config.training_config.seed, "dropout", step, first))
-            tokens_BT, targets_BT = (t.to(self.device) for t in self.sequences.batch(first, data.batch_size))
-            hold = contextlib.nullcontext() if first == starts[-1] else self.optimizer.no_sync()
-            with hold:
-                with self._autocast():
-                    logits_BTV = self.model(tokens_BT)
-                loss = token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction)
-                torch.autograd.backward(self.optimizer.scale_loss(loss))
-            losses.append(loss.detach())
-        return sum(loss.item() for loss in losses)  # read at the end: an accelerator is not made to wait in between
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        model = self.config.model_config
-        if model.compute_dtype == model.params_dtype:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[model.compute_dtype])
-
     # --- end ---
 
     def _finish(self) -> None:
-        """Leave the last step and a hash of the final weights in final.json (rank 0)."""
+        """Leave the last step and a hash of the final weights in final.json (rank 0; all ranks call)."""
+        weights = hash_weights(self.chunks, self.mesh)
         if self.world.rank != 0:
             return
-        final = {"step": self.step, "consumed_samples": self.consumed, "weights_sha256": hash_weights(self.model)}
+        final = {"step": self.step, "consumed_samples": self.consumed, "weights_sha256": weights}
         path = self.output_dir / "final.json"
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(json.dumps(final) + "\n", encoding="utf-8")
@@ -270,15 +245,6 @@ class Trainer:
         self.session.close()
         if self.metrics is not None:
             self.metrics.close()
-
-
-def hash_weights(model: torch.nn.Module) -> str:
-    """Return a sha256 over the names, shapes and bits of all parameters, in name order."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _recovered_line(point: ttp.ResumePoint) -> Mapping[str, Any] | None:

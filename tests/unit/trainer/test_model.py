@@ -55,6 +55,11 @@ def tokens_BT() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(str(v) for v in c.values()))
+def embedding_of(model: GPT) -> torch.Tensor:
+    assert model.embedding is not None
+    return model.embedding.weight
+
+
 def test_every_variant_has_logits_gradients_and_the_counted_weights(
     small_model: ModelConfig, tokens_BT: torch.Tensor, changes: dict[str, Any]
 ) -> None:
@@ -194,7 +199,7 @@ def test_initial_weights_have_the_configured_spread(small_model: ModelConfig) ->
         elif "norm" in name:
             assert bool((parameter == 1).all()), name
     short = model_of(model.config, params_dtype="bfloat16", compute_dtype="bfloat16")
-    assert torch.equal(short.embedding.weight, model.embedding.weight.bfloat16())
+    assert torch.equal(embedding_of(short), embedding_of(model).bfloat16())
 
 
 def test_tied_head_is_the_embedding_and_is_registered_once(small_model: ModelConfig, tokens_BT: torch.Tensor) -> None:
@@ -203,8 +208,9 @@ def test_tied_head_is_the_embedding_and_is_registered_once(small_model: ModelCon
     assert [name for name, _ in model.named_parameters() if "output" in name] == []
     token_loss(model(tokens_BT), tokens_BT).backward()  # type: ignore[no-untyped-call]
     unseen = next(v for v in range(256) if v not in tokens_BT)
-    assert model.embedding.weight.grad is not None
-    assert bool(model.embedding.weight.grad[unseen].any())  # through the head alone
+    gradient = embedding_of(model).grad
+    assert gradient is not None
+    assert bool(gradient[unseen].any())  # through the head alone
 
 
 def test_dropout_acts_in_training_only(small_model: ModelConfig, tokens_BT: torch.Tensor) -> None:

@@ -1,0 +1,81 @@
+"""The parts of the model that a rank has: its pipeline stages, split over the tensor axis.
+
+Owns which layers go where, and the hash of all weights, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ttp.errors import ConfigError
+
+from .config import Config
+from .mesh import Mesh
+from .model import GPT, build_model, stages
+from .tensor import split_over_tensor_ranks
+
+
+def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
+    """Return this rank's parts of the model, in the order of their layers. With virtual stages a rank has several: part i of
+    rank r is stage i x ranks + r (Narayanan et al., Efficient Large-Scale Language Model Training, 2021, section 2.2).
+
+    Raises ConfigError when there are not enough layers or micro-batches.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    ranks, chunks = mesh.pipeline.size, parallel.virtual_pipeline_model_parallel_size or 1
+    _check_stages(config, ranks, chunks)
+    split = partial(_split, mesh=mesh, sequence_parallel=parallel.sequence_parallel)
+    cut = stages(model.num_layers, ranks * chunks)
+    return [
+        build_model(model, config.training_config.seed, device, cut[chunk * ranks + mesh.pipeline.rank], split)
+        for chunk in range(chunks)
+    ]
+
+
+def _split(model: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
+    if mesh.tensor_mesh is not None:
+        split_over_tensor_ranks(model, mesh.tensor_mesh, sequence_parallel)
+
+
+def _check_stages(config: Config, ranks: int, chunks: int) -> None:
+    layers, micro_batches = config.model_config.num_layers, config.dataset_config.micro_batch_num
+    if chunks > 1 and ranks == 1:
+        raise ConfigError(
+            f"parallel_config.virtual_pipeline_model_parallel_size is {chunks} without a pipeline: wanted null, or"
+            " pipeline_model_parallel_size of 2 or more"
+        )
+    if layers < ranks * chunks:
+        raise ConfigError(
+            f"model_config.num_layers is {layers}: wanted at least one layer for each of {ranks} x {chunks} pipeline stages"
+        )
+    if ranks > 1 and chunks > 1 and micro_batches % ranks:
+        raise ConfigError(
+            f"dataset_config.micro_batch_num is {micro_batches}: wanted a multiple of the pipeline's {ranks} ranks, for an"
+            " interleaved schedule"
+        )
+
+
+@torch.no_grad()
+def hash_weights(chunks: Sequence[GPT], mesh: Mesh) -> str:
+    """Return a sha256 over the names, shapes and bits of all parameters, in name order, however they are split (all ranks of
+    the job call where the model is split)."""
+    mine = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest = hashlib.sha256(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
+            digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            mine[name] = digest.hexdigest()
+    if mesh.splits_model:
+        speaks = mesh.data.is_first and mesh.tensor.is_first
+        everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine if speaks else {})
+        for told in everyone:
+            mine |= told
+    return hashlib.sha256("\n".join(f"{name} {mine[name]}" for name in sorted(mine)).encode()).hexdigest()

@@ -1,0 +1,71 @@
+"""Where each rank stands on the axes of parallelism: pipeline stages, data-parallel replicas, tensor-parallel slices.
+
+Owns the order of ranks (tensor innermost, then data, then pipeline) and the process groups of the axes. Frozen: the one
+object that says who shares what with whom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The ranks that differ from this one on a single axis."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+    """None: the whole world, or this rank alone."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    data: Axis = field(default_factory=Axis)
+    tensor: Axis = field(default_factory=Axis)
+    pipeline: Axis = field(default_factory=Axis)
+    tensor_mesh: DeviceMesh | None = None
+    """Of the ranks of `tensor`; None for one."""
+
+    @property
+    def splits_model(self) -> bool:
+        """True when no rank has the whole model."""
+        return self.tensor.size * self.pipeline.size > 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes' sizes by the names of the configuration."""
+        return {
+            "data_parallel_size": self.data.size,
+            "tensor_model_parallel_size": self.tensor.size,
+            "pipeline_model_parallel_size": self.pipeline.size,
+        }
+
+
+def build_mesh(parallel: ParallelConfig, world_size: int, rank: int, device_type: str) -> Mesh:
+    """Return this rank's place (a collective of all ranks where the model is split). Raises ConfigError when the world is not
+    the product of the axes."""
+    dp = parallel.data_parallel_size(world_size)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tp * pp == 1:
+        return Mesh(data=Axis(dp, rank))
+    mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pipeline", "data", "tensor"))
+
+    def axis(name: str) -> Axis:
+        own = mesh[name]
+        return Axis(own.size(), own.get_local_rank(), own.get_group())
+
+    return Mesh(axis("data"), axis("tensor"), axis("pipeline"), mesh["tensor"] if tp > 1 else None)

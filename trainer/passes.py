@@ -1,0 +1,169 @@
+"""Forward and backward of a step's micro-batches, on a rank that has the whole model or a part of it.
+
+Owns what runs between `zero_grad` and `step`: the micro-batches of this rank's data, the pipeline's schedule, and the loss.
+Leaves accumulated gradients in the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import loss_parallel
+
+import ttp
+
+from .config import Config
+from .data import Sequences, micro_batch_starts
+from .devices import seed_all
+from .mesh import Mesh
+from .model import DTYPES, GPT, name_seed, token_loss
+from .tensor import whole_loss
+
+
+class Passes:
+    """One rank's passes. `chunks`: the model's parts on this rank, in the order of their layers."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        chunks: list[GPT],
+        optimizer: ttp.TTPReplicaOptimizer,
+        sequences: Sequences,
+        device: torch.device,
+    ) -> None:
+        self.config, self.mesh, self.chunks = config, mesh, chunks
+        self.optimizer, self.sequences, self.device = optimizer, sequences, device
+        self._losses: list[torch.Tensor] = []
+        """Of this step's micro-batches, as far as this rank computes them."""
+        self._schedule = self._build_schedule() if mesh.pipeline.size > 1 else None
+        self._tied = self._tied_group()
+
+    def run(self, step: int, consumed: int) -> float:
+        """Do forward and backward of this rank's micro-batches; return the sum of their losses on the one rank of each
+        data-parallel place that speaks for it, and 0 on the others that share the model."""
+        self._losses.clear()
+        with self._splitting_the_vocabulary():
+            if self._schedule is None:
+                self._accumulate(step, consumed)
+            else:
+                self._pipeline(step, consumed)
+        self._sum_tied_gradients()
+        if not self.mesh.tensor.is_first:
+            return 0.0
+        return sum(loss.item() for loss in self._losses)  # at the end: an accelerator is not made to wait in between
+
+    # --- the whole model, or a tensor-parallel slice ---
+
+    def _accumulate(self, step: int, consumed: int) -> None:
+        batch_size, starts = self.config.dataset_config.batch_size, self._starts(consumed)
+        for first in starts:
+            self._seed(step, first)
+            tokens_BT, targets_BT = (t.to(self.device) for t in self.sequences.batch(first, batch_size))
+            hold = contextlib.nullcontext() if first == starts[-1] else self.optimizer.no_sync()
+            with hold:
+                with self._autocast():
+                    logits_BTV = self.chunks[0](tokens_BT)
+                torch.autograd.backward(self._loss(logits_BTV, targets_BT))
+
+    # --- a pipeline ---
+
+    def _build_schedule(self) -> Any:
+        stages: list[Any] = [self._stage(chunk, number) for number, chunk in enumerate(self.chunks)]
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        count = self.config.dataset_config.micro_batch_num
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], count, **options)
+        return ScheduleInterleaved1F1B(stages, count, **options)
+
+    def _stage(self, chunk: GPT, number: int) -> PipelineStage:
+        """Chunk `number` of a rank is stage number x ranks + rank: shapes are told, so that none need be sent."""
+        model, pipeline = self.config.model_config, self.mesh.pipeline
+        count = len(self.chunks) * pipeline.size
+        batch, length = self.config.dataset_config.batch_size, model.seq_length
+        dtype = DTYPES[model.compute_dtype]
+        shape = (batch, length // chunk.sequence_ranks, model.hidden_size)
+        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        taken = torch.empty(batch, length, dtype=torch.int64, device="meta") if chunk.stage.begins else between
+        given = between
+        if chunk.stage.ends:
+            given = torch.empty(batch, length, model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+        return PipelineStage(
+            chunk, number * pipeline.size + pipeline.rank, count, self.device, taken, given, group=pipeline.group
+        )
+
+    def _pipeline(self, step: int, consumed: int) -> None:
+        starts = self._starts(consumed)
+        self._seed(step, starts[0])
+        parts = [self.sequences.batch(first, self.config.dataset_config.batch_size) for first in starts]
+        tokens_BT = torch.cat([tokens for tokens, _ in parts]).to(self.device)
+        targets_BT = torch.cat([targets for _, targets in parts]).to(self.device)
+        inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
+        target = targets_BT if self.chunks[-1].stage.ends else None
+        with self.optimizer.no_sync(), self._autocast():  # reduced when all are in: `step` does
+            assert self._schedule is not None
+            self._schedule.step(*inputs, target=target, losses=None if target is None else [], return_outputs=False)
+
+    def _tied_group(self) -> Any:
+        """Return a process group of the two stages that have the tied embedding matrix (all ranks call)."""
+        model, pipeline = self.config.model_config, self.mesh.pipeline
+        if model.untie_embeddings_and_output_weights or pipeline.size == 1:
+            return None
+        ranks = dist.get_process_group_ranks(pipeline.group)
+        ends = [ranks[0], ranks[-1]]
+        return dist.new_group(ends, use_local_synchronization=True) if dist.get_rank() in ends else None
+
+    def _sum_tied_gradients(self) -> None:
+        if self._tied is not None:
+            dist.all_reduce(self.optimizer.gradient("embedding.weight"), group=self._tied)
+
+    # --- what both share ---
+
+    def _starts(self, consumed: int) -> list[int]:
+        data = self.config.dataset_config
+        return list(
+            micro_batch_starts(
+                consumed,
+                batch_size=data.batch_size,
+                micro_batch_num=data.micro_batch_num,
+                dp_rank=self.mesh.data.rank,
+                dp_size=self.mesh.data.size,
+            )
+        )
+
+    def _seed(self, step: int, first: int) -> None:
+        """Randomness belongs to the step and its data, not to the process: a restart draws the same. Ranks that work on parts
+        of the same sequences draw apart; those that do the same work draw the same."""
+        names: list[object] = ["dropout", step, first]
+        if self.mesh.pipeline.size > 1:
+            names.append(f"stage {self.mesh.pipeline.rank}")
+        if self.chunks[0].sequence_ranks > 1:
+            names.append(f"slice {self.mesh.tensor.rank}")
+        seed_all(name_seed(self.config.training_config.seed, *names))
+
+    def _loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Note the loss and return what backward starts from."""
+        with torch.autocast(self.device.type, enabled=False):
+            loss = whole_loss(token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction))
+        self._losses.append(loss.detach())
+        return self.optimizer.scale_loss(loss)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        model = self.config.model_config
+        if model.compute_dtype == model.params_dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[model.compute_dtype])
+
+    @contextlib.contextmanager
+    def _splitting_the_vocabulary(self) -> Iterator[None]:
+        """Each tensor-parallel rank has some of the logits: their cross entropy needs a few sums only."""
+        if self.mesh.tensor.size == 1:
+            yield
+            return
+        with loss_parallel():
+            yield

@@ -1,0 +1,110 @@
+"""Tensor and sequence parallelism: which matrix of a model is split which way over the ranks of the tensor axis.
+
+Owns the plan. torch's own styles do the splitting and the collectives: queries, keys, values and the feed-forward's first
+matrices by columns, the matrices back into the residual stream by rows, embeddings and output by the vocabulary. With
+sequence parallelism norms, dropout and residuals work on this rank's part of each sequence. Source: Shoeybi et al.,
+Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ttp.errors import ConfigError
+
+from .config import Config
+from .model import GPT
+
+
+class Copied(ParallelStyle):
+    """A module that every rank has whole, and that works on what every rank has whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def take(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, take, give)  # type: ignore[arg-type]  # as torch's own styles do
+
+
+def check_divides(config: Config) -> None:
+    """Raise ConfigError for a model whose parts the tensor-parallel ranks cannot share evenly."""
+    model, ranks = config.model_config, config.parallel_config.tensor_model_parallel_size
+    shared = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "vocab_size": model.vocab_size,
+    }
+    if config.parallel_config.sequence_parallel or model.position_embedding_type == "absolute":
+        shared["seq_length"] = model.seq_length
+    for name, value in shared.items():
+        if value % ranks:
+            raise ConfigError(
+                f"model_config.{name} is {value}: wanted a multiple of parallel_config.tensor_model_parallel_size, {ranks};"
+                " change either"
+            )
+
+
+def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Make the parameters of a model (on any device, meta too) DTensors of `mesh`, and its modules parallel."""
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    norm: ParallelStyle = SequenceParallel() if sequence_parallel else Copied()
+    whole = PrepareModuleInput(
+        input_layouts=(stream, None), desired_input_layouts=(Replicate(), None), use_local_output=True
+    )
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": norm,
+        "attention": whole,
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+        "feed_forward_norm": norm,
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=stream),
+    }
+    for block in model.layers.values():
+        here = {name: style for name, style in plan.items() if _has(block, name)}
+        parallelize_module(block, mesh, here)
+    ends: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "positions": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0) if sequence_parallel else Replicate()
+        ),
+        "norm": norm,
+        "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, {name: style for name, style in ends.items() if _has(model, name)})
+    model.tie()
+    model.sequence_ranks = mesh.size() if sequence_parallel else 1
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    for name in path.split("."):
+        module = getattr(module, name, None)  # type: ignore[assignment]
+    return module is not None
+
+
+def whole_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss that every tensor-parallel rank has whole as an ordinary tensor."""
+    return loss.to_local() if isinstance(loss, DTensor) else loss
