@@ -49,17 +49,17 @@ def model_of(config: ModelConfig, seed: int = 1, **changes: Any) -> GPT:
     return build_model(dataclasses.replace(config, **changes), seed, CPU).eval()
 
 
+def embedding_of(model: GPT) -> torch.Tensor:
+    assert model.embedding is not None
+    return model.embedding.weight
+
+
 @pytest.fixture
 def tokens_BT() -> torch.Tensor:
     return torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(str(v) for v in c.values()))
-def embedding_of(model: GPT) -> torch.Tensor:
-    assert model.embedding is not None
-    return model.embedding.weight
-
-
 def test_every_variant_has_logits_gradients_and_the_counted_weights(
     small_model: ModelConfig, tokens_BT: torch.Tensor, changes: dict[str, Any]
 ) -> None:

@@ -1,0 +1,110 @@
+"""How a model is divided: stages, slices, and what cannot be divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer.conftest import MakeConfig
+from ttp.errors import ConfigError
+from ttp.trainer.chunks import build_chunks, hash_weights
+from ttp.trainer.config import ModelConfig, ParallelConfig
+from ttp.trainer.mesh import Axis, Mesh, build_mesh
+from ttp.trainer.model import build_model, stages
+from ttp.trainer.tensor import check_divides
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (5, 5, [1] * 5)]
+)
+def test_layers_are_divided_evenly_and_in_order(layers: int, count: int, sizes: list[int]) -> None:
+    """The first stages get what is left over; only the first takes tokens, only the last gives logits."""
+    cut = stages(layers, count)
+    assert [stage.stop_layer - stage.first_layer for stage in cut] == sizes
+    assert [layer for stage in cut for layer in range(stage.first_layer, stage.stop_layer)] == list(range(layers))
+    assert [stage.begins for stage in cut] == [True] + [False] * (count - 1)
+    assert [stage.ends for stage in cut] == [False] * (count - 1) + [True]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_stages_one_after_the_other_are_the_model(small_model: ModelConfig, tied: bool, count: int) -> None:
+    """The same names, the same initial weights, and the same logits, bit for bit."""
+    config = replace(small_model, num_layers=3, untie_embeddings_and_output_weights=not tied)
+    whole = build_model(config, 7, CPU).eval()
+    parts = [build_model(config, 7, CPU, stage).eval() for stage in stages(3, count)]
+    tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(5))
+    x = tokens_BT
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, whole(tokens_BT))
+    of_parts = {name: param for part in parts for name, param in part.named_parameters()}
+    assert of_parts.keys() == dict(whole.named_parameters()).keys()
+    assert all(torch.equal(param, of_parts[name]) for name, param in whole.named_parameters())
+    assert [part.has_tied_copy for part in parts] == [False] * (count - 1) + [tied]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "wanted"),
+    [
+        ({"num_attention_heads": 4, "num_query_groups": 1}, 2, "num_query_groups is 1"),
+        ({"num_attention_heads": 4, "num_query_groups": 4}, 8, "num_attention_heads is 4"),
+        ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size is 63"),
+        ({"vocab_size": 257}, 2, "vocab_size is 257"),
+    ],
+)
+def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
+    small_config: MakeConfig, changes: dict[str, Any], ranks: int, wanted: str
+) -> None:
+    """With the size that it would have to be a multiple of."""
+    keys = {f"model_config.{name}": value for name, value in changes.items()}
+    config = small_config({**keys, "parallel_config.tensor_model_parallel_size": ranks})
+    with pytest.raises(ConfigError, match=rf"model_config.{wanted}: wanted a multiple of .*tensor_model.*, {ranks}"):
+        check_divides(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "wanted"),
+    [
+        ({"model_config.num_layers": 2}, 4, "num_layers is 2: wanted at least one layer for each of 4 x 1"),
+        ({"parallel_config.virtual_pipeline_model_parallel_size": 2}, 1, "without a pipeline"),
+        (
+            {
+                "parallel_config.virtual_pipeline_model_parallel_size": 2,
+                "model_config.num_layers": 4,
+                "dataset_config.micro_batch_num": 3,
+            },
+            2,
+            "micro_batch_num is 3: wanted a multiple of the pipeline's 2 ranks",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(
+    small_config: MakeConfig, keys: dict[str, Any], ranks: int, wanted: str
+) -> None:
+    """Too few layers, virtual stages without stages, micro-batches that do not fill an interleaved schedule."""
+    with pytest.raises(ConfigError, match=wanted):
+        build_chunks(small_config(keys), Mesh(pipeline=Axis(ranks, 0)), CPU)
+
+
+def test_a_world_without_split_models_makes_no_groups() -> None:
+    """Data parallel alone runs on the world's own group."""
+    mesh = build_mesh(ParallelConfig(), 8, 3, "cpu")
+    assert mesh == Mesh(data=Axis(8, 3)) and not mesh.splits_model
+
+
+def test_the_hash_of_the_weights_does_not_depend_on_how_they_are_divided(small_config: MakeConfig) -> None:
+    """Of one rank's chunks together it is that of the whole model."""
+    config = small_config({"model_config.num_layers": 4})
+    (whole,) = build_chunks(config, Mesh(), CPU)
+    seed = config.training_config.seed
+    parts = [build_model(config.model_config, seed, CPU, stage) for stage in stages(4, 2)]
+    assert hash_weights(parts, Mesh()) == hash_weights([whole], Mesh())
+    with torch.no_grad():
+        next(parts[1].parameters()).view(-1)[0] += 1e-6
+    assert hash_weights(parts, Mesh()) != hash_weights([whole], Mesh())
