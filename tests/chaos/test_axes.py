@@ -15,6 +15,8 @@ from tests.chaos.test_kills import assert_equal, published_steps
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import by_step
 
+pytestmark = pytest.mark.timeout(900)
+
 STEPS = 12
 MICRO_BATCHES = 2
 
@@ -55,8 +57,8 @@ class Axes:
 
 
 LAYOUTS = (
-    Axes(data=2, tensor=2, sequence=True),
     Axes(data=2, pipeline=2),
+    pytest.param(Axes(data=2, tensor=2, sequence=True), marks=pytest.mark.long),
     pytest.param(Axes(data=2, tensor=2), marks=pytest.mark.long),
     pytest.param(Axes(data=2, pipeline=2, virtual=2), marks=pytest.mark.long),
     pytest.param(Axes(data=3, tensor=2), marks=pytest.mark.long),
