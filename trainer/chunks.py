@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from ttp.errors import ConfigError
 
 from .config import Config
-from .mesh import Mesh
+from .experts import Experts
+from .mesh import Axis, Mesh
 from .model import GPT, build_model, stages
 from .tensor import split_over_tensor_ranks
 
@@ -32,19 +33,35 @@ def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
     _check_stages(config, ranks, chunks)
     split = partial(_split, mesh=mesh, sequence_parallel=parallel.sequence_parallel)
     cut = stages(model.num_layers, ranks * chunks)
+    here = experts_of(model.num_experts or 0, mesh.expert) if model.num_experts else None
     return [
-        build_model(model, config.training_config.seed, device, cut[chunk * ranks + mesh.pipeline.rank], split)
+        build_model(model, config.training_config.seed, device, cut[chunk * ranks + mesh.pipeline.rank], here, split)
         for chunk in range(chunks)
     ]
 
 
+def experts_of(count: int, axis: Axis) -> range:
+    """Return the numbers of the experts that a place on the experts' axis has."""
+    each = count // axis.size
+    return range(axis.rank * each, (axis.rank + 1) * each)
+
+
 def _split(model: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
+    if mesh.expert.size > 1:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.group = mesh.expert.group
     if mesh.tensor_mesh is not None:
         split_over_tensor_ranks(model, mesh.tensor_mesh, sequence_parallel)
 
 
 def _check_stages(config: Config, ranks: int, chunks: int) -> None:
     layers, micro_batches = config.model_config.num_layers, config.dataset_config.micro_batch_num
+    experts, divided = config.model_config.num_experts, config.parallel_config.expert_model_parallel_size
+    if divided > 1 and (experts is None or experts % divided):
+        raise ConfigError(
+            f"model_config.num_experts is {experts}: wanted a multiple of parallel_config.expert_model_parallel_size, {divided}"
+        )
     if chunks > 1 and ranks == 1:
         raise ConfigError(
             f"parallel_config.virtual_pipeline_model_parallel_size is {chunks} without a pipeline: wanted null, or"
@@ -73,7 +90,7 @@ def hash_weights(chunks: Sequence[GPT], mesh: Mesh) -> str:
             digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
             mine[name] = digest.hexdigest()
     if mesh.splits_model:
-        speaks = mesh.data.is_first and mesh.tensor.is_first
+        speaks = mesh.expert_data.is_first and mesh.tensor.is_first
         everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, mine if speaks else {})
         for told in everyone:

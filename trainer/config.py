@@ -144,10 +144,6 @@ class ParallelConfig:
                 f"{world_size} ranks = tensor {tp} x pipeline {pp} x data {dp}, and expert parallel {ep} does not divide the"
                 f" data-parallel size {dp}; change parallel_config.expert_model_parallel_size"
             )
-        if ep > 1:
-            raise ConfigError(
-                f"parallel_config.expert_model_parallel_size is {ep}: this trainer has no experts, as yet; wanted 1"
-            )
         if self.sequence_parallel and tp == 1:
             raise ConfigError(
                 "parallel_config.sequence_parallel is true without tensor parallelism: wanted false, or"
@@ -193,6 +189,12 @@ class ModelConfig:
     """Several query heads share one key and value head."""
     num_query_groups: int | None = None
     """Key and value heads with group_query_attention; null without it."""
+    num_experts: int | None = None
+    """Feed-forwards of each block, of which a router chooses some for each token; null: one, for all tokens."""
+    num_experts_per_token: int = 2
+    """Experts that each token goes to, with num_experts."""
+    router_aux_loss_coef: float = 0.01
+    """Weight of the loss that keeps the experts evenly used; 0: none."""
     seq_length: int = 128
     """Tokens in a training sequence."""
     vocab_size: int = BYTE_VALUES
@@ -230,6 +232,17 @@ class ModelConfig:
                 " change either, or set position_embedding_type: absolute"
             )
         self._check_groups(at)
+        experts, chosen = self.num_experts, self.num_experts_per_token
+        check(experts is None or experts >= 1, at + "num_experts", experts, "1 or more, or null for none")
+        wanted = f"1 to num_experts, {experts}"
+        check(1 <= chosen <= (experts or chosen), at + "num_experts_per_token", chosen, wanted)
+        coefficient = self.router_aux_loss_coef
+        check(
+            math.isfinite(coefficient) and coefficient >= 0,
+            at + "router_aux_loss_coef",
+            coefficient,
+            "a finite number, 0 or more",
+        )
         if self.params_dtype not in ("float32", self.compute_dtype):
             raise ConfigError(
                 f"{at}params_dtype is {self.params_dtype!r} and compute_dtype {self.compute_dtype!r}: wanted float32"

@@ -1,7 +1,7 @@
-"""Where each rank stands on the axes of parallelism: pipeline stages, data-parallel replicas, tensor-parallel slices.
+"""Where each rank stands on the axes of parallelism: pipeline stages, data-parallel replicas, experts, tensor-parallel slices.
 
-Owns the order of ranks (tensor innermost, then data, then pipeline) and the process groups of the axes. Frozen: the one
-object that says who shares what with whom.
+Owns the order of ranks (tensor innermost, then data with the experts' axis within, then pipeline) and the process groups of the
+axes. Frozen: the one object that says who shares what with whom.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ class Mesh:
     data: Axis = field(default_factory=Axis)
     tensor: Axis = field(default_factory=Axis)
     pipeline: Axis = field(default_factory=Axis)
+    expert: Axis = field(default_factory=Axis)
+    """Neighbours on the data axis that have the experts among them."""
+    expert_data: Axis = field(default_factory=Axis)
+    """The ranks that have the same experts: `data`, where experts are not divided."""
     tensor_mesh: DeviceMesh | None = None
     """Of the ranks of `tensor`; None for one."""
 
     @property
     def splits_model(self) -> bool:
         """True when no rank has the whole model."""
-        return self.tensor.size * self.pipeline.size > 1
+        return self.tensor.size * self.pipeline.size * self.expert.size > 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,6 +56,7 @@ class Mesh:
             "data_parallel_size": self.data.size,
             "tensor_model_parallel_size": self.tensor.size,
             "pipeline_model_parallel_size": self.pipeline.size,
+            "expert_model_parallel_size": self.expert.size,
         }
 
 
@@ -60,12 +65,20 @@ def build_mesh(parallel: ParallelConfig, world_size: int, rank: int, device_type
     the product of the axes."""
     dp = parallel.data_parallel_size(world_size)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tp * pp == 1:
-        return Mesh(data=Axis(dp, rank))
+    ep = parallel.expert_model_parallel_size
+    if tp * pp * ep == 1:
+        data = Axis(dp, rank)
+        return Mesh(data=data, expert_data=data)
     mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pipeline", "data", "tensor"))
+    tensor_mesh = mesh["tensor"] if tp > 1 else None
+    data, tensor, pipeline = _axis(mesh, "data"), _axis(mesh, "tensor"), _axis(mesh, "pipeline")
+    if ep == 1:
+        return Mesh(data, tensor, pipeline, expert_data=data, tensor_mesh=tensor_mesh)
+    names = ("pipeline", "expert_data", "expert", "tensor")
+    experts = init_device_mesh(device_type, (pp, dp // ep, ep, tp), mesh_dim_names=names)
+    return Mesh(data, tensor, pipeline, _axis(experts, "expert"), _axis(experts, "expert_data"), tensor_mesh)
 
-    def axis(name: str) -> Axis:
-        own = mesh[name]
-        return Axis(own.size(), own.get_local_rank(), own.get_group())
 
-    return Mesh(axis("data"), axis("tensor"), axis("pipeline"), mesh["tensor"] if tp > 1 else None)
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    own = mesh[name]
+    return Axis(own.size(), own.get_local_rank(), own.get_group())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .config import ModelConfig
+from .experts import Experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,7 +50,8 @@ class GPT(nn.Module):
     Parameters are called the same in a stage as in the whole model.
     """
 
-    def __init__(self, config: ModelConfig, stage: Stage | None = None) -> None:
+    def __init__(self, config: ModelConfig, stage: Stage | None = None, experts: Sequence[int] | None = None) -> None:
+        """experts: numbers of those that this rank has of each layer; None: all."""
         super().__init__()
         stage = stage or stages(config.num_layers, 1)[0]
         self.config, self.stage = config, stage
@@ -63,7 +65,8 @@ class GPT(nn.Module):
         if stage.begins and config.position_embedding_type == "absolute":
             self.positions = nn.Embedding(config.seq_length, config.hidden_size)
         numbers = range(stage.first_layer, stage.stop_layer)
-        self.layers = nn.ModuleDict({str(number): Block(config) for number in numbers})
+        here = range(config.num_experts or 0) if experts is None else experts
+        self.layers = nn.ModuleDict({str(number): Block(config, here) for number in numbers})
         self.norm = build_norm(config) if stage.ends else None
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if stage.ends else None
         self.tie()
@@ -102,13 +105,15 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: Sequence[int] = ()) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = build_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: nn.Module = FeedForward(config)
+        if config.num_experts is not None:
+            self.feed_forward = Experts(config, experts, FeedForward)
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotation)
@@ -200,6 +205,7 @@ def build_model(
     seed: int,
     device: torch.device,
     stage: Stage | None = None,
+    experts: Sequence[int] | None = None,
     split: Callable[[GPT], None] = lambda model: None,
 ) -> GPT:
     """Return a model, or a stage of it, on `device` in params_dtype, its weights fixed by `seed`.
@@ -207,7 +213,7 @@ def build_model(
     split: makes its parameters DTensors, before they have any memory.
     """
     with torch.device("meta"):
-        model = GPT(config, stage).to(DTYPES[config.params_dtype])
+        model = GPT(config, stage, experts).to(DTYPES[config.params_dtype])
     split(model)
     model = model.to_empty(device=device)
     model.tie()
@@ -229,7 +235,7 @@ def initialize(model: GPT, seed: int) -> None:
         elif "norm" in name:
             parameter.fill_(1.0)
         else:
-            into_residual = name.endswith(("attention.wo.weight", "feed_forward.down.weight"))
+            into_residual = name.endswith(("attention.wo.weight", "down.weight"))
             std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
             generator = torch.Generator().manual_seed(name_seed(seed, name))
             whole = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
@@ -251,9 +257,14 @@ def count_parameters(config: ModelConfig) -> int:
     hidden, ffn, kv = config.hidden_size, config.ffn_size, config.kv_heads * config.head_size
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     up_matrices = 2 if config.activation == "swiglu" else 1
-    block = 2 * norm + 2 * hidden * hidden + 2 * hidden * kv + (up_matrices + 1) * hidden * ffn
+    feed_forward = (up_matrices + 1) * hidden * ffn
     if config.use_bias:
-        block += 2 * hidden + 2 * kv + up_matrices * ffn + hidden
+        feed_forward += up_matrices * ffn + hidden
+    if config.num_experts is not None:
+        feed_forward = config.num_experts * (feed_forward + hidden)  # a row of the router for each
+    block = 2 * norm + 2 * hidden * hidden + 2 * hidden * kv + feed_forward
+    if config.use_bias:
+        block += 2 * hidden + 2 * kv
     total = config.vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
     if config.position_embedding_type == "absolute":
         total += config.seq_length * hidden

@@ -6,6 +6,7 @@ Owns which parameters decay, and which class fits the world. Never steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,7 @@ from .model import GPT
 def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas: int) -> ttp.TTPReplicaOptimizer:
     """Return the replica optimizer over the parameters of this rank's parts of the model: norms and biases without decay."""
     training, settings = config.training_config, config.optimizer_config
-    decay: list[tuple[str, torch.nn.Parameter]] = []
-    keep: list[tuple[str, torch.nn.Parameter]] = []
-    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
-    for name, parameter in named:
-        (keep if "norm" in name or name.endswith("bias") else decay).append((name, parameter))
-    groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": keep, "weight_decay": 0.0}]
+    groups = param_groups([pair for chunk in chunks for pair in chunk.named_parameters()], config, mesh)
     clip: ttp.ClipNorm | ttp.ClipValue | None = None
     if training.grad_clip_kwargs is not None:
         by_norm = training.grad_clip_kwargs.grad_clip_type == "ClipGlobalNorm"
@@ -35,7 +31,8 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
         window = training.loss_scale_window
         loss_scale = ttp.LossScale(training.loss_scale, dynamic=window > 0, growth_interval=max(1, window))
     dp_size = mesh.data.size
-    family = ttp.TTPOddReplicaOptimizer if dp_size % replicas else ttp.TTPReplicaOptimizer
+    odd = dp_size % replicas or mesh.expert_data.size % replicas
+    family = ttp.TTPOddReplicaOptimizer if odd else ttp.TTPReplicaOptimizer
     optimizer = family(
         groups,
         group=mesh.data.group,
@@ -54,3 +51,17 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
     mean = training.loss_reduction == "mean"
     optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1
     return optimizer
+
+
+def param_groups(named: Sequence[tuple[str, torch.nn.Parameter]], config: Config, mesh: Mesh) -> list[dict[str, Any]]:
+    """Return the param groups, the same number whatever the layout: with weight decay and without, and both again for experts,
+    which are held by the ranks that have the same ones."""
+    decay = config.optimizer_config.weight_decay
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
+    if config.model_config.num_experts is not None:
+        own = {"process_group": mesh.expert_data.group} if mesh.expert.size > 1 else {}
+        groups += [{"params": [], "weight_decay": decay, **own}, {"params": [], "weight_decay": 0.0, **own}]
+    for name, parameter in named:
+        spared = "norm" in name or name.endswith("bias")
+        groups[2 * (".experts." in name) + spared]["params"].append((name, parameter))
+    return groups

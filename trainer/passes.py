@@ -20,6 +20,7 @@ import ttp
 from .config import Config
 from .data import Sequences, micro_batch_starts
 from .devices import seed_all
+from .experts import Experts
 from .mesh import Mesh
 from .model import DTYPES, GPT, name_seed, token_loss
 from .tensor import whole_loss
@@ -48,6 +49,7 @@ class Passes:
         """Do forward and backward of this rank's micro-batches; return the sum of their losses on the one rank of each
         data-parallel place that speaks for it, and 0 on the others that share the model."""
         self._losses.clear()
+        self._weigh_balance()
         with self._splitting_the_vocabulary():
             if self._schedule is None:
                 self._accumulate(step, consumed)
@@ -152,6 +154,16 @@ class Passes:
             loss = whole_loss(token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction))
         self._losses.append(loss.detach())
         return self.optimizer.scale_loss(loss)
+
+    def _weigh_balance(self) -> None:
+        """The experts' balance loss has the weight in this step's gradient that the loss of a micro-batch has."""
+        weight = self.optimizer.loss_scale
+        if self.config.training_config.loss_reduction == "sum":
+            weight *= self.config.dataset_config.batch_size * self.config.model_config.seq_length
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, Experts):
+                    module.aux_weight = weight
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         model = self.config.model_config

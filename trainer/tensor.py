@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from ttp.errors import ConfigError
 
 from .config import Config
+from .experts import Experts
 from .model import GPT
 
 
@@ -85,6 +87,8 @@ def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
     }
     for block in model.layers.values():
         here = {name: style for name, style in plan.items() if _has(block, name)}
+        if isinstance(block.feed_forward, Experts):
+            here |= _plan_of_experts(block.feed_forward, stream)
         parallelize_module(block, mesh, here)
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -97,6 +101,29 @@ def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if _has(model, name)})
     model.tie()
     model.sequence_ranks = mesh.size() if sequence_parallel else 1
+
+
+def _plan_of_experts(experts: Experts, stream: Placement) -> dict[str, ParallelStyle]:
+    """Every rank routes all tokens, and has a slice of each expert."""
+    plan: dict[str, ParallelStyle] = {
+        "feed_forward": PrepareModuleInputOutput(
+            input_layouts=(stream,),
+            desired_input_layouts=(Replicate(),),
+            use_local_input=True,
+            output_layouts=(Replicate(),),
+            desired_output_layouts=(stream,),
+            use_local_output=True,
+        ),
+        "feed_forward.router": Copied(),
+    }
+    for number, expert in experts.experts.items():
+        names = {
+            "gate": ColwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(output_layouts=Replicate()),
+        }
+        plan |= {f"feed_forward.experts.{number}.{name}": style for name, style in names.items() if _has(expert, name)}
+    return plan
 
 
 def _has(module: nn.Module, path: str) -> bool:
