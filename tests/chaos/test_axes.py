@@ -28,6 +28,10 @@ class Axes:
     pipeline: int = 1
     virtual: int | None = None
     sequence: bool = False
+    experts: int = 0
+    """Experts of each layer."""
+    expert: int = 1
+    """Ranks that they are divided over."""
 
     @property
     def ranks(self) -> int:
@@ -47,13 +51,17 @@ class Axes:
             "--model_config.num_query_groups=2",
             "--model_config.seq_length=16",
         ]
+        if self.experts:
+            given.append(f"--model_config.num_experts={self.experts}")
+            given.append(f"{at}expert_model_parallel_size={self.expert}")
         if self.virtual:
             given.append(f"{at}virtual_pipeline_model_parallel_size={self.virtual}")
         return [*given, f"{at}sequence_parallel=true"] if self.sequence else given
 
     def __str__(self) -> str:
         text = f"dp{self.data}tp{self.tensor}pp{self.pipeline}"
-        return text + (f"v{self.virtual}" if self.virtual else "") + ("sp" if self.sequence else "")
+        text += (f"v{self.virtual}" if self.virtual else "") + ("sp" if self.sequence else "")
+        return text + (f"ep{self.expert}of{self.experts}" if self.experts else "")
 
 
 LAYOUTS = (
@@ -63,6 +71,7 @@ LAYOUTS = (
     pytest.param(Axes(data=2, pipeline=2, virtual=2), marks=pytest.mark.long),
     pytest.param(Axes(data=3, tensor=2), marks=pytest.mark.long),
     pytest.param(Axes(data=2, tensor=2, pipeline=2, sequence=True), marks=pytest.mark.long),
+    pytest.param(Axes(data=4, experts=4, expert=2), marks=pytest.mark.long),
 )
 TIED = (
     "--model_config.untie_embeddings_and_output_weights=false", "--model_config.position_embedding_type=absolute",
@@ -87,7 +96,7 @@ def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
 def test_every_layout_trains_as_data_parallel_and_survives_kills_bit_for_bit(tmp_path: Path, axes: Axes) -> None:
     """A rank of the last stage or slice dies in the middle of its update, rank 0 ready for another one."""
     whole = run(tmp_path / "whole", axes)
-    assert_same_curve(whole, run(tmp_path / "plain", Axes(data=axes.data)))
+    assert_same_curve(whole, run(tmp_path / "plain", Axes(data=axes.data, experts=axes.experts)))
     last = axes.ranks - 1
     faults = f"kill:rank={last},step=4,point=updating,round=0;kill:rank=0,step=8,point=ready,round=1"
     hurt = run(tmp_path / "hurt", axes, faults=faults)

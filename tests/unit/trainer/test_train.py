@@ -14,6 +14,7 @@ import torch
 
 import ttp
 from ttp.session import find_session
+from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
 from ttp.trainer.metrics import MetricsFile, account, read_lines
@@ -212,7 +213,7 @@ def test_exception_in_training_leaves_its_traceback_in_the_error_log_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And goes on to the caller."""
-    monkeypatch.setattr(train_module, "token_loss", lambda *_: 1 // 0)
+    monkeypatch.setattr(passes, "token_loss", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("output")
     text = (tmp_path / "output" / "log" / "rank_0" / "error.log").read_text()
