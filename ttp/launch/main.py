@@ -61,17 +61,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.rank_table_file:
             apply_rank_table(args, explicit_arguments(make_parser, argv))
         if args.rdzv_backend == "c10d" and args.rdzv_endpoint:
-            parse_endpoints(args.rdzv_endpoint)  # a bad one is refused here
+            places = parse_endpoints(args.rdzv_endpoint)  # a bad one is refused here
+            if not use_ttp and len(places) > 1:
+                log.warning("with ENABLE_TTP=False the nodes meet at %s alone: torchrun knows one place", places[0])
+                args.rdzv_endpoint = str(places[0])
+        if not use_ttp:
+            torchrun.run(args)  # type: ignore[no-untyped-call]
+            return
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
+        config, command, command_args = _config_of(args)
+        launch(config, command, command_args, make_launching(settings, args))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if not use_ttp:
-        torchrun.run(args)  # type: ignore[no-untyped-call]
-        return
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
-    choose_rendezvous(args)
-    config, command, command_args = torchrun.config_from_args(args)
-    launch(config, command, command_args, make_launching(settings, args))
+
+
+def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """Return torch's configuration for the arguments. Raises ConfigError for values that torch's parser lets through."""
+    try:
+        choose_rendezvous(args)
+        return torchrun.config_from_args(args)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error} (--nnodes {args.nnodes}, --nproc-per-node {args.nproc_per_node}); ttprun --help tells what is taken"
+        ) from error
 
 
 def make_launching(settings: Settings, args: Namespace) -> Launching:
@@ -103,13 +116,20 @@ def launch(
 ) -> dict[int, Any]:
     """Run this node's agent to the job's end and return the workers' results by rank.
 
-    Raises ChildFailedError (the workers failed, no restart left), SignalException (a signal to the launcher).
+    Raises ChildFailedError (the workers failed, no restart left), SignalException (a signal to the launcher), ConfigError
+    (nothing was started).
     """
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
     if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    handler = make_rendezvous(config)
+    try:
+        handler = make_rendezvous(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error} (--rdzv-backend {config.rdzv_backend}, --rdzv-endpoint {config.rdzv_endpoint!r}, --rdzv-conf"
+            f" {config.rdzv_configs}); correct it, or leave it out for a job on one node"
+        ) from error
     agent = make_agent(config, entrypoint, args, handler, launching)
     event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
     here, over, why, ended = socket.gethostname(), False, "", "failed"

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from ttp.launch.arguments import make_parser
-from ttp.launch.main import store_host
+from ttp.launch.main import main, store_host
 from ttp.launch.topology import choose_rendezvous
 
 OWN_FLAGS = [
@@ -134,3 +134,35 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
     choose_rendezvous(args)
     config = torchrun.config_from_args(args)[0]
     assert store_host(config) == host
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--nproc-per-node", "two"), "Unsupported nproc_per_node value: two"),
+        (("--nnodes", "x"), "--nnodes x"),
+        (("--rdzv-backend", "nosuch"), "rendezvous backend 'nosuch' is not registered"),
+        (
+            ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "join_timeout=abc"),
+            "'join_timeout' does not represent a valid integer",
+        ),
+    ],
+)
+def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
+    given: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Exit status 2, nothing started, no traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main([*given, str(tmp_path / "train.py")])
+    assert ended.value.code == 2
+    errors = capfd.readouterr().err
+    assert "ttprun: error: " in errors and told in errors and "Traceback" not in errors
+
+
+def test_plain_torchrun_gets_the_first_of_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job script that lists two is tried with ENABLE_TTP=False as it stands."""
+    seen: list[str] = []
+    monkeypatch.setenv("ENABLE_TTP", "False")
+    monkeypatch.setattr(torchrun, "run", lambda args: seen.append(args.rdzv_endpoint))
+    main(["--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29400,node-b:29400", "train.py"])
+    assert seen == ["node-a:29400"]
