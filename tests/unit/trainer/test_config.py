@@ -29,9 +29,10 @@ def refusal(tmp_path: Path, text: str, *args: str) -> str:
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
-    """A preset is complete, and trains with data parallelism alone."""
-    config = load_config(name)
-    assert config.parallel_config.data_parallel_size(8) == 8
+    """A preset is complete, and fits a node of eight devices by its axes."""
+    parallel = load_config(name).parallel_config
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    assert parallel.data_parallel_size(8) * split == 8
 
 
 @pytest.mark.parametrize(
@@ -195,12 +196,10 @@ def test_world_that_is_not_the_product_of_the_axes_is_refused_with_all_factors()
         ParallelConfig(expert_model_parallel_size=3).data_parallel_size(4)
 
 
-@pytest.mark.parametrize("changes", [{"expert_model_parallel_size": 2}, {"sequence_parallel": True}])
-def test_axis_without_what_it_divides_is_refused_by_name(changes: dict[str, int]) -> None:
-    """Experts without a model of experts, a sequence without tensor-parallel ranks: nothing is silently ignored."""
-    name = next(iter(changes))
-    with pytest.raises(ConfigError, match=rf"parallel_config.{name} is .*wanted"):
-        ParallelConfig(**changes).data_parallel_size(4)  # type: ignore[arg-type]
+def test_sequence_parallelism_without_tensor_parallel_ranks_is_refused() -> None:
+    """Nothing is silently ignored."""
+    with pytest.raises(ConfigError, match=r"parallel_config.sequence_parallel is true .*wanted"):
+        ParallelConfig(sequence_parallel=True).data_parallel_size(4)
 
 
 def test_replicas_follow_the_world() -> None:

@@ -152,10 +152,20 @@ def test_rope_keeps_the_type_and_computes_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "published"), [("gpt2_124m", 124_439_808), ("gpt2_1558m", 1_557_611_200), ("gpt_7b", 6_738_415_616)]
+    ("preset", "published"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_355m", 354_823_168),
+        ("gpt2_774m", 774_030_080),
+        ("gpt2_1558m", 1_557_611_200),
+        ("gpt_7b", 6_738_415_616),
+        ("gpt_13b", 13_015_864_320),
+        ("gpt_70b", 68_976_648_192),
+        ("mixtral_8x7b", 46_702_792_704),
+    ],
 )
 def test_parameter_counts_equal_the_published_ones(preset: str, published: int) -> None:
-    """GPT-2 124M and 1558M, LLaMA 7B."""
+    """GPT-2 in its four sizes, LLaMA 7B and 13B, Llama 2 70B, Mixtral 8x7B."""
     assert count_parameters(load_config(preset).model_config) == published
 
 
