@@ -29,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         name, rest = _take_config(args)
+        planned, rest = _take_plan(rest)
         config = load_config(name, parse_overrides(rest))
+        if planned is not None:
+            from .plan import run_plan
+
+            run_plan(config, planned)
+            return 0
     except ConfigError as exc:
         print(f"ttp.trainer: {exc}", file=sys.stderr)
         return 2
@@ -53,6 +59,7 @@ def help_text() -> str:
     lines = [
         "usage: ttprun [torchrun's arguments] -m ttp.trainer [--config NAME_OR_PATH] [--section.key value ...]",
         "       python -m ttp.trainer ...    alone, as one rank",
+        "       python -m ttp.trainer ... --plan --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]    what it would need",
         "",
         f"--config takes a preset ({', '.join(presets())}; default: {DEFAULT_CONFIG}) or the path of a YAML file with these sections.",
         "Any key can be given on the command line too; values are YAML:",
@@ -85,6 +92,21 @@ def _take_config(args: Sequence[str]) -> tuple[str, list[str]]:
     if len(names) > 1:
         raise ConfigError(f"argument --config was given {len(names)} times: wanted one")
     return (names[0] if names else DEFAULT_CONFIG), rest
+
+
+def _take_plan(args: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """Split off `--plan` and its own options; None without it."""
+    if "--plan" not in args:
+        return None, list(args)
+    own, rest, pending = [], [], [arg for arg in args if arg != "--plan"]
+    while pending:
+        arg = pending.pop(0)
+        if arg.partition("=")[0] in ("--world-size", "--devices-per-node", "--disk-gb-per-s"):
+            own += [arg] if "=" in arg else [arg, *pending[:1]]
+            pending = pending if "=" in arg else pending[1:]
+        else:
+            rest.append(arg)
+    return own, rest
 
 
 def _run_as_program() -> None:

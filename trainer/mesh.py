@@ -1,7 +1,8 @@
 """Where each rank stands on the axes of parallelism: pipeline stages, data-parallel replicas, experts, tensor-parallel slices.
 
-Owns the order of ranks (tensor innermost, then data with the experts' axis within, then pipeline) and the process groups of the
-axes. Frozen: the one object that says who shares what with whom.
+Owns the order of ranks (tensor innermost, then pipeline, then data, with the experts' axis as its inner part) and the process
+groups of the axes. Data is outermost, so that the replicas of a shard are as far apart as can be: a node that is lost takes one of
+them. Frozen: the one object that says who shares what with whom.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ def build_mesh(parallel: ParallelConfig, world_size: int, rank: int, device_type
     if tp * pp * ep == 1:
         data = Axis(dp, rank)
         return Mesh(data=data, expert_data=data)
-    mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pipeline", "data", "tensor"))
+    mesh = init_device_mesh(device_type, (dp, pp, tp), mesh_dim_names=("data", "pipeline", "tensor"))
     tensor_mesh = mesh["tensor"] if tp > 1 else None
     data, tensor, pipeline = _axis(mesh, "data"), _axis(mesh, "tensor"), _axis(mesh, "pipeline")
     if ep == 1:
         return Mesh(data, tensor, pipeline, expert_data=data, tensor_mesh=tensor_mesh)
-    names = ("pipeline", "expert_data", "expert", "tensor")
-    experts = init_device_mesh(device_type, (pp, dp // ep, ep, tp), mesh_dim_names=names)
+    names = ("expert_data", "expert", "pipeline", "tensor")
+    experts = init_device_mesh(device_type, (dp // ep, ep, pp, tp), mesh_dim_names=names)
     return Mesh(data, tensor, pipeline, _axis(experts, "expert"), _axis(experts, "expert_data"), tensor_mesh)
 
 

@@ -95,7 +95,8 @@ def test_a_pipeline_that_cannot_be_is_refused(
 def test_a_world_without_split_models_makes_no_groups() -> None:
     """Data parallel alone runs on the world's own group."""
     mesh = build_mesh(ParallelConfig(), 8, 3, "cpu")
-    assert mesh == Mesh(data=Axis(8, 3)) and not mesh.splits_model
+    data = Axis(8, 3)
+    assert mesh == Mesh(data=data, expert_data=data) and not mesh.splits_model
 
 
 def test_the_hash_of_the_weights_does_not_depend_on_how_they_are_divided(small_config: MakeConfig) -> None:

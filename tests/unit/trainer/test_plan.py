@@ -1,0 +1,105 @@
+"""What a run would need is told without starting it, and agrees with what is built."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.unit.trainer.conftest import MakeConfig
+from ttp.errors import ConfigError
+from ttp.trainer.__main__ import main
+from ttp.trainer.config_file import load_config, presets
+from ttp.trainer.model import GPT, count_parameters, stages
+from ttp.trainer.plan import OPTIMIZER_BYTES, Plan, make_plan
+
+LARGE = {
+    "parallel_config.tensor_model_parallel_size": "2",
+    "parallel_config.pipeline_model_parallel_size": "4",
+    "dataset_config.micro_batch_num": "24",
+    "model_config.vocab_size": "50304",
+}
+"""The usual large example: 32 devices, and a vocabulary that is padded to a multiple of the tensor-parallel ranks."""
+
+
+def plan_of(preset: str, world_size: int, **changes: str) -> Plan:
+    return make_plan(load_config(preset, list(changes.items())), world_size)
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_can_be_planned(preset: str) -> None:
+    """On 64 devices; a rank has its share of the parameters and no more."""
+    plan = plan_of(preset, 64)
+    assert plan.parameters == count_parameters(load_config(preset).model_config)
+    split = plan.axes["tensor"] * plan.axes["pipeline"] * plan.axes["expert"]
+    assert plan.parameters / split <= plan.local_parameters < 1.6 * plan.parameters / split + 1e6
+    assert plan.dump == OPTIMIZER_BYTES * plan.parameters and plan.memory > 0
+
+
+def test_the_usual_large_example() -> None:
+    """dp 4, tp 2, pp 4 on 32 devices with 24 micro-batches: a stage's parameters, halved, and all three kinds of traffic."""
+    config = load_config("gpt2_13b", list(LARGE.items()))
+    plan = make_plan(config, 32)
+    assert plan.axes == {"data": 4, "tensor": 2, "pipeline": 4, "expert": 1}
+    with torch.device("meta"):
+        sizes = [
+            sum(parameter.numel() for parameter in GPT(config.model_config, stage).parameters())
+            for stage in stages(config.model_config.num_layers, 4)
+        ]
+    assert max(sizes) / 2 <= plan.local_parameters < 1.01 * max(sizes) / 2
+    assert plan.weights == plan.gradients == 2 * plan.local_parameters
+    assert plan.optimizer == plan.local_parameters * 16 * 2 // 4 and plan.copies == plan.optimizer // 2
+    assert plan.data_parallel_wire and plan.tensor_wire and plan.pipeline_wire and not plan.expert_wire
+    assert plan.apart and plan.nodes == 4
+
+
+@pytest.mark.parametrize(("world_size", "wanted"), [(2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0)])
+def test_gradients_cost_what_theory_says(small_config: MakeConfig, world_size: int, wanted: float) -> None:
+    """With two replicas a rank sends each gradient once, whatever the size, and the parameters' shards once around."""
+    plan = make_plan(small_config(), world_size)
+    shards = world_size if world_size % 2 else world_size // 2
+    nbytes = 4 * plan.local_parameters
+    assert plan.data_parallel_wire == pytest.approx(nbytes * (wanted + 1 - 1 / shards), abs=2)
+
+
+def test_sequence_parallelism_saves_activations_and_replicas_cost_memory(small_config: MakeConfig) -> None:
+    """And experts that are divided take less of each rank."""
+    tensor = {"parallel_config.tensor_model_parallel_size": 2}
+    plain = make_plan(small_config(tensor), 4)
+    sequence = make_plan(small_config({**tensor, "parallel_config.sequence_parallel": True}), 4)
+    assert sequence.activations < plain.activations and sequence.weights == plain.weights
+    alone = make_plan(small_config({"parallel_config.optimizer_replicas": 1}), 4)
+    assert alone.optimizer * 2 == make_plan(small_config(), 4).optimizer and alone.copies == 0 and not alone.apart
+    experts = {"model_config.num_experts": 4}
+    divided = make_plan(small_config({**experts, "parallel_config.expert_model_parallel_size": 2}), 4)
+    assert divided.weights < make_plan(small_config(experts), 4).weights and divided.expert_wire
+
+
+def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every factor of the world, memory, wire, dump, and what is survived."""
+    assert main(["--config", "gpt_70b", "--plan", "--world-size", "1024", "--disk-gb-per-s=2"]) == 0
+    told = capsys.readouterr().out
+    assert "1024: data 128 x tensor 8 x pipeline 1" in told and "68,976,648,192" in told
+    assert re.search(r"dying gasp .* at 2 GB/s a rank", told)
+    assert "any 1 of 1024 ranks, each of 128 nodes" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        ([], "got --world-size 0"),
+        (["--world-size", "ten"], "invalid int value"),
+        (["--world-size", "12"], "12 ranks are not tensor 8 x pipeline 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(args: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a size, with no number, and with a world that the axes do not make."""
+    assert main(["--config", "gpt_70b", "--plan", *args]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_one_world_is_refused_as_a_start_would(small_config: MakeConfig) -> None:
+    """The same words as at a start."""
+    with pytest.raises(ConfigError, match="wanted a multiple of"):
+        make_plan(small_config({"parallel_config.tensor_model_parallel_size": 8}), 8)

@@ -1,0 +1,229 @@
+"""`python -m ttp.trainer --config NAME --plan --world-size N`: what a run would need, without starting anything.
+
+Owns the arithmetic of a layout: parameters, memory, bytes on the wire, bytes and time of a dying gasp, and what is survived.
+Sizes are those of the rank that has the most. Nothing is allocated: the model is built on torch's meta device.
+
+Sources: activations by Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), table 2,
+without the attention matrix, which `scaled_dot_product_attention` does not keep; collectives by Thakur et al., Optimization
+of Collective Communication Operations in MPICH (2005).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ttp.errors import ConfigError
+from ttp.optim.placement import cycle, grid, shared_hosts
+
+from .config import Config
+from .model import DTYPES, GPT, Stage, count_parameters, stages
+from .tensor import check_divides
+
+OPTIMIZER_BYTES = 12
+"""FP32 master and two moments of a parameter; a checkpoint has the same."""
+REDUCED_BYTES = 4
+GIB = 2**30
+_BY_TENSOR_RANKS = (
+    "wq.weight", "wk.weight", "wv.weight", "wo.weight", "gate.weight", "up.weight", "down.weight", "wq.bias", "wk.bias", "wv.bias",
+    "gate.bias", "up.bias", "embedding.weight", "positions.weight", "output.weight",
+)  # fmt: skip
+"""Parameters that tensor-parallel ranks share; all others are copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes are a rank's, of the rank that has the most."""
+
+    axes: dict[str, int]
+    parameters: int
+    local_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    copies: int
+    """How much of `optimizer` is there for the replicas' sake."""
+    activations: int
+    """Of the micro-batches in flight, with nothing recomputed."""
+    data_parallel_wire: int
+    """Sent in a step: gradients and parameters."""
+    tensor_wire: int
+    pipeline_wire: int
+    expert_wire: int
+    dump: int
+    """Of the whole job."""
+    replicas: int
+    apart: bool
+    """The holders of every shard sit on different nodes."""
+    nodes: int
+
+    @property
+    def memory(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Plan:
+    """Return the plan. Raises ConfigError for a world that the axes do not make, as a start would."""
+    parallel, model, data = config.parallel_config, config.model_config, config.dataset_config
+    dp = parallel.data_parallel_size(world_size)
+    check_divides(config)
+    tp, pp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    replicas = parallel.replicas(dp, config.training_config.use_distributed_optimizer)
+    cut = stages(model.num_layers, pp * chunks)
+    dense, experts = max(
+        (_local(config, [cut[chunk * pp + rank] for chunk in range(chunks)]) for rank in range(pp)), key=sum
+    )
+    local = dense + experts
+    dtype = DTYPES[model.params_dtype].itemsize
+    share = replicas / dp
+    expert_share = min(1.0, replicas * ep / dp)
+    held = dense * share + experts * expert_share
+    copy = 2 if config.training_config.local_copy_os else 1
+    per_parameter = OPTIMIZER_BYTES * copy + REDUCED_BYTES
+    tokens = data.batch_size * model.seq_length
+    compute = DTYPES[model.compute_dtype].itemsize
+    layers = -(-model.num_layers // pp)
+    between = tokens * model.hidden_size * compute // (tp if parallel.sequence_parallel else 1)
+    moe = ep > 1 and model.num_experts is not None
+    return Plan(
+        axes={"data": dp, "tensor": tp, "pipeline": pp, "expert": ep},
+        parameters=count_parameters(model),
+        local_parameters=local,
+        weights=local * dtype,
+        gradients=local * dtype,
+        optimizer=int(held * per_parameter),
+        copies=int(held * per_parameter * (1 - 1 / replicas)),
+        activations=_activations(config, layers, min(pp, data.micro_batch_num)),
+        data_parallel_wire=_wire(dense, dp, replicas, dtype) + _wire(experts, dp // ep, replicas, dtype),
+        tensor_wire=int(4 * layers * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute),
+        pipeline_wire=2 * chunks * data.micro_batch_num * between if pp > 1 else 0,
+        expert_wire=int(
+            4 * layers * data.micro_batch_num * (ep - 1) / ep
+            * tokens * model.num_experts_per_token * model.hidden_size * compute
+        )
+        if moe
+        else 0,
+        dump=OPTIMIZER_BYTES * count_parameters(model),
+        replicas=replicas,
+        apart=_apart(dp, tp, pp, ep, replicas, devices_per_node),
+        nodes=-(-world_size // devices_per_node),
+    )  # fmt: skip
+
+
+def _local(config: Config, mine: Sequence[Stage]) -> tuple[int, int]:
+    """Return (elements outside the experts, elements of experts) of the parameters that a rank has of these stages."""
+    model, tp = config.model_config, config.parallel_config.tensor_model_parallel_size
+    ep = config.parallel_config.expert_model_parallel_size
+    here = range((model.num_experts or 0) // ep)
+    found = [0, 0]
+    for stage in mine:
+        with torch.device("meta"):
+            built = GPT(model, stage, here)
+        for name, parameter in built.named_parameters():
+            found[".experts." in name] += parameter.numel() // (tp if name.endswith(_BY_TENSOR_RANKS) else 1)
+    return found[0], found[1]
+
+
+def _activations(config: Config, layers: int, in_flight: int) -> int:
+    """Return the bytes that backward needs of the micro-batches in flight."""
+    model, parallel, data = config.model_config, config.parallel_config, config.dataset_config
+    tp = parallel.tensor_model_parallel_size
+    each = data.batch_size * model.seq_length * model.hidden_size * DTYPES[model.compute_dtype].itemsize // 2
+    per_layer = 34 * each / tp if parallel.sequence_parallel else 10 * each + 24 * each / tp
+    logits = data.batch_size * model.seq_length * model.vocab_size * 4 / tp  # the loss is computed in FP32
+    return int(in_flight * layers * per_layer + logits)
+
+
+def _wire(numel: int, ranks: int, replicas: int, dtype: int) -> int:
+    """Return the bytes that a rank sends for its gradients and its parameters (see ttp/optim/wires.py)."""
+    if ranks == 1 or numel == 0:
+        return 0
+    replicas = min(replicas, ranks)
+    shards = ranks if ranks % replicas else ranks // replicas
+    back = (1 - 1 / shards) * numel * dtype
+    if ranks % replicas:
+        return int(numel * dtype + back)
+    return int((1 - 1 / shards) * numel * dtype + 2 * (replicas - 1) / replicas * numel / shards * REDUCED_BYTES + back)
+
+
+def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> bool:
+    """True when every data-parallel group, the experts' too, holds each shard on different nodes, as the optimizer places them."""
+    if replicas == 1 or dp == ep:
+        return False
+    model = tp * pp
+    groups = [[first + rank * model for rank in range(dp)] for first in range(model)]
+    if ep > 1:
+        groups += [
+            [first + (rank * ep + e) * model for rank in range(dp // ep)] for first in range(model) for e in range(ep)
+        ]
+    return all(_kept_apart([str(rank // devices) for rank in ranks], replicas) for ranks in groups)
+
+
+def _kept_apart(hosts: list[str], replicas: int) -> bool:
+    ranks = len(hosts)
+    if ranks % replicas:
+        return not shared_hosts(list(enumerate(cycle(ranks, hosts))), hosts)
+    return not shared_hosts(list(zip(*grid(ranks, replicas, hosts), strict=True)), hosts)
+
+
+def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
+    """Return the plan for people."""
+    axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items() if name != "expert" or size > 1)
+    replicas = f"{plan.replicas} ranks hold each shard" if plan.replicas > 1 else "no shard has a second holder"
+    if plan.replicas == 1:
+        survived = "a death loses the steps since the last checkpoint"
+    else:
+        survived = f"any {plan.replicas - 1} of {world_size} ranks"
+        survived += f", each of {plan.nodes} nodes" if plan.apart and plan.nodes > 1 else ""
+        survived += "" if plan.apart or plan.nodes == 1 else "; not each node: some holders of a shard share one"
+    seconds = plan.dump / world_size / disk_bytes_per_s
+    return [
+        f"ranks               {world_size}: {axes}",
+        f"parameters          {plan.parameters:,}, {plan.local_parameters:,} a rank",
+        f"memory a rank       {_gib(plan.memory)}",
+        f"  weights           {_gib(plan.weights)}",
+        f"  gradients         {_gib(plan.gradients)}",
+        f"  optimizer         {_gib(plan.optimizer)}, {_gib(plan.copies)} of it for the replicas",
+        f"  activations       {_gib(plan.activations)} (estimate; nothing recomputed)",
+        "sent by a rank a step",
+        f"  data parallel     {_gib(plan.data_parallel_wire)}",
+        f"  tensor parallel   {_gib(plan.tensor_wire)}",
+        f"  pipeline          {_gib(plan.pipeline_wire)}",
+        f"  experts           {_gib(plan.expert_wire)}",
+        f"dying gasp          {_gib(plan.dump)}, {_gib(plan.dump // world_size)} a rank:"
+        f" {seconds:.1f} s at {disk_bytes_per_s / 1e9:g} GB/s a rank",
+        f"survived            {survived} ({replicas})",
+    ]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def run_plan(config: Config, arguments: Sequence[str]) -> None:
+    """Print the plan for `--world-size N [--devices-per-node 8] [--disk-gb-per-s 1]`. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="ttp.trainer --plan", exit_on_error=False, add_help=False)
+    parser.add_argument("--world-size", type=int, default=0)
+    parser.add_argument("--devices-per-node", type=int, default=8)
+    parser.add_argument("--disk-gb-per-s", type=float, default=1.0)
+    try:
+        given = parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            f"--plan: {error}; wanted --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]"
+        ) from None
+    if given.world_size < 1 or given.devices_per_node < 1 or given.disk_gb_per_s <= 0:
+        raise ConfigError(
+            f"--plan: got --world-size {given.world_size}, --devices-per-node {given.devices_per_node}, --disk-gb-per-s"
+            f" {given.disk_gb_per_s:g}; wanted --world-size N, and all of them above 0"
+        )
+    plan = make_plan(config, given.world_size, given.devices_per_node)
+    print("\n".join(lines(plan, given.disk_gb_per_s * 1e9, given.world_size)))
