@@ -10,9 +10,8 @@ from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
-from tests.simulation.pieces import OwnDisks
-from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
+from tests.simulation.truth import controllers_hurt, covers, sound
 from ttp.controller.state import EXIT_WAIT_S
 from ttp.errors import TTPError
 
@@ -32,6 +31,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += _said(job)
     if job.own is None:
         found += _older_and_newest(job)
+    found += _lost_steps(job)
     found += _outcome(scenario)
     return found
 
@@ -141,12 +141,12 @@ def _outcome(scenario: Scenario) -> list[str]:
     if published:
         return []
     if not events(job, "assembled"):
-        return [] if exits or not _sound(job) else ["I11: the start failed without a word"]
+        return [] if exits or not sound(job) else ["I11: the start failed without a word"]
     if _leads_nobody(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
         return []  # nobody is left who could look for another controller, or be told anything by a new one
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
-    return _false_refusal(job, str(refused[-1]["reason"]))
+    return _false_refusal(job)
 
 
 def _comes_and_goes(job: Job) -> bool:
@@ -189,43 +189,38 @@ def unprotected(job: Job) -> bool:
     return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in (job.controller, *behind))
 
 
-def _sound(job: Job) -> list[Rank]:
-    """Return the ranks that nothing happened to, to the end."""
-    dead = {fields["rank"] for fields in events(job, "death_seen")}
-    return [
-        rank
-        for rank in job.ranks
-        if rank.rank not in job.killed
-        and rank.rank not in dead
-        and not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
-    ]
+def _false_refusal(job: Job) -> list[str]:
+    """I9: where ranks that nothing happened to cover a step, on directories that serve them, it is not refused.
 
-
-def _false_refusal(job: Job, reason: str) -> list[str]:
-    sound = {rank.rank for rank in _sound(job)}
-    if isinstance(job.disk, OwnDisks):
-        return _false_with_own_disks(job, job.disk, sound, reason)
-    covered = all(sound.intersection(holders) for holders in job.training.layout.holders)
-    if "nothing to save" in reason:
-        return _false_nothing(job, sound)
+    The first refusal is judged, since ranks leave after it. Excused is a controller that had been away, or whose clock had
+    leapt, within two leases. Where no directory could be written, the step that was decided is judged: for a disk's sake the
+    job does not go back to an older one, of which a local copy may be elsewhere. And a directory with a file that ended short
+    unnoticed serves nobody: only a publisher finds it.
+    """
+    refused = next(snapshot for snapshot in job.snapshots if snapshot.verdict == "refused")
+    reason = str(events(job, "refused")[0]["reason"])
+    able = sound(job, refused.at_s)
+    step = refused.newest(job, able)
     if "directories could be written" in reason:
-        bad = job.disk.spoiled()
-        return [] if bad >= set(job.roots) else [f"I9: refused for the disks, but only {sorted(bad)} failed"]
-    return [f"I9: covered by sound ranks {sorted(sound)}, yet refused: {reason}"] if covered else []
-
-
-def _false_nothing(job: Job, sound: set[int]) -> list[str]:
-    trained = {rank.rank for rank in job.ranks if rank.rank in sound and rank.gate.state_step > 0}
-    whole = all(trained.intersection(holders) for holders in job.training.layout.holders)
-    return [f"I9: refused for having nothing, but ranks {sorted(trained)} have a step"] if whole else []
-
-
-def _false_with_own_disks(job: Job, disk: OwnDisks, sound: set[int], reason: str) -> list[str]:
-    """One node's bad disk vetoes nothing: where sound ranks on nodes with sound disks hold everything, it is saved."""
-    if "nothing to save" in reason:
-        return _false_nothing(job, sound)
+        step = int(str(events(job, "decided")[-1]["step"]))
+    if not step or controllers_hurt(job, refused.at_s - 2 * job.times.lease_s, refused.at_s):
+        return []
+    reaching = refused.reaching(step, able)
     for name in job.roots:
-        able = {rank for rank in sound if job.root_of(rank, name) not in disk.spoiled()}
-        if all(able.intersection(holders) for holders in job.training.layout.holders):
-            return [f"I9: covered by ranks {sorted(able)}, whose disks have a sound {name}, yet refused: {reason}"]
+        served = {rank for rank in reaching if job.disk.serves(rank, job.root_of(rank, name))}
+        if covers(job, served):
+            return [f"I9: step {step} was covered by ranks {sorted(served)}, whom {name} serves, yet refused: {reason}"]
     return []
+
+
+def _lost_steps(job: Job) -> list[str]:
+    """I6: a dump has the newest step that ranks cover that nothing happened to, whoever decided it."""
+    decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided"]
+    if not decided or not events(job, "published"):
+        return []
+    last = decided[-1]
+    newest = last.newest(job, sound(job))
+    published = max(int(str(fields["step"])) for fields in events(job, "published"))
+    if published >= newest or controllers_hurt(job, last.at_s - 2 * job.times.lease_s, last.at_s):
+        return []
+    return [f"I6: step {published} was published, step {newest} was covered by ranks that nothing happened to"]

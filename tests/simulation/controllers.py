@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import Stage
@@ -47,6 +48,8 @@ class Controller:
         self.cut_until = 0.0
         self.absences: list[tuple[float, float]] = []
         """When it was away: began, ended."""
+        self.leaps: list[float] = []
+        """When its clock leapt."""
         self.away_s = 0.0
         """Longest time for which it was stopped or cut off."""
         self._queue: list[Callable[[], None]] = []
@@ -177,6 +180,8 @@ class Controller:
                 self.job.happened(event, -1)
                 if event == "published":
                     self.job.said_published(self)
+                elif event in ("decided", "refused"):
+                    self.job.snapshots.append(Snapshot.of(self.job, event))
             case ev.Supersede(addresses):
                 for address in addresses:
                     self._supersede(self.job.controller_at(address))
@@ -231,6 +236,7 @@ class Controller:
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""
         self.job.note(f"the clock of controller c{self.place} leaps by {seconds:.3f} s")
+        self.leaps.append(self.job.scheduler.now)
         self.ahead_s += seconds
         self._tick_at = inf
         if not self.gone:

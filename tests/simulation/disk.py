@@ -96,6 +96,11 @@ class Disk:
         if (rank, root) in self.unsynced:
             raise DiskError("fsync: input/output error", "failed fsync")
 
+    def serves(self, rank: int, root: str) -> bool:
+        """True when nothing is wrong with a save directory for this rank, and no rank's files end short there."""
+        torn = any(where == root for _, where in self.tearing)
+        return not (torn or root in self.full or any((rank, root) in pairs for pairs in self._by_rank()))
+
     def spoiled(self) -> frozenset[str]:
         """Return the save directories that something was wrong with, for whatever rank."""
         return frozenset(self.full.union(*((r for _, r in pairs) for pairs in self._by_rank())))

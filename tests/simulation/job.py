@@ -18,6 +18,7 @@ from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.training import Training
+from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller.state import Stage
 from ttp.proto.messages import CommitRecord, Upward, WorkerExit
@@ -103,6 +104,8 @@ class Job:
         """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], str] = {}
         self.committed_when_published: list[int] = []
+        self.snapshots: list[Snapshot] = []
+        """What was true whenever a controller decided or refused."""
         self.said: list[tuple[Key, frozenset[str]]] = []
         """What controllers said is published in pieces, and on which hosts it was."""
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]

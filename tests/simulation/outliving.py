@@ -130,10 +130,14 @@ def _return_of(
     """A rank that is READY is not heard, and found dead; it comes back for the next controller, which rolls it forward."""
     job.ranks[rank].late_results[step] = 3.0
     route = job.ranks[rank].route
-    _when_rank(job, f"READY {step}", rank, lambda: route.hold(UP, job.now + 5.0))
+
+    def go_silent() -> None:
+        job.ranks[rank].was_stopped = True
+        route.hold(UP, job.now + 5.0)
+
+    _when_rank(job, f"READY {step}", rank, go_silent)
 
     def come_back(held: int) -> None:
-        job.ranks[rank].was_stopped = True
         job.note(f"rank {rank} is heard again by the next controller")
         route.held_until[UP] = job.now
         then(held)

@@ -1,0 +1,72 @@
+"""What is so in a simulated job, whatever a controller believes: who is sound, what they hold, which step they can reach.
+
+Everything here comes from what was done to the job and from the ranks' gates; never from a controller's own word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from ttp.proto.messages import Phase, StateReport
+
+if TYPE_CHECKING:
+    from tests.simulation.job import Job
+    from tests.simulation.rank import Rank
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The gates of all living ranks at the moment of a verdict (`decided`, `refused`)."""
+
+    verdict: str
+    at_s: float
+    reports: tuple[StateReport, ...]
+
+    @classmethod
+    def of(cls, job: Job, verdict: str) -> Snapshot:
+        reports = tuple(rank.gate.report(rank.gate.freeze_id) for rank in job.ranks if rank.alive and rank.started)
+        return cls(verdict, job.now, reports)
+
+    def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
+        """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""
+        mine = [report for report in self.reports if report.rank in sound and report.closed and not report.torn]
+        told = any(record.step == step for report in mine for record in report.records)
+        return frozenset(
+            report.rank
+            for report in mine
+            if step in (report.state_step, report.backup_step)
+            or (told and report.phase is Phase.READY and report.step == step == report.state_step + 1)
+        )
+
+    def newest(self, job: Job, sound: Collection[int]) -> int:
+        """Return the newest step that sound ranks cover, 0: none."""
+        steps = {step for report in self.reports for step in (report.state_step, report.state_step + 1)}
+        whole = (step for step in steps if covers(job, self.reaching(step, sound)))
+        return max(whole, default=0)
+
+
+def covers(job: Job, ranks: Collection[int]) -> bool:
+    """True when these ranks hold every shard."""
+    return all(not set(holders).isdisjoint(ranks) for holders in job.training.layout.holders)
+
+
+def sound(job: Job, until_s: float = inf) -> frozenset[int]:
+    """Return the ranks that nothing happened to up to then: neither killed, nor kept from answering for longer than a rank
+    may be silent, nor with a clock that leapt, nor with an update or an order that cannot end."""
+    return frozenset(rank.rank for rank in job.ranks if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
+
+
+def _unhurt(rank: Rank) -> bool:
+    return not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
+
+
+def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
+    """True when between these moments a controller was away, or its clock leapt: whom it does not hear it may take for dead."""
+    return any(
+        began_s <= to_s and ended_s >= from_s
+        for controller in job.controllers
+        for began_s, ended_s in (*controller.absences, *((leap, leap) for leap in controller.leaps))
+    )
