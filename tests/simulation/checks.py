@@ -11,8 +11,8 @@ from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
-from tests.simulation.truth import controllers_hurt, covers, sound
-from ttp.controller.state import EXIT_WAIT_S
+from tests.simulation.time_checks import late
+from tests.simulation.truth import controllers_hurt, covers, events, sound
 from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
@@ -26,7 +26,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
-    found += _in_time(job)
+    found += late(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
     found += _said(job)
     if job.own is None:
@@ -34,15 +34,6 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += _lost_steps(job)
     found += _outcome(scenario)
     return found
-
-
-def _in_time(job: Job) -> list[str]:
-    """I11: from the last fault on, a dump has its total time, and a takeover may begin it once more."""
-    times, last = job.times, max((strike.at_s for strike in job.strikes), default=0.0)
-    longest = 2 * (times.total_timeout_s + times.controller_lost_s) + EXIT_WAIT_S
-    dump = [at for at, line in job.story if line.event in ("freeze_sent", "published", "refused", "thawed", "finished")]
-    took = max(dump, default=0.0) - last
-    return [f"I11: {took:.1f} s after the last fault, wanted {longest:.1f} s at most"] if took > longest else []
 
 
 def _older_and_newest(job: Job) -> list[str]:
@@ -69,11 +60,6 @@ def violations(scenario: Scenario) -> list[str]:
     except (AssertionError, LookupError, ValueError, TTPError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return [f"raised: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"]
-
-
-def events(job: Job, name: str) -> list[dict[str, object]]:
-    """Return the fields of all journal lines of one kind, whichever controller wrote them."""
-    return [dict(line.fields) for _, line in job.story if line.event == name]
 
 
 def _stages(job: Job) -> list[str]:
@@ -150,11 +136,17 @@ def _outcome(scenario: Scenario) -> list[str]:
 
 
 def _comes_and_goes(job: Job) -> bool:
-    """True when controllers were away several times: one that is heard for a moment keeps a rank from the standby for a lease
-    more, which is longer than the standby waits for it. Or when one was away while a rank's stream had just failed: both
-    together may last for a lease. That costs a dump, and no step."""
-    absences = [absence for controller in job.controllers for absence in controller.absences]
-    lease_s = job.times.lease_s
+    """True when one absence of a controller and another trouble came together, close before the alarm: a second absence, or a
+    stream of a rank that had just failed. One that is heard for a moment keeps a rank from the standby for a lease more, which
+    is longer than the standby waits for it. That costs a dump, and no step."""
+    alarm_s = next(at for at, line in job.story if line.event == "decided")
+    since_s, lease_s = alarm_s - job.times.lease_s - job.times.orphan_timeout_s, job.times.lease_s
+    absences = [
+        (began_s, ended_s)
+        for controller in job.controllers
+        for began_s, ended_s in controller.absences
+        if began_s <= alarm_s and ended_s >= since_s
+    ]
     on_its_way_back = any(
         began_s - lease_s <= strike.at_s <= ended_s
         for began_s, ended_s in absences
@@ -195,11 +187,13 @@ def _false_refusal(job: Job) -> list[str]:
     The first refusal is judged, since ranks leave after it. Excused is a controller that had been away, or whose clock had
     leapt, within two leases. Where no directory could be written, the step that was decided is judged: for a disk's sake the
     job does not go back to an older one, of which a local copy may be elsewhere. And a directory with a file that ended short
-    unnoticed serves nobody: only a publisher finds it.
+    unnoticed serves nobody: only a publisher finds it. A rank whose work goes on and on is waited for until the total timeout.
     """
     refused = next(snapshot for snapshot in job.snapshots if snapshot.verdict == "refused")
     reason = str(events(job, "refused")[0]["reason"])
     able = sound(job, refused.at_s)
+    if "was not over after" in reason and any(rank.endless for rank in job.ranks):
+        return []
     step = refused.newest(job, able)
     if "directories could be written" in reason:
         step = int(str(events(job, "decided")[-1]["step"]))

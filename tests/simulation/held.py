@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ttp.proto.messages import Working
+
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
 
@@ -32,6 +34,8 @@ class Hold:
     """Called with the rank as soon as it stands still."""
     ends: Callable[[int], None] = field(default=nothing)
     """Called with the rank right before it goes on."""
+    gets_on: bool = False
+    """The rank says with every heartbeat that its work gets on."""
 
     def begin(self, process: Rank, step: str, go_on: Callable[[], None]) -> None:
         """Hold a rank up before a step; `go_on` does it."""
@@ -49,6 +53,15 @@ class Hold:
         if self.until:
             job.hook(self.until, 1, lambda _: job.scheduler.after(0.0, end))
         job.scheduler.after(self.longest_s, end)
+
+        def say() -> None:
+            if waiting:
+                job.send_up(process, Working(process.rank, process.gate.freeze_id))
+                process.later(job.times.heartbeat_s, say)
+
+        if self.gets_on:
+            process.endless = True
+            say()
         self.began(process.rank)
 
 

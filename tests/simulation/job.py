@@ -273,7 +273,7 @@ class Job:
             self.disk.lost.add(host)
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
-        process.alive, process.ended = False, text
+        process.alive, process.ended, process.ended_s = False, text, self.now
         self.scheduler.look = True
         left = text.startswith("exit code")
         self.collectives.rank_gone(process.rank, surely=left)

@@ -33,7 +33,7 @@ class Rank:
         self.gate = Gate(rank, job.training)
         self.stream: Stream | None = None
         self.route = Route()
-        self.alive, self.stopped, self.ended = True, False, ""
+        self.alive, self.stopped, self.ended, self.ended_s = True, False, "", inf
         self.released = False
         self.was_stopped = False
         """Something kept it from answering for a while, or for good."""
@@ -54,6 +54,8 @@ class Rank:
         self.waiting = False
         self.break_roll = False
         self.hang_work = False
+        self.endless = False
+        """Its work goes on and on."""
         self.fence = 0
         """The highest term of a controller that was reached."""
         self.state = machine.initial(

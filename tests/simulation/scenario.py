@@ -34,6 +34,8 @@ WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_
 """Hangs are looked for: the job learns its own pace."""
 WATCHED_STEPS = 40
 
+ENDLESS = 0.004
+"""Part of the jobs in which work goes on for longer than a fault may take."""
 OWN_DIRECTORIES = 0.2
 """Part of the jobs over several hosts in which each has directories of its own."""
 
@@ -76,6 +78,9 @@ def build(
     scenario = Scenario(seed, job)
     if not faults:
         return scenario
+    if random.Random(f"endless work {seed}").random() < ENDLESS and not steps:
+        _add_endless_work(scenario, rng)
+        return scenario
     if watched:
         _add_hang(scenario, rng)
     elif shape < 0.12:
@@ -112,6 +117,21 @@ _EVEN_RANKS_COVER = (ring(3), ring(5), ring(4, replicas=3))
 """Layouts in which the even ranks hold every shard, so that they roll forward to a step that no odd rank has come to."""
 _ODD_RANKS_BEHIND = {("hang in compute", "rolling"), ("slow rank", "rolling")}
 """Cells that need such a layout, and records that do not span the ranks: a rank that still computes was never READY."""
+
+
+def _add_endless_work(scenario: Scenario, rng: random.Random) -> None:
+    """A dump in which some work gets on and on: nothing but the total timeout ends it."""
+    job = scenario.job
+    if rng.random() < 0.5:
+        _begin_rolling(scenario, rng)
+        step = rng.choice(("roll", "write", "manifest"))
+    else:
+        _begin_dump(scenario, rng)
+        step = rng.choice(("write", "manifest"))
+    longest_s = 1.5 * job.times.total_timeout_s
+    scenario.harmless = False
+    scenario.faults.append(f"'{step}' takes {longest_s:g} s, and gets on all the time")
+    job.holds[step] = Hold(longest_s=longest_s, gets_on=True)
 
 
 def _add_hang(scenario: Scenario, rng: random.Random) -> None:

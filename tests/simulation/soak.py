@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.simulation.checks import events, unprotected, violations
+from tests.simulation.checks import unprotected, violations
 from tests.simulation.faults import KINDS
 from tests.simulation.garbage import seldom_collected
 from tests.simulation.matrix import DUMP, PLACES, Tally, possible
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.truth import events
 
 ENOUGH_JOBS = 50_000
 """From so many jobs on every possible cell must have been hit."""

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
+from tests.simulation.truth import events
 from ttp.controller.state import Stage
 
 MOMENTS = (

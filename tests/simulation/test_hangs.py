@@ -11,11 +11,12 @@ from math import inf
 
 import pytest
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job, Times
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import Layout, Training, even, ring
+from tests.simulation.truth import events
 
 STEPS = 40
 AT = 30

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.network import DOWN, UP
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
+from tests.simulation.truth import events
 
 
 def alone(seed: int) -> Scenario:

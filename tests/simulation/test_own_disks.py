@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import OwnDirectories
 from tests.simulation.pieces import OwnDisks
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
+from tests.simulation.truth import events
 
 MOMENTS = (
     "death_seen", "frozen", "decided", "rolling", "write_sent", "writing", "written", "publish_sent", "publishing", "claimed",

@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.scenario import build
 from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout
+from tests.simulation.truth import events
 
 SEEDS_PER_BATCH = 60
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.simulation.checks import events, run_and_check
+from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
+from tests.simulation.truth import events
 from tests.simulation.work import FREEZE_TIMEOUT_S
 
 STEP = 3

@@ -70,3 +70,8 @@ def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
         for controller in job.controllers
         for began_s, ended_s in (*controller.absences, *((leap, leap) for leap in controller.leaps))
     )
+
+
+def events(job: Job, name: str) -> list[dict[str, object]]:
+    """Return the fields of all journal lines of one kind, whichever controller wrote them."""
+    return [dict(line.fields) for _, line in job.story if line.event == name]

@@ -1,0 +1,87 @@
+"""I11 by stages: how long a fault, what follows it, and the way out may take in a simulated job."""
+
+from __future__ import annotations
+
+from math import inf
+
+from tests.simulation.controllers import Controller
+from tests.simulation.faults import OF_STREAMS
+from tests.simulation.job import Job
+from tests.simulation.rank import Rank
+from tests.simulation.truth import controllers_hurt
+
+LEAVING_S = 1.0
+"""From the word that a step is saved, or refused, to the end of every rank that can be reached."""
+UNTROUBLED_S = 2.5
+"""From the first death to the word, where nothing but deaths and exceptions befell the job: a lease for a silent host, the end
+of the updates, and the work itself."""
+SLACK_S = 0.5
+_OF_ROUTES = (*OF_STREAMS, "slow network", "duplication", "rank hears nobody", "rank is heard by nobody")
+_SUDDEN = (
+    "kill", "several kills", "all replicas killed", "host loss", "exception", "peer error", "full disk", "rank's disk",
+    "failed fsync", "brief stop", "interpreter held briefly",
+)  # fmt: skip
+"""Kinds that nobody has to wait for."""
+
+
+def late(job: Job) -> list[str]:
+    """Return what took longer than it may."""
+    found = [text for controller in job.controllers for text in _total(job, controller)]
+    verdicts = [at for at, line in job.story if line.event in ("published", "refused")]
+    if verdicts:
+        found += _left_late(job, verdicts[0])
+        found += _decided_late(job, verdicts[0])
+    return found
+
+
+def _total(job: Job, controller: Controller) -> list[str]:
+    """A controller ends a fault within the total timeout; while it stood still itself, no time passes for it."""
+    if controller.leaps:
+        return []
+    limit = job.times.total_timeout_s + sum(ended - began for began, ended in controller.absences) + SLACK_S
+    began = inf
+    for at, line in [*controller.story, (job.now, None)]:
+        name = "the end" if line is None else line.event
+        if name == "freeze_sent":
+            began = min(began, at)
+        elif name in ("published", "refused", "thawed", "exit_sent") or (line is None and not controller.gone):
+            if at - began > limit:
+                return [
+                    f"I11: c{controller.place}: {at - began:.1f} s from the freeze to {name}, wanted {limit:.1f} s at most"
+                ]
+            began = inf
+    return []
+
+
+def _left_late(job: Job, verdict_s: float) -> list[str]:
+    """Whoever runs and can be reached leaves at once: nobody waits for the end of a controller's patience."""
+    by_s = verdict_s + LEAVING_S
+    if controllers_hurt(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
+        return []
+    slow = [rank.rank for rank in job.ranks if _reachable(job, rank, verdict_s) and rank.ended_s > by_s]
+    return [f"I11: ranks {slow} were there {LEAVING_S:g} s after the word that it is over"] if slow else []
+
+
+def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
+    """True for a rank that runs, and whose streams nothing befell around the verdict."""
+    since_s = verdict_s - 2 * job.times.lease_s
+    cut = any(
+        strike.kind in _OF_ROUTES and strike.at_s >= since_s and (strike.rank == rank.rank or "all" in strike.kind)
+        for strike in job.strikes
+    )
+    slow = rank.route.slowest_s > 0.0
+    return rank.started and not (cut or slow or rank.was_stopped or rank.ended_s <= verdict_s)
+
+
+def _decided_late(job: Job, verdict_s: float) -> list[str]:
+    """Where nothing held the job up, the word comes soon after the first death."""
+    if not job.killed or any(strike.kind not in _SUDDEN for strike in job.strikes):
+        return []
+    held = any(r.was_stopped or r.slow_update or r.hang_update_at or r.hang_work or r.late_results for r in job.ranks)
+    first_s = min(job.killed.values())
+    if held or verdict_s < first_s or controllers_hurt(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
+        return []
+    took_s, limit_s = verdict_s - first_s, UNTROUBLED_S
+    if len(job.killed) == len(job.ranks):  # where no launcher says so, somebody may come back
+        limit_s += job.times.orphan_timeout_s
+    return [f"I11: {took_s:.2f} s from the first death to the word, nothing held it up"] if took_s > limit_s else []
