@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.simulation import checks
 from tests.simulation.checks import violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
@@ -16,7 +15,8 @@ from tests.simulation.gate import Gate
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
 from tests.simulation.work import Worker
-from ttp.proto.messages import Phase
+from ttp.controller import decision, leaving, presence, rolling, writing
+from ttp.proto.messages import Cause, CauseKind, Phase
 
 JOBS = 40
 
@@ -124,9 +124,8 @@ def test_a_checkpoint_that_a_restart_passes_over_is_caught(monkeypatch: pytest.M
     caught("I10")
 
 
-def test_a_dump_that_takes_longer_than_it_may_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_that_takes_longer_than_it_may_is_caught() -> None:
     """The check is told of shorter times than the controller has, and every order hangs until it is given up."""
-    monkeypatch.setattr(checks, "EXIT_WAIT_S", 0.0)
 
     def stuck(scenario: Scenario) -> None:
         scenario.job.times = replace(scenario.job.times, total_timeout_s=0.1, controller_lost_s=0.1)
@@ -134,3 +133,54 @@ def test_a_dump_that_takes_longer_than_it_may_is_caught(monkeypatch: pytest.Monk
             process.hang_work = True
 
     caught("I11", stuck)
+
+
+def test_a_controller_that_tells_nobody_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "reachable", lambda members: ())
+    caught("I11: ranks")
+
+
+def test_a_broken_stream_that_counts_as_a_death_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller believes its own word; the check asks what befell the ranks."""
+
+    def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
+        return presence.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
+
+    def streams_break_in_the_dump(scenario: Scenario) -> None:
+        job = scenario.job
+        job.hook("freeze_sent", 1, lambda rank: [job.drop_stream(other) for other in range(4)])
+
+    monkeypatch.setattr(presence, "suspicion", wrong)
+    caught("I9", streams_break_in_the_dump)
+
+
+def test_a_newer_step_that_is_given_up_for_a_local_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decision.decide
+
+    def wrong(groups: Any, reports: Any, records: Any, *more: Any) -> Any:
+        stay = {rank: replace(report, phase=Phase.COMPUTE) for rank, report in reports.items()}
+        return right(groups, stay, records, *more)
+
+    def two_are_late(scenario: Scenario) -> None:
+        job = scenario.job
+        job.training = replace(job.training, local_copy=True)
+        for process in job.ranks:
+            process.gate.training = job.training
+        for rank in (0, 2):
+            job.ranks[rank].late_results[3] = 1.0
+
+    monkeypatch.setattr(rolling, "decide", wrong)
+    caught("I6", two_are_late)
+
+
+def test_a_directory_that_is_given_up_for_one_ranks_disk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank fails in the first directory, another in the second; the others can write in both."""
+
+    def wrong(state: Any, ranks: Any, now: float, out: Any) -> Any:
+        return writing.next_directory(state, now, out)
+
+    def two_bad_disks(scenario: Scenario) -> None:
+        scenario.job.disk.broken_for |= {(0, "/a"), (3, "/b")}
+
+    monkeypatch.setattr(writing, "replace_writers", wrong)
+    caught("I9", two_bad_disks)

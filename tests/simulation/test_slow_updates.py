@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tests.simulation.checks import run_and_check
+from tests.simulation.held import Hold
 from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
@@ -66,3 +67,19 @@ def test_a_holder_that_dies_in_its_long_update_is_not_waited_for() -> None:
         assert not found, f"seed {seed}: {found}"
         (refused,) = events(job, "refused")
         assert "UPDATING" not in str(refused["reason"]), f"seed {seed}: {refused}"
+
+
+def test_a_write_that_gets_on_and_on_is_refused_when_the_total_time_is_over() -> None:
+    """Progress extends the wait for an answer, never the fault's total."""
+    for seed in range(8):
+        scenario = build(seed, even(4), faults=False, steps=6)
+        job = scenario.job
+        scenario.harmless = False
+        job.holds["write"] = Hold(longest_s=1.5 * job.times.total_timeout_s, gets_on=True)
+        job.hook(f"DONE {STEP}", 2, partial(lambda job, rank: job.kill(rank), job))
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        (refused,) = events(job, "refused")
+        assert f"was not over after {job.times.total_timeout_s:g} s" in str(refused["reason"]), (
+            f"seed {seed}: {refused}"
+        )
