@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from tests.simulation.contents import wrong_parts, wrong_step
+from tests.simulation.contents import wrong_parts, wrong_record, wrong_step
 from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
@@ -78,6 +78,7 @@ def _published_content(job: Job) -> list[str]:
             continue
         if manifest.host_state != job.training.host_state(step):
             found.append(f"I12: {root}/{name} resumes with the host state {manifest.host_state}, not that of its step")
+        found += wrong_record(job, f"{root}/{name}", step, manifest)
         files = [directory.files.get(file) for file in manifest.files]
         if any(file is None or not file.durable for file in files):
             found.append(f"I1: {root}/{name} lists a file that is missing or not durable")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from tests.simulation.disk import File
+from tests.simulation.disk import File, Manifest
 from tests.simulation.job import Job
 
 
@@ -36,3 +36,11 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
         ):
             return [f"I6: step {step} was published although a rank told record {committed}"]
     return []
+
+
+def wrong_record(job: Job, path: str, step: int, manifest: Manifest) -> list[str]:
+    """I12: a restart takes the learning rates and the loss scale of the step from its record."""
+    if manifest.record == job.training.record(step):
+        return []
+    told = "no record" if manifest.record is None else f"the record of step {manifest.record.step}"
+    return [f"I12: {path} resumes with {told}, wanted that of step {step}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ttp.proto.messages import CommitRecord
+
 WrittenPart = tuple[str, int, int, int]
 """What a file says about one part: (group id, index, count, value)."""
 
@@ -31,6 +33,8 @@ class Manifest:
     term: int = 0
     attempt: str = ""
     """Of the order to publish it; told apart only where each node has directories of its own."""
+    record: CommitRecord | None = None
+    """The step's: a restart takes the learning rates and the loss scale from it."""
 
 
 @dataclass

@@ -84,6 +84,7 @@ MUTATIONS = (
     # Writing and publishing.
     Mutation("published before every part is written", controllers.publishes_before_all_is_written, ("I5",)),
     Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I3",)),
+    Mutation("the checkpoint has another step's record", controllers.publishes_an_older_record, ("I12",), within=20),
     Mutation("a replaced writer's late answer counts as well", controllers.lost_writers_answer_counts, ("I5",)),
     Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
     Mutation("the parts of a writer that died are written by nobody", controllers.lost_writers_parts_are_dropped, ("I5",)),

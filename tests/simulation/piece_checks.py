@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulation.contents import wrong_parts, wrong_step
+from tests.simulation.contents import wrong_parts, wrong_record, wrong_step
 from tests.simulation.disk import OLDER_STEP, final_name
 from tests.simulation.job import Job
 from tests.simulation.pieces import Key, OwnDisks, content_of_piece, host_of, name_of, older_piece
@@ -43,6 +43,7 @@ def _single_pieces(job: Job, disk: OwnDisks) -> list[str]:
             found.append(f"I1: the piece {key} in {root} has a file that is not durable")
         if piece.manifest.host_state != job.training.host_state(key.step):
             found.append(f"I12: the piece {key} in {root} resumes with the host state {piece.manifest.host_state}")
+        found += wrong_record(job, f"{root}: {key}", key.step, piece.manifest)
         found += wrong_step(job, f"{name_of(root)}/{final_name(key.step)}", key.step, placed.committed)
     names = [(placed.root, placed.key) for placed in disk.placed]
     return found if len(set(names)) == len(names) else [*found, f"I4: a piece was published twice: {names}"]

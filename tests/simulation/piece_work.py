@@ -74,7 +74,7 @@ class PieceWorker(Worker):
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")
         names = tuple(entry.name for result in order.results for entry in result.files)
-        return Manifest(order.step, names, host_state, order.term, order.tmp_name)
+        return Manifest(order.step, names, host_state, order.term, order.tmp_name, order.record)
 
     def _place(self, order: PublishOrder, claim: str) -> None:
         """Rename the piece; what has its name is moved aside first, unless it is this attempt's or a later term's."""

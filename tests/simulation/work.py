@@ -212,7 +212,7 @@ class Worker:
         host_state = self.gate.host_states.get(order.step)
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")
-        return Manifest(order.step, tuple(entry.name for entry in entries), host_state)
+        return Manifest(order.step, tuple(entry.name for entry in entries), host_state, record=order.record)
 
     def _rename(self, order: PublishOrder) -> None:
         disk, final = self.job.disk, final_name(order.step)

@@ -25,12 +25,12 @@ from ttp.controller import (
 from ttp.controller import transitions as tables
 from ttp.controller.coverage import Coverage, coverage_of
 from ttp.controller.decision import Decision, Refusal, decide
-from ttp.controller.events import ControllerSettings, Journal, Send
+from ttp.controller.events import ControllerSettings, Effect, Journal, Send
 from ttp.controller.leaving import leave
 from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
-from ttp.controller.state import Stage
+from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder, RollForward, StateReport, Thaw
 
 Patch = pytest.MonkeyPatch
@@ -187,6 +187,20 @@ def shard_written_twice(patch: Patch) -> None:
 
 def lost_writers_parts_are_dropped(patch: Patch) -> None:
     patch.setattr(writing, "hand_over", lambda parts, holders, loads: {})
+
+
+def publishes_an_older_record(patch: Patch) -> None:
+    """The manifest gets the oldest record that anybody told."""
+
+    def wrong(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+        dump, fault = state.dump, state.fault
+        assert dump is not None and fault is not None
+        if dump.pending:
+            return state
+        decision = replace(dump.decision, record=fault.records[0] if fault.records else None)
+        return start_publishing(replace(state, dump=replace(dump, decision=decision)), now, out)
+
+    patch.setitem(settling._ADVANCE, Stage.WRITING, wrong)
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
