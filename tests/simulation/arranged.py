@@ -85,6 +85,16 @@ def late_reports(seed: int) -> Scenario:
     return scenario
 
 
+def slow_disks(seed: int) -> Scenario:
+    """A rank dies, and every write takes longer than the controller waits for a word."""
+    scenario = _calm(seed)
+    job = scenario.job
+    job.hook("UPDATING 2", 1, lambda rank: job.kill(1))
+    for process in job.ranks:
+        process.slow_work["write"] = 1.5 * job.times.progress_timeout_s
+    return scenario
+
+
 def publisher_dies(seed: int) -> Scenario:
     scenario = _calm(seed)
     job = scenario.job

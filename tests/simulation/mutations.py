@@ -34,6 +34,7 @@ from tests.simulation.arranged import (
     publisher_dies,
     raised_in_the_update,
     silent_until_the_roll_forward,
+    slow_disks,
     slow_step,
     slower_than_the_limit,
     step_changes_in_the_dump,
@@ -89,6 +90,7 @@ MUTATIONS = (
     Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
     Mutation("the parts of a writer that died are written by nobody", controllers.lost_writers_parts_are_dropped, ("I5",)),
     Mutation("a publisher that died is not replaced", controllers.failed_publisher_is_not_replaced, ("I9", "I11"), publisher_dies),
+    Mutation("an order that gets on slowly counts as stuck", controllers.working_renews_nothing, ("I9",), slow_disks, within=20),
     # Directories of each host's own.
     Mutation("published when the first of several hosts has", controllers.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
     Mutation("what a lost host had written is written by nobody", controllers.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),

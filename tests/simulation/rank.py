@@ -48,6 +48,11 @@ class Rank:
         """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
         self.slow_update: dict[int, float] = {}
         """Seconds that a step's update takes, by step, instead of the usual."""
+        self.slow_work: dict[str, float] = {}
+        """Seconds that a step of the work takes the next time, by step, instead of the usual; it gets on all the while."""
+        self._updating = False
+        """The training thread's update gets on."""
+        self._work_done = 0
         self.late_results: dict[int, float] = {}
         """Seconds for which a step's commit record is under way to this rank when others have it, by step."""
         self.noticed = False
@@ -149,7 +154,12 @@ class Rank:
             self.tick()
 
     def tick(self) -> None:
-        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting))
+        self._work_done += self._updating or self.work.gets_on
+        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting, work_done=self._work_done))
+
+    def count_work(self) -> None:
+        """A piece of work is done: it counts, however short it was."""
+        self._work_done += 1
 
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:
@@ -321,11 +331,14 @@ class Rank:
             self.job.struck("hang in update", self.rank)
             return
         seconds = self.slow_update.get(step, self.job.rng.uniform(0.001, 0.02))
+        self._updating = True
         self.soon(seconds, partial(self._gather, step))
 
     def _gather(self, step: int) -> None:
+        self._updating = False
         if self.gate.torn:
             return
+        self.count_work()
         self.gate.end()
         self.job.happened(f"DONE {step}", self.rank)
         members = self.job.everybody
@@ -360,6 +373,7 @@ class Rank:
         if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
             self.main_raised = True
             if self.gate.busy and not self.gate.final:
+                self._updating = False
                 self.gate.fail()
         self.step(ev.LocalFault(Cause(kind, (self.rank,), text), ""))
 

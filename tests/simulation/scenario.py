@@ -76,6 +76,8 @@ def build(
     job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
+    if faults and not watched:
+        _slow_down(scenario, random.Random(f"slow {seed}"))
     if not faults:
         return scenario
     if random.Random(f"endless work {seed}").random() < ENDLESS and not steps:
@@ -100,6 +102,21 @@ def build(
     return scenario
 
 
+def _slow_down(scenario: Scenario, rng: random.Random) -> None:
+    """In some jobs disks and updates take longer than the controller waits for an answer, and get on: that is no fault."""
+    if rng.random() >= SLOW:
+        return
+    job, shared = scenario.job, rng.random() < 0.5
+    longest_s = 2 * job.times.progress_timeout_s
+    slow = [process for process in job.ranks if shared or rng.random() < 0.4]
+    steps = rng.sample(_SLOW_STEPS, rng.randint(1, 2))
+    for process in slow:
+        process.slow_work |= {step: rng.uniform(job.times.progress_timeout_s, longest_s) for step in steps}
+        if rng.random() < 0.3:
+            process.slow_update[rng.randint(1, job.training.steps)] = rng.uniform(0.5, longest_s)
+    job.note(f"slow, and no fault: {', '.join(steps)} of ranks {[process.rank for process in slow]}")
+
+
 def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | None:
     """Draw whether each host has directories of its own, and whose disk goes with it."""
     hosts = sorted(set(layout.hosts))
@@ -109,6 +126,9 @@ def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | Non
     return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
 
 
+SLOW = 0.12
+"""Part of the jobs in which work takes long and gets on."""
+_SLOW_STEPS = ("write", "write", "roll", "manifest", "rename")
 _CELLS = possible()
 """Those to aim at."""
 AIMED = 0.52

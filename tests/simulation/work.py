@@ -28,6 +28,8 @@ class Worker:
         self._busy = False
         self.writing = self.publishing = False
         """A write, a publish is under way."""
+        self.gets_on = False
+        """What is under way counts its work; what is held up does not."""
         self.before = ""
         """The step of the work that comes next, or came last."""
 
@@ -53,9 +55,15 @@ class Worker:
         if hold is not None:
             hold.begin(self.process, step, partial(self.process.run_beside, go_on))
         elif delay_s:
-            self.process.later(delay_s, go_on)
+            self.gets_on = True
+            self.process.later(self.process.slow_work.pop(step, delay_s), partial(self._got_on, go_on))
         else:
             go_on()
+
+    def _got_on(self, go_on: Callable[[], None]) -> None:
+        self.gets_on = False
+        self.process.count_work()
+        go_on()
 
     def _begin(self, task: ev.Effect) -> None:
         match task:
