@@ -2,50 +2,109 @@
 
 from __future__ import annotations
 
+import random
+from math import inf
 from typing import TYPE_CHECKING
 
-from tests.simulation.network import UP
+from tests.simulation.network import DOWN, UP
 from ttp.controller import events as ev
-from ttp.proto.messages import AgentHello, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, Successors, WorkerExit
 
 if TYPE_CHECKING:
+    from tests.simulation.controllers import Controller
     from tests.simulation.job import Job
+
+TOLD_WITHIN_S = 0.3
+"""What a controller that is not away says to a launcher has come by then."""
 
 
 class Agent:
-    """Looks now and then whether its controller is there; goes on to the next one when nobody listens or a lease has passed
-    in silence, and tells that one everything again."""
+    """Knows the first controller, and later those of which it is told. Looks now and then whether its controller is there;
+    goes on to the next one when nobody listens or a lease has passed in silence, and tells that one everything again."""
 
-    def __init__(self, job: Job, host: int) -> None:
-        self.job, self.host = job, host
-        self.place = 0
+    def __init__(self, job: Job, host: int, came_s: float) -> None:
+        """`came_s`: when it attaches for the first time."""
+        self.job, self.host, self.came_s = job, f"host{host}", came_s
+        self.ranks = tuple(rank for rank, its in enumerate(job.training.layout.hosts) if its == host)
+        self.addresses = ["c0"]
         self.lost = False
+        self._place, self._attached = 0, False
+        self._lease_s = inf
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
+        job.scheduler.at(came_s, self._attach)
         self._look()
+
+    @property
+    def controller(self) -> Controller:
+        return self.job.controller_at(self.addresses[self._place])
 
     def tell(self, report: WorkerExit) -> None:
         if self.lost:
             return
         self._exits.append(report)
-        self._say(report)
+        if self._attached:
+            self._say(ev.Received(report))
 
-    def _say(self, message: WorkerExit | AgentHello) -> None:
-        controller = self.job.controllers[self.place]
+    def leave(self, delay_s: float) -> None:
+        """It ends."""
+        self.lost = True
+        self.job.scheduler.after(delay_s, self._detach)
+
+    def take_in(self, controller: Controller, message: Downward) -> None:
+        """The controller says something: it comes when the network carries it, and while the launcher is still there."""
+
+        def learn() -> None:
+            if self.lost or self.controller is not controller or not self._attached:
+                return
+            if isinstance(message, Successors):
+                self._lease_s = message.lease_s
+                self.addresses += [address for address in message.addresses if address not in self.addresses]
+
+        moment = max(self.job.now, controller.cut_until, controller.route.held_until[DOWN]) + self.job.slowest_s
+        self.job.scheduler.at(moment, learn)
+
+    def _say(self, event: ev.Event) -> None:
+        controller = self.controller
         moment = max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
-        self.job.scheduler.at(moment, lambda: controller.take(ev.Received(message)))
+        self.job.scheduler.at(moment, lambda: controller.take(event))
+
+    def _attach(self) -> None:
+        if self.lost or self.controller.gone:
+            return
+        self._attached = True
+        self._say(ev.Received(AgentHello(self.host, self.ranks, tuple(100 + rank for rank in self.ranks))))
+        for report in self._exits:
+            self._say(ev.Received(report))
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._say(ev.StreamClosed((), self.host))
 
     def _look(self) -> None:
-        controller, times = self.job.controllers[self.place], self.job.times
+        controller, now = self.controller, self.job.scheduler.now
         if controller.heard:
-            self._heard = self.job.scheduler.now
-        elif controller.gone or self.job.scheduler.now >= self._heard + times.lease_s:
-            self.place = (self.place + 1) % len(self.job.controllers)
-            self._heard = self.job.scheduler.now
-            if not self.job.controllers[self.place].gone:
-                ranks = tuple(r for r, host in enumerate(self.job.training.layout.hosts) if host == self.host)
-                self._say(AgentHello(f"host{self.host}", ranks, tuple(100 + rank for rank in ranks)))
-                for report in self._exits:
-                    self._say(report)
+            self._heard = now
+        elif now >= self.came_s and (controller.gone or now >= self._heard + self._lease_s):
+            self._detach()
+            self._place = (self._place + 1) % len(self.addresses)
+            self._heard = now
+            self._attach()
         if not self.lost:
             self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)
+
+    def not_told_of(self) -> tuple[str, ...]:
+        """Return the standbys of which the first controller must have told it, and has not."""
+        first = self.job.controllers[0]
+        assembled = next((at for at, line in first.story if line.event == "assembled"), inf)
+        known_s = max(assembled, self.came_s) + TOLD_WITHIN_S
+        if self.lost or first.absences or not first.story or first.story[-1][0] < known_s:
+            return ()
+        return tuple(address for address in first.state.successors if address not in self.addresses)
+
+
+def launchers_of(job: Job, rng: random.Random) -> dict[int, Agent]:
+    """Return the launchers by host: most attach at once, some when training is on already."""
+    hosts = sorted(set(job.training.layout.hosts))
+    return {host: Agent(job, host, rng.choice((0.0, 0.0, rng.uniform(0.0, 0.4)))) for host in hosts}

@@ -29,6 +29,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += late(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
     found += _said(job)
+    found += _untold(job)
     if job.own is None:
         found += _older_and_newest(job)
     found += _lost_steps(job)
@@ -108,6 +109,12 @@ def _said(job: Job) -> list[str]:
         if len(steps) > 1:
             found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
     return found
+
+
+def _untold(job: Job) -> list[str]:
+    """I11: who has died is told to whichever controller is active, so the launchers know the standbys."""
+    unknown = {launcher.host: launcher.not_told_of() for launcher in job.launchers.values()}
+    return [f"I11: the launcher of {host} was never told of {names}" for host, names in unknown.items() if names]
 
 
 def _outcome(scenario: Scenario) -> list[str]:

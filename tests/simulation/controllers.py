@@ -182,6 +182,8 @@ class Controller:
                     self.job.said_published(self)
                 elif event in ("decided", "refused"):
                     self.job.snapshots.append(Snapshot.of(self.job, event))
+            case ev.Tell(hosts, message):
+                self.job.tell_launchers(self, hosts, message)
             case ev.Supersede(addresses):
                 for address in addresses:
                     self._supersede(self.job.controller_at(address))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tests.simulation.agents import Agent
+from tests.simulation.agents import launchers_of
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
@@ -21,7 +21,7 @@ from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller.state import Stage
-from ttp.proto.messages import CommitRecord, Upward, WorkerExit
+from ttp.proto.messages import CommitRecord, Downward, Upward, WorkerExit
 
 LONGEST_PAUSE_S = 0.25
 """A rank that is not heard for so long is neither dead nor late with an answer."""
@@ -112,8 +112,8 @@ class Job:
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
             process.soon(rng.uniform(0.0, 0.1), process.tick)
-        hosts = sorted(set(training.layout.hosts)) if agents else []
-        self._agents = {host: Agent(self, host) for host in hosts}
+        apart = random.Random(str(rng.getstate()[1][:8]))  # takes nothing from what the ranks draw
+        self.launchers = launchers_of(self, apart) if agents else {}
 
     @property
     def controller(self) -> Controller:
@@ -213,6 +213,11 @@ class Job:
 
     # --- streams ---
 
+    def tell_launchers(self, controller: Controller, hosts: tuple[str, ...], message: Downward) -> None:
+        for launcher in self.launchers.values():
+            if launcher.host in hosts and launcher.controller is controller:
+                launcher.take_in(controller, message)
+
     def send_up(self, process: Rank, message: Upward) -> None:
         stream = process.stream
         if stream is not None:
@@ -286,7 +291,7 @@ class Job:
 
             self.scheduler.after(self.rng.uniform(0.004, 0.05), close)
         if self.agents and not quiet:
-            agent = self._agents[self.training.layout.hosts[process.rank]]
+            agent = self.launchers[self.training.layout.hosts[process.rank]]
             rank, pid = process.rank, 100 + process.rank
             delay = self.rng.uniform(0.001, 0.02)
             if self.rng.random() < 0.5:
@@ -326,14 +331,10 @@ class Job:
 
     def lose_agent(self, host: int) -> bool:
         """The launcher of a host ends; False when there is none any more."""
-        agent = self._agents.get(host)
+        agent = self.launchers.get(host)
         if agent is None or agent.lost:
             return False
-        agent.lost = True
-        controller = self.controllers[agent.place]
-        self.scheduler.after(
-            self.rng.uniform(0.001, 0.05), partial(controller.take, ev.StreamClosed((), f"host{host}"))
-        )
+        agent.leave(self.rng.uniform(0.001, 0.05))
         return True
 
     def controller_gone(self, killed: bool) -> None:
@@ -388,7 +389,7 @@ class Job:
 
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
-        for part in (*self.ranks, *self.controllers, *self._agents.values(), self):
+        for part in (*self.ranks, *self.controllers, *self.launchers.values(), self):
             part.__dict__.clear()
 
 

@@ -113,6 +113,7 @@ MUTATIONS = (
     Mutation("every controller counts its freezes from one", controllers.freezes_counted_from_one, ("I7", "I9", "I11", RAISED), false_alarms_before_a_takeover),
     Mutation("a standby forgets the shards that nobody told it of", controllers.unknown_shards_forgotten, ("I5",), holders_die_with_the_controller),
     Mutation("ranks never learn of the standbys", controllers.standbys_kept_secret, ("I11", "I9"), died_in_a_dump),
+    Mutation("launchers never learn of the standbys", controllers.launchers_never_learn_of_the_standbys, ("I11",)),
     Mutation("an earlier controller is left its ranks", controllers.earlier_controller_keeps_its_ranks, ("I7", "I9", "I11"), stopped_about_a_lease),
     # The gate.
     Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),

@@ -31,7 +31,17 @@ from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
 from ttp.controller.state import ControllerState, Stage
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder, RollForward, StateReport, Thaw
+from ttp.proto.messages import (
+    Cause,
+    CauseKind,
+    CommitRecord,
+    Phase,
+    PublishOrder,
+    RollForward,
+    StateReport,
+    Successors,
+    Thaw,
+)
 
 Patch = pytest.MonkeyPatch
 Reports = Mapping[int, StateReport]
@@ -214,6 +224,11 @@ def _waiting(state: Any) -> Any:
 def working_renews_nothing(patch: Patch) -> None:
     """Only an answer proves that an order is carried out."""
     patch.setattr(tables, "got_on", lambda state, rank, now: state)
+
+
+def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
+    """They are told the lease, and no address."""
+    patch.setattr(presence, "Successors", lambda addresses, lease_s: Successors((), lease_s))
 
 
 # --- publishing where each host has directories of its own ---
