@@ -28,6 +28,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += late(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
+    found += _unprovoked(job)
     found += _said(job)
     found += _untold(job)
     if job.own is None:
@@ -109,6 +110,12 @@ def _said(job: Job) -> list[str]:
         if len(steps) > 1:
             found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
     return found
+
+
+def _unprovoked(job: Job) -> list[str]:
+    """I7: nobody is suspected, and nothing taken for a hang, before anything has happened."""
+    alarms = [(at, line) for at, line in job.story if line.event in ("suspect", "hung") and at < job.calm_until]
+    return [f"I7: {line.event} at {at:.3f} s although nothing had happened: {line.fields}" for at, line in alarms]
 
 
 def _untold(job: Job) -> list[str]:

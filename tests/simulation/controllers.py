@@ -12,13 +12,16 @@ from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import Stage
-from ttp.proto.messages import Beat, Downward, Registration, Upward
+from ttp.proto.messages import Beat, Downward, Heartbeat, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 
 _BEAT = Beat()
+
+TOGETHER_S = 0.02
+"""Heartbeats that come within so short a time are relayed in one envelope."""
 
 ROUNDING_S = 1e-6
 """A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
@@ -56,6 +59,8 @@ class Controller:
         self._stage = self.state.stage
         self._tick_at = inf
         self._beating = False
+        self._beats: dict[str, list[Heartbeat]] = {}
+        """By host, those that have come and wait for the others."""
         self._schedule_tick()
 
     @property
@@ -104,13 +109,35 @@ class Controller:
             self.streams[rank] = stream
         if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
             self.job.reject_stream(rank, stream)
-        elif self.streams[rank] is stream:
+        elif self.streams[rank] is not stream:
+            return
+        elif self.job.beats_relayed:
+            self._hear_in_envelope(self.job.hosts[rank], message)
+        else:
             self._take(ev.Received(message))
+
+    def _hear_in_envelope(self, host: str, message: Upward) -> None:
+        """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""
+        beats = self._beats.setdefault(host, [])
+        if not isinstance(message, Heartbeat):
+            self._hear_beats(host)
+            self._take(ev.Received(message))
+            return
+        if not beats:
+            again = partial(self.when_running, partial(self._hear_beats, host))
+            self.job.scheduler.after(TOGETHER_S, again)
+        beats.append(message)
+
+    def _hear_beats(self, host: str) -> None:
+        beats, self._beats[host] = self._beats.get(host, []), []
+        if beats:
+            self._take(ev.Received(beats[0]) if len(beats) == 1 else ev.Beats(tuple(beats)))
 
     def close_seen(self, rank: int, stream: Stream) -> None:
         """A stream has ended; a newer one may have taken its place."""
 
         def close() -> None:
+            self._hear_beats(self.job.hosts[rank])
             if self.streams.get(rank) is stream:
                 del self.streams[rank]
                 self._take(ev.StreamClosed((rank,)))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 from tests.simulation.agents import launchers_of
@@ -88,6 +89,10 @@ class Job:
         """As the ranks know them."""
         self.hosts = tuple(f"host{host}" for host in training.layout.hosts)
         self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, self.hosts)
+        self.beats_relayed = False
+        """A host's heartbeats come to the controller in one envelope."""
+        self.calm_until = inf
+        """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
         self.violations: list[str] = []
         self.notes: list[str] = []
@@ -136,7 +141,12 @@ class Job:
         """Return the directory that a rank sees under this name: where each node has its own, that of its node."""
         return directory if self.own is None else self.hosts[rank] + directory
 
+    def disturb(self) -> None:
+        """Something goes wrong, or does not go as usual, from now on."""
+        self.calm_until = min(self.calm_until, self.now)
+
     def note(self, text: str) -> None:
+        self.disturb()
         self.notes.append(f"{self.now:9.4f} {text}")
 
     def broken(self, text: str) -> None:
@@ -168,6 +178,7 @@ class Job:
 
     def struck(self, kind: str, rank: int, where: str = "") -> None:
         """Note that a fault acts now, not when it was put in. `where`: if it changes that itself."""
+        self.disturb()
         self.strikes.append(Strike(kind, where or self.where(rank), rank, self.now))
 
     # --- what the checks need to know while it happens ---
@@ -240,6 +251,7 @@ class Job:
         process = self.ranks[rank]
         if stream.broken:
             return
+        self.disturb()
         stream.broken = True
         if process.stream is stream:
             process.stream = None
@@ -279,6 +291,7 @@ class Job:
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
         process.alive, process.ended, process.ended_s = False, text, self.now
+        self.disturb()
         self.scheduler.look = True
         left = text.startswith("exit code")
         self.collectives.rank_gone(process.rank, surely=left)
@@ -353,6 +366,7 @@ class Job:
         stream, process.stream = process.stream, None
         if stream is None or stream.broken:
             return False
+        self.disturb()
         stream.losing = True
         late_s = self.rng.uniform(0.02, 0.15)
         stream.hold(late_s)
@@ -370,6 +384,7 @@ class Job:
         stream = self.ranks[rank].stream
         if stream is None or stream.broken:
             return False
+        self.disturb()
         stream.losing = True
         self.scheduler.after(seconds, partial(self._break, rank, stream))
         return True

@@ -48,6 +48,9 @@ class Rank:
         """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
         self.slow_update: dict[int, float] = {}
         """Seconds that a step's update takes, by step, instead of the usual."""
+        self.pauses: dict[int, float] = {}
+        """Seconds for which it does something else before a step, and says so: an evaluation, a save."""
+        self._paused = False
         self.slow_work: dict[str, float] = {}
         """Seconds that a step of the work takes the next time, by step, instead of the usual; it gets on all the while."""
         self._updating = False
@@ -155,7 +158,7 @@ class Rank:
 
     def tick(self) -> None:
         self._work_done += self._updating or self.work.gets_on
-        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting, work_done=self._work_done))
+        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting, self._paused, self._work_done))
 
     def count_work(self) -> None:
         """A piece of work is done: it counts, however short it was."""
@@ -285,6 +288,10 @@ class Rank:
     def _compute(self) -> None:
         """Forward and backward of the next step."""
         step = self.gate.state_step + 1
+        if step in self.pauses:
+            self._paused = True
+            self.soon(self.pauses.pop(step), self._end_pause)
+            return
         if step > self.job.training.steps:
             self.step(ev.TrainReturned())
             return
@@ -300,6 +307,11 @@ class Rank:
                 self.soon(seconds, partial(self._pass_gate_to_ready, step))
 
         self.gate.enter(computing)
+
+    def _end_pause(self) -> None:
+        self._paused = False
+        if not self.main_raised:
+            self._compute()
 
     def _pass_gate_to_ready(self, step: int) -> None:
         if self.main_raised:

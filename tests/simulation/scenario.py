@@ -76,8 +76,13 @@ def build(
     job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
-    if faults and not watched:
-        _slow_down(scenario, random.Random(f"slow {seed}"))
+    if faults:
+        inputs = random.Random(f"inputs {seed}")
+        job.beats_relayed = inputs.random() < RELAYED
+        if watched:
+            _pause(job, inputs)
+        else:
+            _slow_down(scenario, inputs)
     if not faults:
         return scenario
     if random.Random(f"endless work {seed}").random() < ENDLESS and not steps:
@@ -100,6 +105,16 @@ def build(
     for _ in range(apart.choice((0, 1, 1, 2, 3)) if own is not None and not aimed else 0):
         _hook(scenario, apart, apart.choice(_OF_PIECES), apart.choice(_PIECE_MOMENTS))
     return scenario
+
+
+def _pause(job: Job, rng: random.Random) -> None:
+    """In some jobs that know their pace ranks say that they do something else, for longer than a hang may last."""
+    if rng.random() < 0.5:
+        return
+    step, together = rng.randint(2, job.training.steps), rng.random() < 0.5
+    first = rng.choice(job.ranks)
+    for process in job.ranks if together else [first]:
+        process.pauses[step] = rng.uniform(1.5, 4.0) * job.times.hang_floor_s
 
 
 def _slow_down(scenario: Scenario, rng: random.Random) -> None:
@@ -126,6 +141,8 @@ def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | Non
     return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
 
 
+RELAYED = 0.3
+"""Part of the jobs in which a host's heartbeats come together."""
 SLOW = 0.12
 """Part of the jobs in which work takes long and gets on."""
 _SLOW_STEPS = ("write", "write", "roll", "manifest", "rename")
