@@ -117,6 +117,20 @@ def slower_than_the_limit(seed: int) -> Scenario:
     return scenario
 
 
+def pauses_for_longer_than_a_hang(seed: int) -> Scenario:
+    """One rank says that it does something else, and the others wait for it."""
+    scenario = test_hangs.build(seed, even(4), harmless=True)
+    scenario.job.ranks[seed % 4].pauses[test_hangs.AT] = 3 * scenario.job.times.hang_floor_s
+    return scenario
+
+
+def calm_with_relayed_beats(seed: int) -> Scenario:
+    """Nothing goes wrong, and each host's heartbeats come together."""
+    scenario = test_hangs.build(seed, even(4), harmless=True)
+    scenario.job.beats_relayed = True
+    return scenario
+
+
 def order_said_again(seed: int) -> Scenario:
     """A rank's stream breaks while it writes much: when it is back, the controller says the order again."""
     scenario = build(seed, ring(3), faults=False, steps=3)

@@ -19,6 +19,7 @@ from tests.simulation import wrong_ranks as ranks
 from tests.simulation.arranged import (
     another_publishes_later,
     back_and_forth,
+    calm_with_relayed_beats,
     died_in_a_dump,
     disk_full_at_publish,
     each_publishes_its_piece,
@@ -29,6 +30,7 @@ from tests.simulation.arranged import (
     idle_controller_dies,
     late_reports,
     order_said_again,
+    pauses_for_longer_than_a_hang,
     preempted_on_a_slow_network,
     publisher_comes_back,
     publisher_dies,
@@ -107,6 +109,8 @@ MUTATIONS = (
     Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
     Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),
     Mutation("a hang is not disproved by a rank that got on", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
+    Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_not_heard_of, ("I7",), pauses_for_longer_than_a_hang, within=20),
+    Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),
     # Takeovers.
     Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
     Mutation("a standby thaws ranks that were rolled forward", controllers.thaws_what_another_ordered, ("I11",), silent_until_the_roll_forward),

@@ -231,6 +231,22 @@ def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
     patch.setattr(presence, "Successors", lambda addresses, lease_s: Successors((), lease_s))
 
 
+def beats_renew_no_lease(patch: Patch) -> None:
+    """Heartbeats that come in one envelope prove nobody's life, unless somebody is suspected already."""
+    heard = membership.hear_unsuspected
+
+    def wrong(members: membership.Membership, ranks: Iterable[int], now: float) -> membership.Membership | None:
+        return None if heard(members, ranks, now) is None else members
+
+    patch.setattr(machine, "hear_unsuspected", wrong)
+
+
+def pauses_are_not_heard_of(patch: Patch) -> None:
+    """A rank that says that it does something else counts as one that does not get on."""
+    advance = progress.advance
+    patch.setattr(hangs, "advance", lambda pace, beat, *rest: advance(pace, replace(beat, paused=False), *rest))
+
+
 # --- publishing where each host has directories of its own ---
 
 
