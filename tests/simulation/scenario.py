@@ -143,7 +143,7 @@ def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | Non
 
 RELAYED = 0.3
 """Part of the jobs in which a host's heartbeats come together."""
-SLOW = 0.12
+SLOW = 0.06
 """Part of the jobs in which work takes long and gets on."""
 _SLOW_STEPS = ("write", "write", "roll", "manifest", "rename")
 _CELLS = possible()
