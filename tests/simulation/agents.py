@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,10 @@ class Agent:
     """Knows the first controller, and later those of which it is told. Looks now and then whether its controller is there;
     goes on to the next one when nobody listens or a lease has passed in silence, and tells that one everything again."""
 
-    def __init__(self, job: Job, host: int, came_s: float) -> None:
-        """`came_s`: when it attaches for the first time."""
-        self.job, self.host, self.came_s = job, f"host{host}", came_s
+    def __init__(self, job: Job, host: int) -> None:
+        self.job, self.host = job, f"host{host}"
+        self.came_s = 0.0
+        """When it attaches for the first time."""
         self.ranks = tuple(rank for rank, its in enumerate(job.training.layout.hosts) if its == host)
         self.addresses = ["c0"]
         self.lost = False
@@ -32,7 +32,7 @@ class Agent:
         self._lease_s = inf
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
-        job.scheduler.at(came_s, self._attach)
+        job.scheduler.at(0.0, self._come)
         self._look()
 
     @property
@@ -69,6 +69,12 @@ class Agent:
         moment = max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
         self.job.scheduler.at(moment, lambda: controller.take(event))
 
+    def _come(self) -> None:
+        if self.job.now < self.came_s:
+            self.job.scheduler.at(self.came_s, self._come)
+        else:
+            self._attach()
+
     def _attach(self) -> None:
         if self.lost or self.controller.gone:
             return
@@ -102,9 +108,3 @@ class Agent:
         if self.lost or first.absences or not first.story or first.story[-1][0] < known_s:
             return ()
         return tuple(address for address in first.state.successors if address not in self.addresses)
-
-
-def launchers_of(job: Job, rng: random.Random) -> dict[int, Agent]:
-    """Return the launchers by host: most attach at once, some when training is on already."""
-    hosts = sorted(set(job.training.layout.hosts))
-    return {host: Agent(job, host, rng.choice((0.0, 0.0, rng.uniform(0.0, 0.4)))) for host in hosts}

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from tests.simulation.agents import launchers_of
+from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk
@@ -117,8 +117,7 @@ class Job:
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
             process.soon(rng.uniform(0.0, 0.1), process.tick)
-        apart = random.Random(str(rng.getstate()[1][:8]))  # takes nothing from what the ranks draw
-        self.launchers = launchers_of(self, apart) if agents else {}
+        self.launchers = {host: Agent(self, host) for host in sorted(set(training.layout.hosts))} if agents else {}
 
     @property
     def controller(self) -> Controller:

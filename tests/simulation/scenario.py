@@ -79,6 +79,8 @@ def build(
     if faults:
         inputs = random.Random(f"inputs {seed}")
         job.beats_relayed = inputs.random() < RELAYED
+        for launcher in job.launchers.values():  # some come when training is on already
+            launcher.came_s = inputs.choice((0.0, 0.0, inputs.uniform(0.0, 0.4)))
         if watched:
             _pause(job, inputs)
         else:
