@@ -85,6 +85,8 @@ def _without_node(
 def _places(state: ControllerState) -> tuple[str, ...]:
     """Return where the files of this attempt are: somewhere at least, because every shard was written."""
     assert state.dump is not None
+    if not state.settings.local_dirs:
+        return ("",)
     writers = state.dump.work.ranks(lambda work: bool(work.results))
     return tuple(sorted({_place_of(state, rank) for rank in writers}))
 

@@ -49,6 +49,8 @@ class Controller:
         self.dead = False
         self.paused_until = 0.0
         self.cut_until = 0.0
+        self.ranks_came = False
+        """A rank has registered here, ever."""
         self.absences: list[tuple[float, float]] = []
         """When it was away: began, ended."""
         self.leaps: list[float] = []
@@ -106,7 +108,7 @@ class Controller:
 
     def _hear(self, rank: int, stream: Stream, message: Upward) -> None:
         if isinstance(message, Registration):
-            self.streams[rank] = stream
+            self.streams[rank], self.ranks_came = stream, True
         if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
             self.job.reject_stream(rank, stream)
         elif self.streams[rank] is not stream:

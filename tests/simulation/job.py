@@ -122,7 +122,7 @@ class Job:
     @property
     def controller(self) -> Controller:
         """The newest controller that ranks have come to."""
-        return max((c for c in self.controllers if c.place == 0 or not c.idle), key=lambda c: c.place)
+        return max((c for c in self.controllers if c.place == 0 or c.ranks_came), key=lambda c: c.place)
 
     @property
     def story(self) -> list[tuple[float, ev.Journal]]:
