@@ -191,6 +191,7 @@ class HoldAgent(LocalElasticAgent):
         if round_ is None:
             super()._shutdown(death_sig, *args, **kwargs)
             return
+        patient = True
         try:
             if round_.had_controller and round_.living():
                 round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
@@ -198,10 +199,13 @@ class HoldAgent(LocalElasticAgent):
                 round_.end_unled(death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
+            patient = False
             round_.end_workers(signal.SIGKILL, 0.0)
         finally:
-            super()._shutdown(death_sig, *args, **kwargs)
-            round_.close()
+            try:
+                super()._shutdown(death_sig, *args, **kwargs)
+            finally:  # a signal may have come there too
+                round_.close(patient)
 
     # --- telling ---
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from ttp.launch.chronicle import Chronicle, Ending, Start
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
@@ -21,6 +23,7 @@ from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.processes import catches, end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.signals import signal_name, signals_held_back
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
@@ -259,19 +262,33 @@ class Round:
         if left:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
 
-    def close(self) -> None:
-        """End the controllers of this start on this node, and the threads. The workers have been ended before."""
-        self._watch.stop()
-        self._memory.close()
-        self._courier.close()
-        end_controllers(
-            self._start_id,
-            self._courier.entry if self._hosts_rank_zero else None,
-            self._launching.request_shutdown,
-            patience_s=self._left_s(self._fault) if self._fault is not None and self._nodes > 1 else 0.0,
-        )
+    def close(self, patient: bool = True) -> None:
+        """End the controllers of this start on this node, and the threads. The workers have been ended before.
 
+        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal ends that wait,
+        not the rest; it comes out at last.
+        """
+        waits_for = self._fault if patient and self._nodes > 1 else None
+        try:
+            self._watch.stop()
+            self._memory.close()
+            self._courier.close()
+            self._end_controllers(self._left_s(waits_for) if waits_for is not None else 0.0)
+        except (SignalException, KeyboardInterrupt) as signalled:
+            with signals_held_back():
+                name = signal_name(signalled)
+                log.warning("%s: ending this start's controllers on this node at once", name)
+                self.next = f"none here: the launcher was told to end ({name})"
+                self._watch.stop()
+                self._courier.close()
+                self._end_controllers(0.0)
+                self._tell()
+            raise
         self._tell()
+
+    def _end_controllers(self, patience_s: float) -> None:
+        published = self._courier.entry if self._hosts_rank_zero else None
+        end_controllers(self._start_id, published, self._launching.request_shutdown, patience_s=patience_s)
 
     def _tell(self) -> None:
         """Tell this start's fault, if it had one: all that writes about it has ended here."""
