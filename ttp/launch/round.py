@@ -96,7 +96,7 @@ class Round:
         self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s)
         self._chronicle = launching.chronicle
         if self._chronicle is not None:
-            self._chronicle.begin(hosts_rank_zero)
+            self._chronicle.begin(hosts_rank_zero, self._start.number)
         self.next = ""
         """What follows this start, in words, once it is known."""
         self.raised: dict[int, list[str]] = {}

@@ -263,6 +263,14 @@ class MovingRendezvous(RendezvousHandler):
         news, self._news = self._news, False
         return news
 
+    def failed_elsewhere(self) -> str:
+        """Return why another node has ended the job, as far as it was heard; empty if none has."""
+        if self._waiting is not None and self._waiting.over:
+            return self._waiting.over
+        if self._place is None:
+            return ""
+        return self._stores.ask(self._place, lambda store: partings.over(store, self._run_id)) or ""
+
     def num_nodes_waiting(self) -> int:
         """How many nodes want to join; a node that has left without its ranks' word makes the others meet again as well. 0
         while the store is lost: the workers do not need it."""

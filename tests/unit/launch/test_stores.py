@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ttp.errors import ConfigError
+from ttp.launch import partings
 from ttp.launch import stores as stores_module
 from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 
@@ -233,6 +234,26 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     never.set()
     bench.moving.shutdown()
     assert server
+
+
+def test_why_another_node_has_ended_the_job_is_heard() -> None:
+    """By the node whose ranks have all succeeded, too; also when the store goes right after."""
+    place = free_place()
+    servers = [serve(place)]
+    bench = Bench(place)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    bench.made[0].joined.set()
+    until(lambda: bool(came))
+    assert bench.moving.failed_elsewhere() == ""
+    partings.tell_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
+    assert bench.moving.failed_elsewhere() == "b: exit code 3"
+    waiting = bench.moving._waiting
+    assert waiting is not None
+    until(lambda: waiting.over == "b: exit code 3")
+    servers.clear()
+    assert bench.moving.failed_elsewhere() == "b: exit code 3"
+    bench.moving.shutdown()
 
 
 def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
