@@ -39,6 +39,14 @@ UNLED_S = 10.0
 """How long workers without a controller are held: nobody can lead them to a checkpoint. A standby takes over within a second
 when the controller died, and within two leases when it was only silent."""
 
+UNPROTECTED_S = 3.0
+"""How long workers are held that have never had a controller: nothing can be saved, but those that fail for the same reason
+do so soon, each with its own words. Where one has refused its command line they have UNLED_S, as they may start at different
+speeds, and only when all refuse is a restart known to be useless."""
+
+SHUTDOWN_S = 30.0
+"""torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
+
 EARLY_GRACE_S = 5.0
 """Between another signal and SIGTERM for workers that are still starting: Ctrl-C is lost in an interpreter that imports a
 library which swallows it, or that waits in one."""
@@ -170,10 +178,16 @@ class Round:
 
         That is: the fault's deadline has passed (the first call fixes it); a worker has left on the controller's
         word, and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or for
-        UNLED_S there has been no controller that could lead them. `why` names a cause that is not a death on this
-        node. A signal to the launcher comes out as torch's SignalException.
+        UNLED_S there has been no controller that could lead them (UNPROTECTED_S, if there never was one). `why` names a
+        cause that is not a death on this node. A signal to the launcher comes out as torch's SignalException.
         """
+        first_call = self._fault is None
         fault = self._begin(why)
+        if first_call and not self.had_controller:
+            log.warning(
+                "no rank has called ttp.start%s: nothing protects this start, and ranks are not held for a checkpoint",
+                " so far" if self.lasted_s() < SHORT_START_S else "",
+            )
         if self._watch.wait_all(0.0):
             return
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
@@ -199,14 +213,25 @@ class Round:
                 break
             if self.has_controller:
                 led_s = time.monotonic()
-            elif time.monotonic() - led_s >= UNLED_S:
-                return f"no controller has led the ranks for {UNLED_S:.0f} s"
+            elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
+                return f"no controller has led the ranks for {unled_s:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if self._watch.wait_all(grace_s):
             return ""
         if persisted(self.deaths()):
             return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
+
+    def _unled_s(self) -> float:
+        """Return how long the workers are held without a controller."""
+        refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
+        return UNLED_S if self.had_controller or refused else min(UNLED_S, UNPROTECTED_S)
+
+    def grace_s(self) -> float:
+        """Return the time between SIGTERM and SIGKILL for those that are still here after a hold."""
+        if self.had_controller or self._fault is None:
+            return EXPIRED_GRACE_S
+        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self._fault)))
 
     def succeeded(self) -> bool:
         """Say whether every worker here has ended, and well."""

@@ -183,6 +183,31 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
     finally:
         start.close()
     assert "no controller has led the ranks" in caplog.text
+    assert "no rank has called ttp.start so far: nothing protects this start" in caplog.text
+
+
+@pytest.mark.parametrize(("status", "held"), [(3, False), (2, True)])
+def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse_as_well(
+    status: int, held: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their script has torchrun's time for a signal; after exit code 2 all have the time to come to the same end."""
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    monkeypatch.setattr(rounds, "UNPROTECTED_S", 0.2)
+    monkeypatch.setattr(rounds, "UNLED_S", 1.5)
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    start = Start(60.0, controller=False)
+    try:
+        start.leave(status, rank=1)
+        while not start.round.failed():
+            assert start.round.lasted_s() < DEADLINE_S
+            time.sleep(0.005)
+        start.held.start()
+        start.held.join(DEADLINE_S)
+        assert start.round.living() == [0] and start.round.grace_s() == rounds.SHUTDOWN_S
+    finally:
+        start.close()
+    assert ("has led the ranks for 2 s" in caplog.text) is held
+    assert ("has led the ranks for 0 s" in caplog.text) is not held
 
 
 def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
