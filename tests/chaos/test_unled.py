@@ -1,4 +1,5 @@
-"""The only controller is killed, and then a rank: nobody can lead the survivors, and the job does not wait as if somebody could."""
+"""Nobody can lead the survivors: the only controller was killed, or there never was one. The job does not wait as if somebody
+could."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import arguments
+from tests.chaos.launching import Launch
 from ttp.chaos.job import Job
 from ttp.launch.round import EXPIRED_GRACE_S, UNLED_S
 
@@ -37,3 +39,24 @@ def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_t
     assert seconds > UNLED_S + EXPIRED_GRACE_S, "the stopped rank was given its time"
     assert job.final()["step"] == 400
     assert job.leftovers() == []
+
+
+UNPROTECTED = """
+note("begun", time.monotonic())
+if rank == 1 and start == "0":
+    await_file("begun-0-0")
+    note("failed", time.monotonic())
+    sys.exit(3)
+if start == "0":
+    time.sleep(600)
+"""
+
+
+def test_a_script_that_never_calls_ttp_is_told_so_and_restarted_soon(tmp_path: Path) -> None:
+    """The survivor has no reason to leave by itself: it is not held for a checkpoint that nobody can write."""
+    with Launch(tmp_path, UNPROTECTED, "--nproc-per-node", "2") as job:
+        assert job.wait() == 0
+        assert job.text.count("no rank has called ttp.start so far: nothing protects this start") == 1
+        seconds = float(job.read("begun-0-1")) - float(job.read("failed-1-0"))
+        assert seconds < UNLED_S, f"{seconds:.1f} s\n{job.text}"
+        job.assert_nothing_left()

@@ -27,7 +27,7 @@ from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.round import EXPIRED_GRACE_S, USAGE_ERROR, Launching, Round
+from ttp.launch.round import SHUTDOWN_S, USAGE_ERROR, Launching, Round
 from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
 from ttp.progress import progress_key
@@ -42,9 +42,6 @@ BROKEN_ROUNDS = 5
 """So many rendezvous in a row break after they were complete, and a node leaves: another can die at any moment, but not at
 every one, so that this one is likely to be what is broken."""
 REJOIN_PAUSE_S = 1.0
-
-SHUTDOWN_S = 30
-"""Grace of workers that are ended without a controller, where torch says none (older versions do not)."""
 
 
 class HoldAgent(LocalElasticAgent):
@@ -143,7 +140,7 @@ class HoldAgent(LocalElasticAgent):
         elif round_.living() and not self._always_ask_torch:
             return RunResult(state=WorkerState.HEALTHY)
         if round_.failed() or not round_.living():
-            round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
+            round_.end_workers(signal.SIGTERM, round_.grace_s())
         result = self._ask_torch(worker_group)
         if not result.is_failed():
             return result
@@ -178,7 +175,7 @@ class HoldAgent(LocalElasticAgent):
         round_ = self._round
         if round_ is not None and round_.living():
             round_.hold(why="the set of nodes changes (another node's fault, or a node that wants to join)")
-            round_.end_workers(signal.SIGTERM, EXPIRED_GRACE_S)
+            round_.end_workers(signal.SIGTERM, round_.grace_s())
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -191,6 +188,7 @@ class HoldAgent(LocalElasticAgent):
         if round_ is None:
             super()._shutdown(death_sig, *args, **kwargs)
             return
+        patient = True
         try:
             if round_.had_controller and round_.living():
                 round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
@@ -198,10 +196,13 @@ class HoldAgent(LocalElasticAgent):
                 round_.end_unled(death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt):
             log.warning("second signal: ending the workers at once")
+            patient = False
             round_.end_workers(signal.SIGKILL, 0.0)
         finally:
-            super()._shutdown(death_sig, *args, **kwargs)
-            round_.close()
+            try:
+                super()._shutdown(death_sig, *args, **kwargs)
+            finally:  # a signal may have come there too
+                round_.close(patient)
 
     # --- telling ---
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ttp.console import open_console
+from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_blocks
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
@@ -68,6 +69,12 @@ class Chronicle:
         self._lock = threading.Lock()  # guards all below
         self._here = False
         self._starts = 0
+        self._first = 0
+        """The first start that this launcher took part in."""
+        self._number = -1
+        """Of the start that goes on."""
+        self._told: set[int] = set()
+        """Starts whose end this launcher has told, a calm one too."""
         self._untold: tuple[Start, Ending] | None = None
         """A start that the launcher on another node tells, unless that node is lost: then rank 0 comes to another one."""
         self._introduced = -1
@@ -77,11 +84,14 @@ class Chronicle:
         self._lost_s = 0.0
         self._down_since_unix_s: float | None = None
 
-    def begin(self, here: bool) -> None:
-        """A start begins; `here`: rank 0 is on this node."""
+    def begin(self, here: bool, number: int | None = None) -> None:
+        """A start begins; `here`: rank 0 is on this node. number: of this start in its job (None: the next one)."""
         with self._lock:
             self._here = here
             self._starts += 1
+            self._number = self._number + 1 if number is None else number
+            if self._starts == 1:
+                self._first = self._number
             untold, self._untold = self._untold, None
             if here and untold is not None:
                 self._guarded_end(*untold, introduce=False)
@@ -113,22 +123,48 @@ class Chronicle:
             if self._down_since_unix_s is not None:
                 self._lost_s += now - self._down_since_unix_s
                 self._down_since_unix_s = None
-            stories = self._stories
-            summary = Summary(
-                result=result,
-                starts=self._starts,
-                faults=len(stories),
-                false_alarms=self._false_alarms,
-                saved_steps=tuple(story.saved.step for story in stories if story.saved is not None),
-                steps_lost=sum(story.steps_lost or 0 for story in stories),
-                unknown_losses=sum(story.steps_lost is None for story in stories),
-                lost_s=round(self._lost_s, 3),
-                lasted_s=round(now - self._begun_unix_s, 3),
-            )
+            summary = self._summary(result, now)
             self._print(summary_lines(summary))
             self._write("end", asdict(summary))
 
     # --- with the lock held ---
+
+    def _summary(self, result: str, now: float) -> Summary:
+        """Sum the job up from what was told here, and by the launchers of other nodes before and in between."""
+        others = self._earlier()
+        told = sorted([(story.start, *_kept(asdict(story))) for story in self._stories]
+                      + [(int(fault["start"]), *_kept(fault)) for fault in others.faults])  # fmt: skip
+        known = {*self._told, *(int(fault["start"]) for fault in others.faults)}
+        whole = self._first == 0 or others.begun_unix_s is not None
+        begun = min(self._begun_unix_s, others.begun_unix_s or self._begun_unix_s)
+        losses = [lost for _, _, lost in told]
+        return Summary(
+            result=result,
+            starts=self._first + self._starts,
+            faults=len(told),
+            false_alarms=self._false_alarms,
+            saved_steps=tuple(step for _, step, _ in told if step is not None),
+            steps_lost=sum(lost or 0 for lost in losses),
+            unknown_losses=sum(lost is None for lost in losses),
+            lost_s=round(self._lost_s + others.lost_s, 3),
+            lasted_s=round(now - begun, 3),
+            untold_starts=tuple(number for number in range(self._number + 1) if number not in known),
+            lasted_since=0 if whole else self._first,
+        )
+
+    def _earlier(self) -> Earlier:
+        """Read what other launchers told of the starts that were not told here; nothing where their file is not on this node."""
+        lines: list[Line] = []
+        if self._story_path is not None and not self._told.issuperset(range(self._number + 1)):
+            try:
+                with open(self._story_path, encoding="utf-8") as file:
+                    lines = [json.loads(line) for line in file if line.endswith("\n")]
+                return earlier(lines, self._told, self._number)
+            except FileNotFoundError:
+                pass
+            except _UNREADABLE as error:
+                log.warning("what other launchers told of the job cannot be read from %s: %s", self._story_path, error)
+        return earlier([], self._told, self._number)
 
     def _told_only_here(self, start: Start, ending: Ending) -> bool:
         """Say whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
@@ -143,6 +179,7 @@ class Chronicle:
     def _guarded_end(self, start: Start, ending: Ending, *, introduce: bool) -> None:
         try:
             self._end(start, ending, introduce)
+            self._told.add(start.number)
         except _UNREADABLE as error:
             log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
 
@@ -205,6 +242,11 @@ class Chronicle:
                 file.write(json.dumps({"unix_s": self._clock(), "event": event, **fields}) + "\n")
         except OSError as error:
             log.warning("the story could not be written to %s: %s", self._story_path, error)
+
+
+def _kept(fault: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the step that a told fault saved and the steps that it lost, each None where there is none or it is not known."""
+    return (fault["saved"]["step"] if fault["saved"] is not None else None), fault["steps_lost"]
 
 
 def read_start(log_dir: Path, start: Start) -> list[Line]:

@@ -57,9 +57,7 @@ def end_controllers(
     Returns the processes that had to be killed. Does nothing without `/proc`: a controller leaves by itself in the end.
     """
     running = controllers_of(start_id)
-    if patience_s > 0:
-        _dismiss_idle_standbys(running)
-    found = _remaining(running, patience_s)
+    found = _await_their_end(running, patience_s) if patience_s > 0 else running
     for pid in found:
         _ask(pid, published, request_shutdown)
     stayed = _remaining(found, leave_s)
@@ -69,6 +67,26 @@ def end_controllers(
             os.kill(pid, signal.SIGKILL)
     _remaining(stayed, leave_s)
     return stayed
+
+
+def _await_their_end(pids: list[int], patience_s: float) -> list[int]:
+    """Wait for controllers to finish with other nodes' ranks; return those that have not in time. Says so when it takes long."""
+    _dismiss_idle_standbys(pids)
+    soon_s = min(LEAVE_S, patience_s)
+    left = _remaining(pids, soon_s)
+    if left and patience_s > soon_s:
+        log.info(
+            "waiting up to %.0f s for %s: ranks on other nodes may still be writing",
+            patience_s - soon_s, _named(left),
+        )  # fmt: skip
+        left = _remaining(left, patience_s - soon_s)
+    return left
+
+
+def _named(pids: list[int]) -> str:
+    """`controller (pid 71)`, `controllers (pids 71, 80)`."""
+    several = "s" if len(pids) > 1 else ""
+    return f"controller{several} (pid{several} {', '.join(map(str, pids))})"
 
 
 def _dismiss_idle_standbys(pids: list[int]) -> None:

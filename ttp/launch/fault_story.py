@@ -21,7 +21,8 @@ STAGES = ("seen", "frozen", "decided", "written", "published")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
 _UNDECIDED = "not known on this node: its journal ends before a decision"
 _NEVER_DECIDED = "the controllers ended before a decision"
-_SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported"})
+_SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover_began"})
+"""A takeover after which training goes on ends, like any other false alarm, with a thaw."""
 _PEER = "peer_error"
 _EXITING = "exiting"
 
@@ -182,7 +183,9 @@ def _kind(fault: Sequence[Line], ended: set[int]) -> str:
     named = next((line for line in reversed(fault) if line["event"] in ("publish_sent", "freeze_sent")), None)
     first = next((line for line in fault if "kind" in line["fields"]), None)
     chosen = named or first
-    return str(chosen["fields"]["kind"]) if chosen else "unknown"
+    if chosen is None:
+        return "controller_lost" if _last(fault, "takeover_began") else "unknown"
+    return str(chosen["fields"]["kind"])
 
 
 def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, str]) -> tuple[Culprit, ...]:

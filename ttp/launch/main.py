@@ -147,7 +147,10 @@ def launch(
             why = f"{here}: the job has failed: {agent.last_words}"
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
-        ended = "succeeded"
+        elsewhere = handler.failed_elsewhere()
+        ended = (
+            f"succeeded on this node, but another one ended with a failure: {elsewhere}" if elsewhere else "succeeded"
+        )
         return values
     except ChildFailedError:
         raise

@@ -136,6 +136,10 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Say whether another node has told since the last question that it leaves."""
         return isinstance(self._inner, MovingRendezvous) and self._inner.heard_of_a_parting()
 
+    def failed_elsewhere(self) -> str:
+        """Return why another node has ended the job; empty if none has, or there is no way to hear of it."""
+        return self._inner.failed_elsewhere() if isinstance(self._inner, MovingRendezvous) else ""
+
     def leave(self, why: str) -> None:
         """Go, and leave the rendezvous open for the other nodes; they are told why where there is a way to."""
         self._server = None

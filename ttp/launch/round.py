@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from ttp.launch.chronicle import Chronicle, Ending, Start
 from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
 from ttp.launch.courier import Courier, Link
@@ -21,6 +23,7 @@ from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.processes import catches, end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.signals import signal_name, signals_held_back
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
@@ -35,6 +38,14 @@ LEAVE_GRACE_S = 5.0
 UNLED_S = 10.0
 """How long workers without a controller are held: nobody can lead them to a checkpoint. A standby takes over within a second
 when the controller died, and within two leases when it was only silent."""
+
+UNPROTECTED_S = 3.0
+"""How long workers are held that have never had a controller: nothing can be saved, but those that fail for the same reason
+do so soon, each with its own words. Where one has refused its command line they have UNLED_S, as they may start at different
+speeds, and only when all refuse is a restart known to be useless."""
+
+SHUTDOWN_S = 30.0
+"""torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
 
 EARLY_GRACE_S = 5.0
 """Between another signal and SIGTERM for workers that are still starting: Ctrl-C is lost in an interpreter that imports a
@@ -93,7 +104,7 @@ class Round:
         self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s)
         self._chronicle = launching.chronicle
         if self._chronicle is not None:
-            self._chronicle.begin(hosts_rank_zero)
+            self._chronicle.begin(hosts_rank_zero, self._start.number)
         self.next = ""
         """What follows this start, in words, once it is known."""
         self.raised: dict[int, list[str]] = {}
@@ -167,10 +178,16 @@ class Round:
 
         That is: the fault's deadline has passed (the first call fixes it); a worker has left on the controller's
         word, and the others have not followed within LEAVE_GRACE_S (stopped or stuck: they were given up for dead); or for
-        UNLED_S there has been no controller that could lead them. `why` names a cause that is not a death on this
-        node. A signal to the launcher comes out as torch's SignalException.
+        UNLED_S there has been no controller that could lead them (UNPROTECTED_S, if there never was one). `why` names a
+        cause that is not a death on this node. A signal to the launcher comes out as torch's SignalException.
         """
+        first_call = self._fault is None
         fault = self._begin(why)
+        if first_call and not self.had_controller:
+            log.warning(
+                "no rank has called ttp.start%s: nothing protects this start, and ranks are not held for a checkpoint",
+                " so far" if self.lasted_s() < SHORT_START_S else "",
+            )
         if self._watch.wait_all(0.0):
             return
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
@@ -196,14 +213,25 @@ class Round:
                 break
             if self.has_controller:
                 led_s = time.monotonic()
-            elif time.monotonic() - led_s >= UNLED_S:
-                return f"no controller has led the ranks for {UNLED_S:.0f} s"
+            elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
+                return f"no controller has led the ranks for {unled_s:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if self._watch.wait_all(grace_s):
             return ""
         if persisted(self.deaths()):
             return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
+
+    def _unled_s(self) -> float:
+        """Return how long the workers are held without a controller."""
+        refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
+        return UNLED_S if self.had_controller or refused else min(UNLED_S, UNPROTECTED_S)
+
+    def grace_s(self) -> float:
+        """Return the time between SIGTERM and SIGKILL for those that are still here after a hold."""
+        if self.had_controller or self._fault is None:
+            return EXPIRED_GRACE_S
+        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self._fault)))
 
     def succeeded(self) -> bool:
         """Say whether every worker here has ended, and well."""
@@ -259,19 +287,33 @@ class Round:
         if left:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
 
-    def close(self) -> None:
-        """End the controllers of this start on this node, and the threads. The workers have been ended before."""
-        self._watch.stop()
-        self._memory.close()
-        self._courier.close()
-        end_controllers(
-            self._start_id,
-            self._courier.entry if self._hosts_rank_zero else None,
-            self._launching.request_shutdown,
-            patience_s=self._left_s(self._fault) if self._fault is not None and self._nodes > 1 else 0.0,
-        )
+    def close(self, patient: bool = True) -> None:
+        """End the controllers of this start on this node, and the threads. The workers have been ended before.
 
+        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal ends that wait,
+        not the rest; it comes out at last.
+        """
+        waits_for = self._fault if patient and self._nodes > 1 else None
+        try:
+            self._watch.stop()
+            self._memory.close()
+            self._courier.close()
+            self._end_controllers(self._left_s(waits_for) if waits_for is not None else 0.0)
+        except (SignalException, KeyboardInterrupt) as signalled:
+            with signals_held_back():
+                name = signal_name(signalled)
+                log.warning("%s: ending this start's controllers on this node at once", name)
+                self.next = f"none here: the launcher was told to end ({name})"
+                self._watch.stop()
+                self._courier.close()
+                self._end_controllers(0.0)
+                self._tell()
+            raise
         self._tell()
+
+    def _end_controllers(self, patience_s: float) -> None:
+        published = self._courier.entry if self._hosts_rank_zero else None
+        end_controllers(self._start_id, published, self._launching.request_shutdown, patience_s=patience_s)
 
     def _tell(self) -> None:
         """Tell this start's fault, if it had one: all that writes about it has ended here."""

@@ -193,7 +193,7 @@ class MovingRendezvous(RendezvousHandler):
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
-                self._waiting = _Waiting(self._inner, _Window(place), self._run_id, self._heard_before)
+                self._waiting = _Waiting(self._inner, _Window(place), self._run_id, self._heard_before, self._drop)
                 return joined
             time.sleep(ROUND_S)
 
@@ -240,6 +240,11 @@ class MovingRendezvous(RendezvousHandler):
             self._inner = None
             return None
 
+    def _drop(self, lost: RendezvousHandler) -> None:
+        """Let go of a handler whose store is lost: its heartbeats, which nobody hears, end with it."""
+        if self._inner is lost:
+            self._inner = None
+
     def _hear(self, place: Endpoint) -> None:
         """Log what nodes say that have left, but for those that had done so before this one came."""
         before = self._heard.get(place)
@@ -257,6 +262,14 @@ class MovingRendezvous(RendezvousHandler):
             self._hear(self._place)
         news, self._news = self._news, False
         return news
+
+    def failed_elsewhere(self) -> str:
+        """Return why another node has ended the job, as far as it was heard; empty if none has."""
+        if self._waiting is not None and self._waiting.over:
+            return self._waiting.over
+        if self._place is None:
+            return ""
+        return self._stores.ask(self._place, lambda store: partings.over(store, self._run_id)) or ""
 
     def num_nodes_waiting(self) -> int:
         """How many nodes want to join; a node that has left without its ranks' word makes the others meet again as well. 0
@@ -300,11 +313,12 @@ class MovingRendezvous(RendezvousHandler):
         self._stop_asking()
         inner, self._inner = self._inner, None
         closed = False
-        if inner is not None and self._place is not None and self._stores.look(self._place) is not None:
+        if self._place is not None and self._stores.look(self._place) is not None:
             if why:
                 self._stores.ask(self._place, lambda store: partings.tell_over(store, self._run_id, why))
-            closing = _Aside(inner.shutdown)
-            closed = closing.wait(CLOSE_S) and closing.succeeded
+            if inner is not None:
+                closing = _Aside(inner.shutdown)
+                closed = closing.wait(CLOSE_S) and closing.succeeded
             if why:
                 self._stores.linger(self._place)
         self._stores.close()
@@ -350,8 +364,15 @@ def _log_left(words: Sequence[str]) -> None:
 class _Waiting:
     """Asks, now and then, how many nodes want to join or have left, so that the agent need not wait for a store that is gone."""
 
-    def __init__(self, inner: RendezvousHandler, window: _Window, run_id: str, heard: int) -> None:
-        """`heard`: how many had left before this rendezvous."""
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        window: _Window,
+        run_id: str,
+        heard: int,
+        give_up: Callable[[RendezvousHandler], None],
+    ) -> None:
+        """`heard`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost."""
         self.count = 0
         self.over = ""
         """Why the job is over, once another node has said so."""
@@ -359,6 +380,7 @@ class _Waiting:
         self._run_id = run_id
         self._heard = heard
         self._inner: RendezvousHandler | None = inner
+        self._give_up = give_up
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
         self._thread.start()
@@ -369,30 +391,38 @@ class _Waiting:
         self._thread.join(ROUND_S)
 
     def _run(self) -> None:
-        told = False
+        """Ask until told to stop. The handler's connection is never made again, and torch writes a backtrace for each question
+        on one that is broken: the window, which looks before it asks, goes first, and a loss ends the handler."""
+        unanswered = 0
         while not self._stopping.wait(ROUND_S):
-            assert self._inner is not None
-            try:
-                left = self._left()
-                self.count = self._inner.num_nodes_waiting() or left
-                told = False
-            except (RendezvousError, RuntimeError) as error:
-                self.count = 0
-                if not told and not self._stopping.is_set():
-                    log.warning(
-                        "the rendezvous' store is lost (%s); training goes on, the next start looks for another", error
-                    )
-                told = True
+            left = self._left()
+            unanswered = 0 if left is not None else unanswered + 1
+            count = left or 0
+            if self._inner is not None and unanswered == LOST_LOOKS:
+                self._lose(f"no store has answered {LOST_LOOKS} times")
+            elif self._inner is not None and left is not None:
+                try:
+                    count = self._inner.num_nodes_waiting() or left
+                except (RendezvousError, RuntimeError) as error:
+                    self._lose(str(error))
+            self.count = count
         self._inner = None
 
-    def _left(self) -> int:
+    def _lose(self, why: str) -> None:
+        """Let go of the handler, and with it of its heartbeats."""
+        inner, self._inner = self._inner, None
+        if inner is not None and not self._stopping.is_set():
+            log.warning("the rendezvous' store is lost (%s); training goes on, the next start looks for another", why)
+            self._give_up(inner)
+
+    def _left(self) -> int | None:
         """Return how many nodes have left since the rendezvous (their ranks will not come, or not come back), and hear whether
-        the job is over."""
+        the job is over. None: no store answers."""
         found = self._window.ask(
             lambda store: (partings.left_after(store, self._run_id, self._heard), partings.over(store, self._run_id))
         )
         if found is None:
-            return 0
+            return None
         self.over = self.over or found[1]
         return len(found[0])
 

@@ -32,7 +32,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The whole job, as this node's launcher saw it."""
+    """The whole job, as this node's launcher saw it, and others before it have told."""
 
     result: str
     starts: int
@@ -46,6 +46,10 @@ class Summary:
     lost_s: float
     """From each fault's first sign until all ranks were there again, or until the job's end."""
     lasted_s: float
+    untold_starts: tuple[int, ...] = ()
+    """Starts of which it is not known here how they ended: another node's launcher was to tell them."""
+    lasted_since: int = 0
+    """The start with which `lasted_s` begins: this launcher was not there before, and nobody's story is."""
 
 
 def fault_lines(story: FaultStory) -> list[str]:
@@ -69,19 +73,27 @@ def summary_lines(summary: Summary) -> list[str]:
     faults = counted(summary.faults, "fault")
     if summary.false_alarms:
         faults += f", {counted(summary.false_alarms, 'false alarm')}"
+    if summary.untold_starts:
+        faults += f"; how {_starts(summary.untold_starts)} ended is not known on this node"
     saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
     lost = counted(summary.steps_lost, "step")
     if summary.unknown_losses:
         lost += f", and not known after {counted(summary.unknown_losses, 'fault')}"
+    nothing = "not known" if summary.untold_starts else "nothing"
+    since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
     found = [
         ("result", summary.result),
-        ("starts", f"{summary.starts} in {_seconds(summary.lasted_s)}"),
+        ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
-        ("lost", f"{lost}; {_seconds(summary.lost_s)} without training" if summary.faults else "nothing"),
+        ("lost", f"{lost}; {_seconds(summary.lost_s)} without training" if summary.faults else nothing),
     ]
     return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
+
+
+def _starts(numbers: Sequence[int]) -> str:
+    return ranks_text(numbers).replace("rank", "start", 1)
 
 
 def counted(number: int, noun: str) -> str:

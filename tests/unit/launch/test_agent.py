@@ -110,6 +110,9 @@ class Left:
     def left_for_others(self) -> bool:
         return True
 
+    def grace_s(self) -> float:
+        return 0.0
+
     def end_workers(self, death_signal: int, grace_s: float) -> None: ...
 
 

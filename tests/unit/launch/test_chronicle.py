@@ -24,7 +24,7 @@ CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "tr
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
-    "lost_s", "lasted_s",
+    "lost_s", "lasted_s", "untold_starts", "lasted_since",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
@@ -177,3 +177,38 @@ def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Pa
         file.write('{"unix_s": 17')
     lines = read_start(tmp_path, Start(number=0, begun_unix_s=KILLED_AT_S + 30))
     assert [line["event"] for line in lines] == ["assembled"]
+
+
+def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own start was the third: the first fault is in the file, how the second start ended died with its teller."""
+    first = Chronicle(clock=lambda: KILLED_AT_S)
+    for number in (0, 1):
+        first.begin(here=True, number=number)
+        start = put("killed", tmp_path, number)
+        assert first.watch(start, tmp_path)
+        if number == 0:
+            first.end(start, ending(tmp_path))
+    capsys.readouterr()
+    later = Chronicle(clock=lambda: KILLED_AT_S + 60.0)
+    later.begin(here=True, number=2)
+    later.end(put("killed", tmp_path, 2), ending(tmp_path))
+    later.finish("succeeded")
+    told = capsys.readouterr().err
+    assert "starts  3 in 60.0 s" in told
+    assert "faults  2 faults; how start 1 ended is not known on this node" in told and "saved   steps 7, 7" in told
+    end = written(tmp_path / "story.jsonl")[-1]
+    assert (end["starts"], end["faults"], end["untold_starts"], end["lasted_since"]) == (3, 2, [1], 0)
+
+
+def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Disks that are not shared: nothing is known of the starts before, and nothing is made up."""
+    chronicle = Chronicle(tmp_path / "story.jsonl", clock=lambda: 7.0)
+    chronicle.begin(here=True, number=2)
+    chronicle.end(Start(number=2, begun_unix_s=0.0), Ending(
+        log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={1: 71}))  # fmt: skip
+    chronicle.finish("succeeded")
+    told = capsys.readouterr().err
+    assert "starts  3; since start 2 0.0 s" in told
+    assert "faults  0 faults; how starts 0-1 ended is not known on this node" in told and "lost    not known" in told

@@ -131,3 +131,35 @@ def test_a_suspicion_that_nobody_lived_to_confirm_is_what_the_launcher_saw() -> 
     assert told.culprits[0].pid == 22698 and told.not_saved == "the controllers ended before a decision"
     silent = fault_of(0, [*lines[: first + 1], *signs], {})
     assert silent is not None and silent.kind == "silent" and silent.culprits[0].cause == "its stream broke"
+
+
+def test_a_takeover_is_the_first_sign_of_the_fault_that_it_meets() -> None:
+    """The controller died with its node: the new one's wait for the ranks of that node is a part of what the fault took."""
+    lost = {"kind": "silent", "culprits": [0], "text": "it did not come"}
+    lines = [
+        line(10.0, "takeover_began", 1, term=101, rank=1, earlier=["a:1"]),
+        line(10.1, "registered", 1, rank=1, host="b", pid=7),
+        line(12.0, "death_seen", 1, rank=0, kind="silent", text="it did not come"),
+        line(12.0, "took_over", 1, term=101, ranks=[1], absent=[0], survives="", warnings=[]),
+        line(12.1, "freeze_sent", 1, freeze_id=1, ranks=[1], **lost),
+        line(12.5, "exit_sent", 1, code=75, reason="the data are gone", ranks=[1]),
+    ]
+    told = fault_of(0, lines, {})
+    assert told is not None and told.began_unix_s == 10.0 and told.kind == "silent"
+    assert told.took_ms == {"seen": 2100.0, "total": 2500.0}
+    calm = [lines[0], lines[3], line(12.1, "freeze_sent", 1, **lost), line(12.2, "thawed", 1)]
+    assert fault_of(0, calm, {}) is None
+    later = [*calm, line(90.0, "suspect", 1, rank=1, why="x"), line(91.0, "freeze_sent", 1, **lost)]
+    told = fault_of(0, later, {})
+    assert told is not None and told.began_unix_s == 90.0
+
+
+def test_a_controller_lost_before_the_job_had_assembled_is_told() -> None:
+    """All are sent away by the one that took over: nothing but the controller was lost."""
+    lines = [
+        line(10.0, "takeover_began", 1, term=101, rank=1, earlier=["a:1"]),
+        line(11.0, "took_over", 1, term=101, ranks=[0, 1], absent=[], survives="", warnings=[]),
+        line(11.0, "exit_sent", 1, code=75, reason="the controller was lost before the job had assembled", ranks=[0]),
+    ]
+    told = fault_of(0, lines, {})
+    assert told is not None and told.kind == "controller_lost" and "before the job had assembled" in told.not_saved

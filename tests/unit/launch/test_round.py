@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
 
+from ttp.launch import controllers
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
+from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.meeting import controller_key
@@ -180,6 +183,31 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
     finally:
         start.close()
     assert "no controller has led the ranks" in caplog.text
+    assert "no rank has called ttp.start so far: nothing protects this start" in caplog.text
+
+
+@pytest.mark.parametrize(("status", "held"), [(3, False), (2, True)])
+def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse_as_well(
+    status: int, held: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their script has torchrun's time for a signal; after exit code 2 all have the time to come to the same end."""
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    monkeypatch.setattr(rounds, "UNPROTECTED_S", 0.2)
+    monkeypatch.setattr(rounds, "UNLED_S", 1.5)
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    start = Start(60.0, controller=False)
+    try:
+        start.leave(status, rank=1)
+        while not start.round.failed():
+            assert start.round.lasted_s() < DEADLINE_S
+            time.sleep(0.005)
+        start.held.start()
+        start.held.join(DEADLINE_S)
+        assert start.round.living() == [0] and start.round.grace_s() == rounds.SHUTDOWN_S
+    finally:
+        start.close()
+    assert ("has led the ranks for 2 s" in caplog.text) is held
+    assert ("has led the ranks for 0 s" in caplog.text) is not held
 
 
 def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
@@ -198,3 +226,49 @@ def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_pat
     (culprit,) = told["culprits"]
     assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
     assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
+
+
+def raise_signal(number: int, frame: object) -> None:
+    raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+
+def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told(
+    short_times: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other nodes' ranks might need it for minutes, and the launcher says so; told to end, it leaves nothing behind."""
+    monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
+    path = tmp_path / "story.jsonl"
+    code = "import time; print(flush=True); time.sleep(600)"
+    environ = {**os.environ, START_VARIABLE: "none-of-the-kind"}
+    controller = subprocess.Popen(
+        [sys.executable, "-c", code, "ttp.controller"], env=environ, stdout=subprocess.PIPE, start_new_session=True
+    )
+    start = Start(60.0, controller=False, chronicle=Chronicle(path), nodes=2)
+    before = signal.signal(signal.SIGTERM, raise_signal)
+
+    def tell_to_end() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while "waiting up to" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        assert controller.stdout is not None and controller.stdout.readline()
+        start.fail_one()
+        start.held.join(DEADLINE_S)
+        start.round.end_workers(signal.SIGTERM, 5.0)
+        teller = threading.Thread(target=tell_to_end)
+        teller.start()
+        with pytest.raises(SignalException):
+            start.round.close()
+        teller.join(DEADLINE_S)
+        assert controller.wait(DEADLINE_S) == -signal.SIGTERM
+        assert f"controller (pid {controller.pid}): ranks on other nodes may still be writing" in caplog.text
+        (told,) = [json.loads(line) for line in path.read_text().splitlines()]
+        assert told["next"] == "none here: the launcher was told to end (SIGTERM)"
+        assert signal.getsignal(signal.SIGTERM) is raise_signal
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with controller:
+            controller.kill()
+        start.close()

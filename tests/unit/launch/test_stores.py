@@ -8,13 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ttp.errors import ConfigError
+from ttp.launch import partings
 from ttp.launch import stores as stores_module
 from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 
@@ -226,6 +234,77 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     never.set()
     bench.moving.shutdown()
     assert server
+
+
+def test_why_another_node_has_ended_the_job_is_heard() -> None:
+    """By the node whose ranks have all succeeded, too; also when the store goes right after."""
+    place = free_place()
+    servers = [serve(place)]
+    bench = Bench(place)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    bench.made[0].joined.set()
+    until(lambda: bool(came))
+    assert bench.moving.failed_elsewhere() == ""
+    partings.tell_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
+    assert bench.moving.failed_elsewhere() == "b: exit code 3"
+    waiting = bench.moving._waiting
+    assert waiting is not None
+    until(lambda: waiting.over == "b: exit code 3")
+    servers.clear()
+    assert bench.moving.failed_elsewhere() == "b: exit code 3"
+    bench.moving.shutdown()
+
+
+def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes a backtrace for every question on a broken connection; the store itself is looked at as before."""
+    place = free_place()
+    server = serve(place)
+    bench = Bench(place)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    asked: list[int] = []
+    looks: list[object] = []
+    ask = stores_module._Window.ask
+
+    def lost() -> int:
+        asked.append(len(looks))
+        raise RendezvousConnectionError("gone")
+
+    def look(window: Any, question: Any) -> Any:
+        looks.append(question)
+        return ask(window, question)
+
+    bench.made[0].waiting = lost
+    monkeypatch.setattr(stores_module._Window, "ask", look)
+    bench.made[0].joined.set()
+    until(lambda: bool(came) and bool(asked))
+    until(lambda: len(looks) > asked[0] + 5)
+    assert len(asked) == 1 and bench.moving.num_nodes_waiting() == 0
+    bench.moving.shutdown()
+    assert server
+
+
+def test_the_heartbeats_of_a_lost_store_end() -> None:
+    """torch's own handler goes on sending them, with a backtrace for each, until it is let go of; the job may train for days."""
+
+    def make(place: Endpoint) -> RendezvousHandler:
+        quick = {"is_host": "0", "keep_alive_interval": "1", "last_call_timeout": "1"}
+        return get_rendezvous_handler(RendezvousParameters("c10d", str(place), "job", 1, 1, **quick))
+
+    def heartbeats() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "KeepAlive" in thread.name]
+
+    place = free_place()
+    command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(place.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None and keeper.stdout.readline()
+        moving = MovingRendezvous(agent(place), make, "job", join_timeout_s=60.0)
+        assert moving.next_rendezvous().world_size == 1
+        assert len(heartbeats()) == 1
+        keeper.kill()
+    until(lambda: not heartbeats())
+    assert moving.num_nodes_waiting() == 0 and not moving.shutdown()
 
 
 def test_an_attempt_that_was_left_changes_nothing_when_it_ends_late() -> None:

@@ -1,0 +1,39 @@
+"""Which lines of a story file belong to the job that goes on, and what they add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttp.launch.earlier import earlier, of_this_job
+
+
+def line(unix_s: float, event: str, start: int, **fields: object) -> dict[str, Any]:
+    return {"unix_s": unix_s, "event": event, "start": start, "began_unix_s": unix_s, **fields}
+
+
+END: dict[str, Any] = {"unix_s": 9.0, "event": "end"}
+
+
+def test_an_earlier_job_in_the_same_file_is_left_out() -> None:
+    """It may have ended, or all its launchers may have been killed; its starts had the same numbers."""
+    mine = [line(10.0, "start", 0), line(12.0, "fault", 0), line(15.0, "start", 1)]
+    ended = [line(1.0, "start", 0), line(2.0, "fault", 0), END]
+    killed = [[line(1.0, "start", 0), line(2.0, "fault", 0), line(3.0, "start", 1)], [line(1.0, "start", 0)]]
+    for before in (ended, *killed):
+        assert of_this_job([*before, *mine], 1) == mine
+    assert of_this_job([*ended, *mine[1:]], 1) == mine[1:], "a start that ended before its table was told"
+    assert of_this_job([line(1.0, "fault", 0), END], 0) == []
+
+
+def test_the_job_of_a_launcher_that_left_goes_on() -> None:
+    """Its summary stands in the middle."""
+    lines = [line(1.0, "start", 0), line(2.0, "fault", 0), END, line(5.0, "start", 1)]
+    assert of_this_job(lines, 1) == [lines[0], lines[1], lines[3]]
+
+
+def test_faults_told_by_others_are_counted_until_the_next_start() -> None:
+    """Not those that were told here."""
+    lines = [line(1.0, "start", 0), line(2.0, "fault", 0), line(5.0, "start", 1), line(7.0, "fault", 1)]
+    found = earlier(lines, own={1}, last=1)
+    assert found.faults == (lines[1],) and found.lost_s == 3.0 and found.begun_unix_s == 1.0
+    assert earlier(lines[2:], own={1}, last=1).begun_unix_s is None
