@@ -255,6 +255,7 @@ def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Pa
 BUSY = """
 import os, runpy, signal, sys, threading
 import importlib.abc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 class Swallow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torch":
