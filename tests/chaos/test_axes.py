@@ -15,7 +15,7 @@ from tests.chaos.test_kills import assert_equal, published_steps
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import by_step
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 STEPS = 12
 MICRO_BATCHES = 2
@@ -66,12 +66,12 @@ class Axes:
 
 LAYOUTS = (
     Axes(data=2, pipeline=2),
-    pytest.param(Axes(data=2, tensor=2, sequence=True), marks=pytest.mark.long),
-    pytest.param(Axes(data=2, tensor=2), marks=pytest.mark.long),
-    pytest.param(Axes(data=2, pipeline=2, virtual=2), marks=pytest.mark.long),
-    pytest.param(Axes(data=3, tensor=2), marks=pytest.mark.long),
-    pytest.param(Axes(data=2, tensor=2, pipeline=2, sequence=True), marks=pytest.mark.long),
-    pytest.param(Axes(data=4, experts=4, expert=2), marks=pytest.mark.long),
+    Axes(data=2, tensor=2, sequence=True),
+    Axes(data=2, tensor=2),
+    Axes(data=2, pipeline=2, virtual=2),
+    Axes(data=3, tensor=2),
+    Axes(data=2, tensor=2, pipeline=2, sequence=True),
+    Axes(data=4, experts=4, expert=2),
 )
 TIED = (
     "--model_config.untie_embeddings_and_output_weights=false", "--model_config.position_embedding_type=absolute",
@@ -105,7 +105,6 @@ def test_every_layout_trains_as_data_parallel_and_survives_kills_bit_for_bit(tmp
     assert_equal(hurt, whole)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done", "gathering"])
 @pytest.mark.parametrize(
     "axes",
@@ -137,7 +136,6 @@ def weights_under(tmp_path: Path, job: Job, layouts: Sequence[Axes], *more: str)
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_any_layout_loads_under_any_other(tmp_path: Path, tied: bool) -> None:
     """The weights have the same bits whatever the layout that reads them; and the losses go on to round-off."""

@@ -75,6 +75,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long
 def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path) -> None:
     """It closes the rendezvous: there is nothing to come back to. The other one, which wants to, ends with its words."""
     options, nodes = place(free_port()), []
