@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+import ttp
 from ttp.errors import ConfigError
-from ttp.optim.placement import cycle, grid, shared_hosts
 
 from .config import Config
 from .model import DTYPES, GPT, Stage, count_parameters, stages
@@ -164,14 +164,7 @@ def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> b
         groups += [
             [first + (rank * ep + e) * model for rank in range(dp // ep)] for first in range(model) for e in range(ep)
         ]
-    return all(_kept_apart([str(rank // devices) for rank in ranks], replicas) for ranks in groups)
-
-
-def _kept_apart(hosts: list[str], replicas: int) -> bool:
-    ranks = len(hosts)
-    if ranks % replicas:
-        return not shared_hosts(list(enumerate(cycle(ranks, hosts))), hosts)
-    return not shared_hosts(list(zip(*grid(ranks, replicas, hosts), strict=True)), hosts)
+    return all(ttp.replicas_apart([str(rank // devices) for rank in ranks], replicas) for ranks in groups)
 
 
 def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:

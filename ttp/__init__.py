@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ttp.config import Settings as Settings
+    from ttp.optim.placement import replicas_apart as replicas_apart
     from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
     from ttp.optim.replica_optimizer import ClipValue as ClipValue
     from ttp.optim.replica_optimizer import LossScale as LossScale
@@ -34,6 +35,7 @@ _HOMES = {
     "Session": "ttp.session",
     "Settings": "ttp.config",
     "current_session": "ttp.session",
+    "replicas_apart": "ttp.optim.placement",
     "start": "ttp.session",
 }
 

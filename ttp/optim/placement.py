@@ -49,6 +49,20 @@ def cycle(world: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
     return tuple(spread)
 
 
+def replicas_apart(hosts: Sequence[str], replicas: int) -> bool:
+    """Say whether the ranks of a data-parallel group, `hosts[rank]` the machine of each, would hold every shard on `replicas`
+    different machines: by the even layout, or by the ring where their number is no multiple."""
+    ranks = len(hosts)
+    if replicas < 2 or ranks < replicas:
+        return False
+    columns = (
+        list(enumerate(cycle(ranks, hosts)))
+        if ranks % replicas
+        else list(zip(*grid(ranks, replicas, hosts), strict=True))
+    )
+    return not shared_hosts(columns, hosts)
+
+
 def shared_hosts(columns: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
     """Count the holders that share a host with an earlier holder of the same shard."""
     return sum(len(column) - len({hosts[rank] for rank in column}) for column in columns)

@@ -173,6 +173,7 @@ def test_public_names_are_frozen() -> None:
         "TTPReplicaOptimizer",
         "current_session",
         "errors",
+        "replicas_apart",
         "start",
         "ttp_to_persist",
     ]
