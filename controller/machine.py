@@ -36,6 +36,8 @@ _OF_LAUNCHERS = (AgentHello, WorkerExit)
 """What launchers say proves no rank's life."""
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
+_UNLED = (Stage.STANDBY, Stage.GATHERING)
+_ASSEMBLING, _RUNNING, _EXITING, _OVER = Stage.ASSEMBLING, Stage.RUNNING, Stage.EXITING, Stage.OVER
 _LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
 
@@ -83,28 +85,31 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
 
 def next_deadline(state: ControllerState) -> float | None:
     """Return when the driver must call again with a Tick if nothing happens before; None: never. O(1)."""
-    if state.stage is Stage.OVER:
+    stage, members, settings = state.stage, state.members, state.settings
+    if stage is _OVER:
         return None
-    if state.stage is Stage.EXITING:
+    if stage is _EXITING:
         return state.deadline
-    if state.stage in (Stage.STANDBY, Stage.GATHERING):  # leases begin with the takeover
-        deadline = state.deadline if state.members.attached else inf
-        moment = min(deadline, state.members.empty_since + state.settings.orphan_timeout_s)
+    moment = members.empty_since + settings.orphan_timeout_s
+    if stage in _UNLED:  # leases begin with the takeover
+        moment = min(moment, state.deadline) if members.attached else moment
         return None if moment == inf else moment
-    moment = min(state.members.sweep_at, state.members.empty_since + state.settings.orphan_timeout_s)
-    if state.members.attached and state.stage is not Stage.ASSEMBLING:
-        moment = min(moment, state.seen + state.settings.heartbeat_s)
-    if state.stage is Stage.ASSEMBLING:
+    moment = members.sweep_at if members.sweep_at < moment else moment
+    if stage is _ASSEMBLING:
         moment = min(moment, state.deadline)
-    if state.stage is Stage.RUNNING:
-        moment = min(moment, state.pace.due)
+    elif members.attached:
+        look_at = state.seen + settings.heartbeat_s
+        moment = look_at if look_at < moment else moment
+    if stage is _RUNNING:
+        due = state.pace.due
+        moment = due if due < moment else moment
     if state.fault is not None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
-        if state.members.attached == 0:
+        if members.attached == 0:
             return moment
-        if state.stage is Stage.FREEZING:
+        if stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
-    if state.stage in _ORDERED and state.dump is not None:
+    if stage in _ORDERED and state.dump is not None:
         moment = min(moment, state.dump.progress_by)
     return None if moment == inf else moment
 
@@ -204,7 +209,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return over(state, state.reason, out) if now >= state.deadline else state
     if now >= state.members.empty_since + settings.orphan_timeout_s:
         return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
-    if state.stage in (Stage.STANDBY, Stage.GATHERING):
+    if state.stage in _UNLED:
         return state  # `settle` looks at the deadline
     if state.stage is Stage.ASSEMBLING and now >= state.deadline:
         return abandon_start(state, now, out)

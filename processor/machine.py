@@ -16,6 +16,8 @@ from .state import Link, ProcessorState, Standing
 from .succession import go_on_at
 from .transitions import TRANSITIONS, give_up_at
 
+_LEAVING, _DOWN = Standing.LEAVING, Link.DOWN  # an attribute of an enumeration takes longer to find than a global name
+
 OWN_ABSENCE_HEARTBEATS = 1.5
 """The machine asks to be called once a heartbeat; a driver that comes later than this was stopped."""
 
@@ -49,11 +51,16 @@ def _listen(state: ProcessorState, event: Event, now: float) -> ProcessorState:
 
 def next_deadline(state: ProcessorState) -> float | None:
     """Return when the driver must call again with a Tick if nothing happens before; None: never."""
-    if state.standing is Standing.LEAVING:
+    if state.standing is _LEAVING:
         return None
-    if state.link is Link.DOWN:
-        moment = min(state.reconnect_at, state.heartbeat_at, state.notice_by, give_up_at(state))
+    if state.link is _DOWN:
+        moment = state.reconnect_at
     else:
-        look_at = state.seen + state.heartbeat_s
-        moment = min(state.heartbeat_at, state.notice_by, give_up_at(state), go_on_at(state), look_at)
+        moment = state.seen + state.heartbeat_s
+        going_on = go_on_at(state)
+        moment = going_on if going_on < moment else moment
+    giving_up = give_up_at(state)
+    moment = giving_up if giving_up < moment else moment
+    moment = state.heartbeat_at if state.heartbeat_at < moment else moment
+    moment = state.notice_by if state.notice_by < moment else moment
     return None if moment == inf else moment

@@ -14,6 +14,8 @@ from ttp.proto.frozen import replace
 
 from .state import Link, ProcessorState
 
+_UP, _CONNECTING = Link.UP, Link.CONNECTING
+
 
 def controllers(state: ProcessorState) -> tuple[str, ...]:
     """Return the addresses of all controllers, in the order of their terms."""
@@ -43,8 +45,9 @@ def go_on(state: ProcessorState, now: float) -> ProcessorState:
 
 def go_on_at(state: ProcessorState) -> float:
     """Return when the controller that this rank is with, or waits for, is given up; inf: never."""
-    if state.link is Link.UP:
+    link = state.link
+    if link is _UP:
         return state.heard + state.lease_s
-    if state.link is Link.CONNECTING and state.successors:
+    if link is _CONNECTING and state.successors:
         return state.place_since + state.lease_s
     return inf

@@ -77,6 +77,7 @@ _OPEN = (Standing.TRAINING,)
 _SHUT = (Standing.FROZEN,)
 _LIVE = (*_OPEN, *_SHUT)
 _GONE = (Standing.LEAVING,)
+_TRAINING, _LEAVING = Standing.TRAINING, Standing.LEAVING
 
 
 # --- the stream ---
@@ -158,11 +159,13 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
 
 def give_up_at(state: ProcessorState) -> float:
     """Return when the missing controller has consequences; inf: never."""
-    if state.standing is Standing.LEAVING:
+    standing = state.standing
+    if standing is _LEAVING:
         return inf
-    if state.faults or state.standing is not Standing.TRAINING or state.finished or not state.loss_logged:
-        return min(state.lost_since + state.settings.controller_lost_s, state.answer_by)
-    return inf
+    if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:
+        return inf
+    lost = state.lost_since + state.settings.controller_lost_s
+    return lost if lost < state.answer_by else state.answer_by
 
 
 def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:

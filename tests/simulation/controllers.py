@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 
-_BEAT = Beat()
+BEAT = Beat()
 
 TOGETHER_S = 0.02
 """Heartbeats that come within so short a time are relayed in one envelope."""
@@ -60,6 +60,9 @@ class Controller:
         self._queue: list[Callable[[], None]] = []
         self._stage = self.state.stage
         self._tick_at = inf
+        """When the next tick comes."""
+        self._deadline: float | None = None
+        """When the machine asked to be called last."""
         self._beating = False
         self._beats: dict[str, list[Heartbeat]] = {}
         """By host, those that have come and wait for the others."""
@@ -167,19 +170,22 @@ class Controller:
             self.when_running(call)
 
     def _schedule_tick(self) -> None:
-        deadline = machine.next_deadline(self.state)
+        deadline = self._deadline = machine.next_deadline(self.state)
         if deadline is not None and deadline < self._tick_at:
-            self._tick_at = deadline
-            due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
-            self.job.scheduler.at(due, partial(self._tick, deadline))
+            self._tick_by(deadline)
+
+    def _tick_by(self, deadline: float) -> None:
+        self._tick_at = deadline
+        due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
+        self.job.scheduler.at(due, partial(self._tick, deadline))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
             return  # the machine has asked for an earlier one since
         self._tick_at = inf
-        deadline = machine.next_deadline(self.state)
+        deadline = self._deadline
         if deadline is not None and deadline > asked_for:
-            self._schedule_tick()  # something has happened since
+            self._tick_by(deadline)  # something has happened since
         else:
             self.take(ev.Tick())
 
@@ -190,7 +196,7 @@ class Controller:
             return
         if self.job.scheduler.now >= self.paused_until:
             for rank in sorted(self.streams):
-                self._send(rank, _BEAT)
+                self._send(rank, BEAT)
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
     def _send(self, rank: int, message: Downward) -> None:

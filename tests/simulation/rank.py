@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from tests.simulation.controllers import ROUNDING_S
+from tests.simulation.controllers import BEAT, ROUNDING_S
 from tests.simulation.gate import Gate
 from tests.simulation.network import DOWN, UP, Route, Stream
 from tests.simulation.piece_work import PieceWorker
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 GROUP_BYTES = 1 << 20
+_HEARD_BEAT = ev.Received(BEAT)
 LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
 
@@ -73,6 +74,9 @@ class Rank:
         self._held: list[Callable[[], None]] = []
         self._held_beside: list[Callable[[], None]] = []
         self._tick_at = inf
+        """When the next tick comes."""
+        self._deadline: float | None = None
+        """When the machine asked to be called last."""
         self._attempts = 0
         self._current: Stream | None = None
         """The stream that the machine knows of, broken or not."""
@@ -134,25 +138,37 @@ class Rank:
             return
         self.state, effects = machine.transition(self.state, event, self.job.scheduler.now + self.ahead_s)
         for effect in effects:
-            if self.alive:
+            if not self.alive:
+                break
+            if type(effect) is ev.Send:  # nearly all are
+                self.job.send_up(self, effect.message)
+            else:
                 self._carry_out(effect)
         self._schedule_tick()
 
     def _schedule_tick(self) -> None:
-        deadline = machine.next_deadline(self.state)
-        if deadline is None or deadline >= self._tick_at:
-            return
+        deadline = self._deadline = machine.next_deadline(self.state)
+        if deadline is not None and deadline < self._tick_at:
+            self._tick_by(deadline)
+
+    def _tick_by(self, deadline: float) -> None:
         self._tick_at = deadline
         due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
-        self.job.scheduler.at(due, partial(self.run_beside, partial(self._tick, deadline)))
+        self.job.scheduler.at(due, partial(self._tick_beside, deadline))
+
+    def _tick_beside(self, deadline: float) -> None:
+        if self.alive and not self.stopped and not self.hogged:
+            self._tick(deadline)
+        else:
+            self.run_beside(partial(self._tick, deadline))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
             return  # the machine has asked for an earlier one since
         self._tick_at = inf
-        deadline = machine.next_deadline(self.state)
+        deadline = self._deadline
         if deadline is not None and deadline > asked_for:
-            self._schedule_tick()  # something has happened since
+            self._tick_by(deadline)  # something has happened since
         else:
             self.tick()
 
@@ -166,8 +182,6 @@ class Rank:
 
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.Send(message):
-                self.job.send_up(self, message)
             case ev.Connect(address):
                 self.job.abandon_stream(self)
                 self._current = None
@@ -264,7 +278,7 @@ class Rank:
         if not self.started and isinstance(message, Welcome):
             self.started, self.started_s = True, self.job.scheduler.now
             self.soon(0.001, self._compute)
-        self.step(ev.Received(message))
+        self.step(_HEARD_BEAT if message is BEAT else ev.Received(message))
         self.job.happened(f"got {type(message).__name__}", self.rank)
 
     # --- the gate ---
