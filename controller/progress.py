@@ -112,7 +112,7 @@ def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSetting
         pace = outlived(pace, now, settings)
     places = pace.places.put(beat.rank, place)
     if place.step <= pace.front:  # the usual case, 10,000 times a second in a large job: one copy
-        return Pace(places, now, pace.front, pace.front_at, pace.durations, pace.longest, pace.limit_s, False)
+        return replace(pace, places=places, moved_at=now, noted=False)
     if pace.front_at > -inf:
         duration = (now - pace.front_at) / (place.step - pace.front)
         pace = replace(pace, durations=(*pace.durations, duration)[-KEPT:])

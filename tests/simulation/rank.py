@@ -68,7 +68,7 @@ class Rank:
         self.fence = 0
         """The highest term of a controller that was reached."""
         self.state = machine.initial(
-            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
+            ev.ProcessorSettings(rank, 0.2, 0.1, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
         self.work = Worker(self) if job.own is None else PieceWorker(self)
         self._held: list[Callable[[], None]] = []
@@ -270,7 +270,10 @@ class Rank:
 
     def take_in(self, stream: Stream, message: Downward) -> None:
         """The network brings a message: it is read as soon as the processor's threads run."""
-        self.run_beside(partial(self.receive, stream, message))
+        if self.alive and not self.stopped and not self.hogged:
+            self.receive(stream, message)
+        else:
+            self.run_beside(partial(self.receive, stream, message))
 
     def receive(self, stream: Stream, message: Downward) -> None:
         if stream is not self.stream:
