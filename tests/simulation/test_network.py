@@ -44,17 +44,25 @@ def doubled(job: Job, rank: int) -> None:
 
 def befall(job: Job, trouble: str, rank: int) -> None:
     """Note it, so that the checks know whom nothing can reach for a while, and do it."""
-    job.struck("message loss", rank)
-    TROUBLES[trouble](job, rank)
+    kind, act = TROUBLES[trouble]
+    job.struck(kind, rank)
+    act(job, rank)
 
 
-TROUBLES: dict[str, Callable[[Job, int], object]] = {
-    "loses what it said last": lambda job, rank: job.lose_tail(rank, 0.1),
-    "is heard late on its old stream": lambda job, rank: job.leave_behind(rank),
-    "says and hears everything twice": doubled,
-    "hears nothing for a moment": lambda job, rank: job.ranks[rank].route.hold(DOWN, job.now + 0.2),
-    "is not heard for a moment": lambda job, rank: job.ranks[rank].route.hold(UP, job.now + 0.2),
+TROUBLES: dict[str, tuple[str, Callable[[Job, int], object]]] = {
+    "loses what it said last": ("message loss", lambda job, rank: job.lose_tail(rank, 0.1)),
+    "is heard late on its old stream": ("reordering", lambda job, rank: job.leave_behind(rank)),
+    "says and hears everything twice": ("duplication", doubled),
+    "hears nothing for a moment": (
+        "rank hears nobody",
+        lambda job, rank: job.ranks[rank].route.hold(DOWN, job.now + 0.2),
+    ),
+    "is not heard for a moment": (
+        "rank is heard by nobody",
+        lambda job, rank: job.ranks[rank].route.hold(UP, job.now + 0.2),
+    ),
 }
+"""By what the test is called: the kind of fault as the checks know it, and how it is done."""
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
@@ -78,7 +86,7 @@ def test_training_is_not_hurt_by_what_the_network_does_to_a_rank(trouble: str) -
     for seed in range(12):
         scenario = alone(seed)
         job = scenario.job
-        job.hook("READY 2", 2, lambda rank, job=job: TROUBLES[trouble](job, rank))  # type: ignore[misc]
+        job.hook("READY 2", 2, lambda rank, job=job: TROUBLES[trouble][1](job, rank))  # type: ignore[misc]
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
         assert events(job, "finished"), f"seed {seed}"

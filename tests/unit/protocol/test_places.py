@@ -8,20 +8,26 @@ from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import killed
 from ttp.controller.state import Stage
-from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, Written
+from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, WriteOrder, Written
 
 HOSTS = ("a", "a", "b", "b")
 """Partners 0 and 2, 1 and 3: each node holds everything."""
 
 
-def publishing(*dead: int) -> ControllerBench:
-    """These ranks are dead, the others have written step 6."""
+def writing(*dead: int) -> tuple[ControllerBench, dict[int, WriteOrder]]:
+    """These ranks are dead, the others have their orders to write step 6."""
     job = ControllerBench(assembled=False, local_dirs=True)
     for rank, host in enumerate(HOSTS):
         job.say(registration(rank, host=host))
     job.say(*(killed(rank) for rank in dead))
     job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in range(4) if rank not in dead))
-    job.all_write(job.orders())
+    return job, job.orders()
+
+
+def publishing(*dead: int) -> ControllerBench:
+    """These ranks are dead, the others have written step 6."""
+    job, orders = writing(*dead)
+    job.all_write(orders)
     assert job.at(Stage.PUBLISHING)
     return job
 
@@ -69,12 +75,7 @@ def test_a_node_lost_with_what_it_wrote_is_written_again_by_the_others(when: str
 
 def test_a_node_lost_between_writing_and_publishing_is_noticed() -> None:
     """Rank 2 has written and dies, with its node, while others still write."""
-    job = ControllerBench(assembled=False, local_dirs=True)
-    for rank, host in enumerate(HOSTS):
-        job.say(registration(rank, host=host))
-    job.say(killed(3))
-    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
-    orders = job.orders()
+    job, orders = writing(3)
     job.say(job.written(2, orders[2]), killed(2))
     assert job.at(Stage.WRITING)
     answers: list[Written] = [job.written(rank, orders[rank]) for rank in (0, 1)]
@@ -172,11 +173,6 @@ def test_a_piece_in_another_directory_than_the_ordered_one_does_not_count() -> N
 
 def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:
     """The rank that wrote them is gone, the disk is not."""
-    job = ControllerBench(assembled=False, local_dirs=True)
-    for rank, host in enumerate(HOSTS):
-        job.say(registration(rank, host=host))
-    job.say(killed(3))
-    job.say(*(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
-    orders = job.orders()
+    job, orders = writing(3)
     job.say(job.written(0, orders[0]), killed(0), job.written(1, orders[1]), job.written(2, orders[2]))
     assert sorted(job.sent(PublishOrder)) == [1, 2]
