@@ -98,7 +98,7 @@ class Agent:
             self._heard = now
             self._attach()
         if not self.lost:
-            self.job.scheduler.after(self.job.rng.uniform(0.1, 0.3), self._look)
+            self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)
 
     def not_told_of(self) -> tuple[str, ...]:
         """Return the standbys of which the first controller must have told it, and has not."""

@@ -68,7 +68,7 @@ class Rank:
         self.fence = 0
         """The highest term of a controller that was reached."""
         self.state = machine.initial(
-            ev.ProcessorSettings(rank, 0.2, 0.1, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
+            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
         self.work = Worker(self) if job.own is None else PieceWorker(self)
         self._held: list[Callable[[], None]] = []
