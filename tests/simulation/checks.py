@@ -16,6 +16,8 @@ from tests.simulation.truth import controllers_hurt, covers, events, sound
 from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
+CALM_START_S = 0.5
+"""Undisturbed ranks have come together by then: they start within 0.1 s."""
 
 
 def run_and_check(scenario: Scenario) -> list[str]:
@@ -29,6 +31,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += late(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
     found += _unprovoked(job)
+    found += _not_begun(job)
     found += _said(job)
     found += _untold(job)
     if job.own is None:
@@ -116,6 +119,13 @@ def _unprovoked(job: Job) -> list[str]:
     """I7: nobody is suspected, and nothing taken for a hang, before anything has happened."""
     alarms = [(at, line) for at, line in job.story if line.event in ("suspect", "hung") and at < job.calm_until]
     return [f"I7: {line.event} at {at:.3f} s although nothing had happened: {line.fields}" for at, line in alarms]
+
+
+def _not_begun(job: Job) -> list[str]:
+    """I11: a job in which nothing went wrong while its ranks came together is assembled."""
+    if job.calm_until <= CALM_START_S or events(job, "assembled"):
+        return []
+    return [f"I11: nothing had happened in the first {CALM_START_S} s, and the job did not assemble: {_stages(job)}"]
 
 
 def _untold(job: Job) -> list[str]:
