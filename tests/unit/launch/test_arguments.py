@@ -82,6 +82,50 @@ def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatc
     assert ours == theirs
 
 
+def abbreviations() -> list[str]:
+    """Every beginning of an option of torchrun's, the whole ones too."""
+    whole = [text for text in flags(torchrun.get_args_parser()) if text.startswith("--")]
+    return sorted({text[:length] for text in whole for length in range(3, len(text) + 1)})
+
+
+def meant(parser: argparse.ArgumentParser, text: str) -> str:
+    """Say which option a text stands for, or what the parser says against it, the program's name apart."""
+    parser.exit_on_error = False
+    try:
+        found = parser._parse_optional(text)
+    except argparse.ArgumentError as error:
+        return str(error)
+    except SystemExit:
+        return "ambiguous"
+    first: object = found[0] if isinstance(found, list) else found
+    action = first[0] if isinstance(first, tuple) else None
+    return action.dest if action is not None else "unknown"
+
+
+def test_an_abbreviation_means_what_it_means_to_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--t 3` is --tee, for one: TTP's options make none of torchrun's abbreviations ambiguous, and cure none."""
+    line = ["--t", "3", "--nn", "2", "--max-r", "5", "train.py", "--t", "x"]
+    ours, theirs = make_parser().parse_args(line), torchrun.get_args_parser().parse_args(line)
+    assert (ours.tee, ours.nnodes, ours.max_restarts) == (theirs.tee, "2", 5)
+    assert ours.training_script_args == ["--t", "x"]
+    texts = abbreviations()
+    assert "--t" in texts and "--r" in texts
+    assert {text: meant(make_parser(), text) for text in texts} == {
+        text: meant(torchrun.get_args_parser(), text) for text in texts
+    }
+
+
+@pytest.mark.parametrize("text", ["--r", "--n", "--ttp"])
+def test_an_ambiguous_abbreviation_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torchrun's own as by torchrun; of TTP's options too, where it is none of torchrun's."""
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args([text, "3", "train.py"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"ambiguous option: {text}" in told
+    assert ("--ttp-ot" in told) == (text == "--ttp")
+
+
 def test_torchs_variable_for_restarts_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """PET_MAX_RESTARTS is torchrun's way to set it from outside."""
     monkeypatch.setenv("PET_MAX_RESTARTS", "9")
