@@ -229,7 +229,7 @@ class _Presence:
     """Knows which nodes' numbers still grow. In the launcher that has the store."""
 
     def __init__(self, store: Store, nodes: int, lost_s: float) -> None:
-        self._store = store
+        self._table = store
         self._keys = [_alive(node) for node in range(nodes)]
         self._lost_s = lost_s
         for key in self._keys:
@@ -245,7 +245,7 @@ class _Presence:
         if absent_s < wanted_s:
             return ""
         self._looked_s = now
-        values = self._store.multi_get(self._keys)
+        values = self._table.multi_get(self._keys)
         late = absent_s > self._lost_s / 2  # this launcher itself was stopped: it knows nothing of the others
         for node, value in enumerate(values):
             if late or value != self._values[node]:
