@@ -70,7 +70,8 @@ def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None
             if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL):
                 asked[path] = path.stat().st_size
                 os.kill(pid, STACKS_SIGNAL)
-    until_s, before = time.monotonic() + within_s, {}
+    until_s = time.monotonic() + within_s
+    before: dict[Path, int] = {}
     while asked and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
         sizes = {path: path.stat().st_size for path in asked}
