@@ -20,6 +20,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -49,9 +50,17 @@ class Neighbours:
     """One launcher's way to the others, for one start. All but the thread's own calls return at once."""
 
     def __init__(
-        self, place: JobStore, node: int, nodes: int, *, look_s: float | None = None, lost_s: float | None = None
+        self,
+        place: JobStore,
+        node: int,
+        nodes: int,
+        *,
+        look_s: float | None = None,
+        lost_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`node`: this launcher's number (group rank) of so many; the one with 0 has the store. Times: see LOOK_S, LOST_S."""
+        self._clock = clock
         self._place = place
         self._node = node
         self._nodes = nodes
@@ -64,7 +73,7 @@ class Neighbours:
         self._has_succeeded = False
         self._succeeded = 0
         self._seen = 0
-        self._answered_s = time.monotonic()
+        self._answered_s = self._asked_s = clock()
         self._store_gone = ""
         """Why the store cannot be asked any more: its launcher has ended, or its node is lost."""
         self._out_of_reach = False
@@ -144,7 +153,11 @@ class Neighbours:
             return self._heard.get(_LOST, "") or (self._store_gone if self._out_of_reach else self._silent_store())
 
     def _silent_store(self) -> str:
-        silent_s = time.monotonic() - self._answered_s
+        now = self._clock()
+        if now - self._asked_s > self._lost_s / 2:  # this launcher was stopped, or had no time to ask: it knows nothing
+            self._answered_s = now
+        self._asked_s = now
+        silent_s = now - self._answered_s
         if silent_s < self._lost_s:
             return ""
         return f"node 0 (the workers' store at {self._place.host}:{self._place.port}) has not answered for {silent_s:.0f} s"
@@ -168,13 +181,13 @@ class Neighbours:
                     known = told
                     self._hear(store)
                 with self._lock:
-                    self._answered_s = time.monotonic()
+                    self._answered_s = self._clock()
                 if last:
                     return
                 self._wake.wait(self._look_s)
-        except RuntimeError as error:  # torch's DistError
+        except Exception as error:  # torch's DistError, as a rule; whatever it is, the job goes on
             if not self._stopping.is_set():
-                self._lose(str(error).splitlines()[0])
+                self._lose((str(error) or type(error).__name__).splitlines()[0])
 
     def _say(self, store: Store) -> None:
         with self._lock:
@@ -182,7 +195,7 @@ class Neighbours:
             succeeded, self._has_succeeded = self._has_succeeded, False
         for key, text in to_tell.items():
             if key == _FAULT:
-                text = f"{self._node} {time.monotonic() - float(text):.3f}"
+                text = f"{self._node} {self._clock() - float(text):.3f}"
             store.compare_set(key, "", text)
         if succeeded:
             store.add(_SUCCEEDED, 1)
@@ -209,7 +222,7 @@ class Neighbours:
             if _FAULT in heard and self._fault_begun_s is None:
                 node, age = heard[_FAULT].split()
                 if int(node) != self._node:
-                    self._fault_begun_s = time.monotonic() - float(age)
+                    self._fault_begun_s = self._clock() - float(age)
 
     def _lose(self, why: str) -> None:
         """Find out whether the launcher with the store has ended, or cannot be reached."""

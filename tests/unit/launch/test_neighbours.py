@@ -111,6 +111,19 @@ def test_a_store_that_answers_nobody_is_a_lost_node(make: Make) -> None:
     assert "has not answered for" in launcher.lost and launcher.over
 
 
+def test_a_launcher_that_was_stopped_itself_does_not_miss_the_others() -> None:
+    """It has not asked for a while: that says nothing about the store, until the store is silent from then on."""
+    now = 0.0
+    launcher = Neighbours(JobStore("127.0.0.1", 1, 0), 1, 2, lost_s=30.0, clock=lambda: now)
+    assert launcher.lost == ""
+    now = 100.0
+    assert launcher.lost == ""
+    for _ in range(3):
+        now += 11.0
+        words = launcher.lost
+    assert words == "node 0 (the workers' store at 127.0.0.1:1) has not answered for 33 s"
+
+
 def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
     """Its store is gone and its port is closed: nothing more is to be heard, but its node is there."""
     group = make(2)
