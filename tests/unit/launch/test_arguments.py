@@ -206,7 +206,7 @@ def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
 
 
 def test_a_node_name_that_leads_nowhere_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Several nodes reach each other by it. Exit status 2, with what, who, got, wanted and next; nothing is started."""
     monkeypatch.setenv("TTP_HOST", "no such host")
@@ -214,7 +214,7 @@ def test_a_node_name_that_leads_nowhere_is_refused_at_the_start(
     with pytest.raises(SystemExit) as ended:
         main(["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:1", "train.py"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert "ttprun: error: TTP_HOST is 'no such host' on this node (" in told and "does not resolve (" in told
     assert "wanted a name or address by which all 2 nodes reach this one; correct it, or leave it out" in told
 
