@@ -17,7 +17,7 @@ import pytest
 from tests.chaos.conftest import RunJob, arguments
 from ttp.chaos.job import Job, Observed, read_jsonl
 from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
-from ttp.chaos.nodes_job import NodesJob
+from ttp.chaos.nodes_job import RENDEZVOUS, NodesJob
 from ttp.chaos.verdict import by_step, compare
 from ttp.checkpoint.load import list_checkpoints, verify
 
@@ -260,8 +260,9 @@ def test_a_node_lost_while_its_ranks_are_starting_is_told_and_the_others_go_on(
     """3 nodes, `--nnodes 2:3`: the node with rank 0 and both stores is lost after the rendezvous, before any rank is known to
     anybody. No controller is there to notice; the launchers do, long before torch's half an hour."""
     three = nodes(3)
-    options = arguments(*STEPS)
-    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options) as job:
+    options, patient = arguments(*STEPS), RENDEZVOUS.replace("last_call_timeout=4", "last_call_timeout=20")
+    launcher = ("--rdzv-conf", patient)  # all three are there at the first start, however slow one is
+    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options, launcher=launcher) as job:
         first = ": ranks 0-1 of 6 on this node"
         job.wait_for(lambda: any(first in job.console(node) for node in three), "a start of six ranks", 120)
         lost = next(node for node in three if first in job.console(node))
