@@ -70,7 +70,7 @@ class Neighbours:
         self._to_tell: dict[str, str] = {}
         self._fault_begun_s: float | None = None
         self._heard: dict[str, str] = {}
-        self._has_succeeded = False
+        self._has_succeeded = self._counted = False
         self._succeeded = 0
         self._seen = 0
         self._answered_s = self._asked_s = clock()
@@ -110,9 +110,9 @@ class Neighbours:
         self._tell(_FAILED, words)
 
     def tell_succeeded(self) -> None:
-        """Say that all workers here have succeeded."""
+        """Say that all workers here have succeeded; said again, it counts once."""
         with self._lock:
-            self._has_succeeded = True
+            self._has_succeeded = not self._counted
         self._wake.set()
 
     def _tell(self, key: str, words: str) -> None:
@@ -193,6 +193,7 @@ class Neighbours:
         with self._lock:
             to_tell, self._to_tell = self._to_tell, {}
             succeeded, self._has_succeeded = self._has_succeeded, False
+            self._counted = self._counted or succeeded
         for key, text in to_tell.items():
             if key == _FAULT:
                 text = f"{self._node} {self._clock() - float(text):.3f}"

@@ -74,6 +74,9 @@ def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(m
     for launcher in group.all[:2]:
         launcher.tell_succeeded()
     until(lambda: group.all[0]._succeeded == 2, "two successes")
+    group.all[1].tell_succeeded()  # once more: torch's agent may ask twice
+    group.all[1].tell_restart("b starts again")
+    until(lambda: group.all[0].restarts, "what was said after it")
     assert not any(launcher.all_have_succeeded for launcher in group.all)
     group.all[2].tell_succeeded()
     until(lambda: group.all[0].all_have_succeeded, "word of all successes where the store is")
