@@ -1,7 +1,8 @@
 """How soon a worker's death is known: the controller's verdict beside waitpid and the closing of a socket, for small and big workers.
 
-Kills real processes that hold so much memory. Each has the death watch and the line to a real controller (a process of its own)
-that the launcher would have, and a fresh controller each, as a death ends a start of the job. Prints median, 99th percentile
+Kills real processes that hold so much memory of their own, 200 of each size unless that takes too long. Each has the death watch and
+the line to a real controller (a process of its own) that the launcher would have, and a fresh controller each, as a death ends a start
+of the job. Two are made ready at a time; nothing else runs while one is killed. Prints median, 99th percentile
 and worst of the time from SIGKILL until: the death watch reports; the controller has judged (its journal's line); the Freeze is at
 another rank; the worker's peer sees its socket close; waitpid returns. Then what watching costs in processor time.
 Linux. Wall times. Exit status 1 when the verdict's 99th percentile is above the limit for any size.
@@ -10,6 +11,7 @@ Linux. Wall times. Exit status 1 when the verdict's 99th percentile is above the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -22,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ttp.controller.agent_link import AgentLink
@@ -37,9 +40,14 @@ WAIT_S = 60.0
 HOUR_S = 3600.0
 SPARE_MIB = 6 << 10
 """Memory that must be left on the machine while a worker holds its own."""
+KILLS = 200
+MINUTES = 5.0
+TOGETHER = 2
+"""Workers that are made ready at a time, on machines of two cores and more."""
 HOLD = """
-import socket, sys
-x = bytearray(b'x') * int(sys.argv[1])
+import mmap, socket, sys
+if nbytes := int(sys.argv[1]):  # pages of its own, all touched, by the kernel: twice as fast as by writing them
+    x = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, 'MAP_POPULATE', 0x8000))
 line = socket.create_connection(('127.0.0.1', int(sys.argv[2])))
 line.sendall(b'.')
 sys.stdin.read()
@@ -106,52 +114,74 @@ class Ranks:
     def stream_closed(self, stream: ControlStream, reason: str) -> None: ...
 
 
-def one_kill(nbytes: int, poll_s: float) -> dict[str, float]:
-    """Kill one worker of so many bytes; return seconds until each sign of it."""
-    worker = Worker(nbytes)
-    times: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder) / "journal.jsonl"
-        controller = start_controller(
-            job_id="bench", term=1, world_size=2, journal=journal, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S,
+class Victim:
+    """A worker of so many bytes with its controller, the launcher's line to it and the job's other rank: all but its death."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.journal = Path(self._folder.name) / "journal.jsonl"
+        self._controller = start_controller(
+            job_id="bench", term=1, world_size=2, journal=self.journal, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S,
             options=("--freeze-timeout-s", str(WAIT_S)),
         )  # fmt: skip
-        link = AgentLink(controller.address, "bench", "host", (1,), (worker.pid,))
-        ranks = Ranks(controller.address, worker.pid)
-        threads = [
-            _timed(times, "socket", worker.until_closed),
-            _timed(times, "waitpid", worker.until_waitable),
-        ]
-        reported = threading.Event()
+        self.worker = Worker(nbytes)
+        self.link = AgentLink(self._controller.address, "bench", "host", (1,), (self.worker.pid,))
+        self.ranks = Ranks(self._controller.address, self.worker.pid)
+        _demand(self.ranks.welcomed, "the welcome")
+        _until(lambda: self.link.attached, "the launcher's line")
 
-        def report(death: Death) -> None:
-            times.setdefault("watch", time.monotonic())
-            link.worker_exit(death.rank, death.pid, death.text)
-            reported.set()
+    def close(self) -> None:
+        self.worker.end()
+        self.link.close(0.0)
+        self.ranks.stream.close()
+        self._controller.process.kill()
+        self._controller.wait(WAIT_S)
+        self._folder.cleanup()
 
-        watch = DeathWatch({1: worker.pid}, report, poll_s=poll_s)
-        try:
-            _demand(ranks.welcomed, "the welcome")
-            _until(lambda: link.attached, "the launcher's line")
-            watch.start()
-            time.sleep(0.05)  # the watch runs, and nothing else does
-            begin = time.monotonic()
-            os.kill(worker.pid, signal.SIGKILL)
-            _demand(reported, "the death watch's report")
-            _demand(ranks.frozen, "the freeze")
-            times["freeze"] = ranks.frozen_at
-            _until(lambda: _verdict(journal) > 0, "the controller's verdict")
-            times["verdict"] = _verdict(journal)
-            for thread in threads:
-                thread.join(WAIT_S)
-        finally:
-            watch.stop()
-            worker.end()
-            link.close(0.0)
-            ranks.stream.close()
-            controller.process.kill()
-            controller.wait(WAIT_S)
+
+def one_kill(victim: Victim, poll_s: float) -> dict[str, float]:
+    """Kill a worker; return seconds until each sign of it."""
+    worker = victim.worker
+    times: dict[str, float] = {}
+    threads = [_timed(times, "socket", worker.until_closed), _timed(times, "waitpid", worker.until_waitable)]
+    reported = threading.Event()
+
+    def report(death: Death) -> None:
+        times.setdefault("watch", time.monotonic())
+        victim.link.worker_exit(death.rank, death.pid, death.text)
+        reported.set()
+
+    watch = DeathWatch({1: worker.pid}, report, poll_s=poll_s)
+    try:
+        watch.start()
+        time.sleep(0.05)  # the watch runs, and nothing else does
+        begin = time.monotonic()
+        os.kill(worker.pid, signal.SIGKILL)
+        _demand(reported, "the death watch's report")
+        _demand(victim.ranks.frozen, "the freeze")
+        times["freeze"] = victim.ranks.frozen_at
+        _until(lambda: _verdict(victim.journal) > 0, "the controller's verdict")
+        times["verdict"] = _verdict(victim.journal)
+        for thread in threads:
+            thread.join(WAIT_S)
+    finally:
+        watch.stop()
     return {name: at - begin for name, at in times.items()}
+
+
+def many_kills(nbytes: int, kills: int, poll_s: float, minutes: float) -> list[dict[str, float]]:
+    """Kill so many workers of a size, or as many as go into the time (one at least)."""
+    together = TOGETHER if available_mib() >= (TOGETHER * nbytes >> 20) + SPARE_MIB else 1
+    until_s = time.monotonic() + 60.0 * minutes
+    found: list[dict[str, float]] = []
+    with ThreadPoolExecutor(together) as pool:
+        while len(found) < kills and (not found or time.monotonic() < until_s):
+            victims = list(pool.map(Victim, [nbytes] * min(together, kills - len(found))))
+            with contextlib.ExitStack() as stack:
+                for victim in victims:
+                    stack.callback(victim.close)
+                found += [one_kill(victim, poll_s) for victim in victims]
+    return found
 
 
 def _timed(times: dict[str, float], name: str, wait: Callable[[], None]) -> threading.Thread:
@@ -218,13 +248,20 @@ def watching_cost(workers: int, poll_s: float, duration_s: float) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, nargs="+", default=[0, 1024, 8192], help="resident sizes")
-    parser.add_argument("--kills", type=int, nargs="+", default=[40, 25, 6], help="processes to kill for each size")
+    parser.add_argument(
+        "--kills", type=int, nargs="+", default=[KILLS], help=f"processes to kill for each size (default: {KILLS})"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"bound for each size: fewer kills then (default: {MINUTES:g})"
+    )
     parser.add_argument("--poll", type=float, default=POLL_S, help="seconds between two looks")
     parser.add_argument("--limit-ms", type=float, default=LIMIT_MS)
     options = parser.parse_args(arguments)
+    if len(options.kills) == 1:
+        options.kills *= len(options.mib)
     if len(options.kills) != len(options.mib):
         parser.error(
-            f"{len(options.mib)} sizes and {len(options.kills)} numbers of kills: wanted one number for each size"
+            f"{len(options.mib)} sizes and {len(options.kills)} numbers of kills: wanted one number for all, or for each size"
         )
     logging.getLogger("ttp.launch").setLevel(logging.ERROR)  # what the controller tells the launcher
     worst_ms = 0.0
@@ -232,8 +269,11 @@ def main(arguments: list[str] | None = None) -> int:
         if (free := available_mib()) < mib + SPARE_MIB:
             print(f"{mib} MiB resident: left out, {free} MiB are available, wanted {mib + SPARE_MIB}", flush=True)
             continue
-        found = [one_kill(mib << 20, options.poll) for _ in range(kills)]
-        print(f"{kills} kills at {mib} MiB resident, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        found = many_kills(mib << 20, kills, options.poll, options.minutes)
+        early = f" (of {kills}: {options.minutes:g} minutes have passed)" if len(found) < kills else ""
+        print(
+            f"{len(found)} kills{early} at {mib} MiB resident, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        )
         for name, text in NAMES.items():
             print("  " + summary(text, [times[name] for times in found]), flush=True)
         worst_ms = max(worst_ms, percentile(sorted(1e3 * times["verdict"] for times in found), 0.99))

@@ -168,6 +168,7 @@ class Processor:
     def start(self) -> None:
         """Start the threads; the controller is reached in the background."""
         self._voice.start()
+        self._stacks.listen()
         self._worker.start()
         self._thread.start()
 
@@ -218,6 +219,7 @@ class Processor:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             self._worker.stop(timeout_s)
+            self._stacks.close()
             self._voice.stop(timeout_s)
         self._gate.release_boundary()
         self._released.set()

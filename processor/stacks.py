@@ -1,27 +1,70 @@
-"""What every thread of this process is doing, written down while it still can be: when the job hangs.
+"""What every thread of this process is doing, written down while it still can be: when the job hangs, and when the launcher asks.
 
-A thread of its own writes: the disk may be what hangs. Python frames only, by `faulthandler`; C and device stacks are a
-debugger's. Never raises and never makes the processor wait.
+For a hang a thread of its own writes: the disk may be what hangs. It needs Python's lock, which a thread in C code may hold for
+good; so a signal, STACKS_SIGNAL, has the stacks written too, by `faulthandler`'s own handler, which is C and takes no
+lock. Python frames only; C and device stacks are a debugger's. Never raises and never makes the processor wait.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from ttp.processor.voice import Voice
 
+STACKS_SIGNAL = signal.SIGRTMIN + 9 if sys.platform == "linux" else 0
+"""Has a process that listens (`StackWriter.listen`) write its stacks; 0: there is none here."""
+ASKED_NAME = "stacks_asked.log"
+"""The file for them, beside `stacks.log`."""
+
+
+def opening(reason: str) -> str:
+    """Return the first lines of an entry: when, why, and which of the threads is the main one."""
+    when, main = time.strftime("%Y-%m-%d %H:%M:%S"), threading.main_thread().ident or 0
+    return f"{when} {reason}\nmain thread {main:#018x}\n"
+
+
+def process_text(pid: int) -> str:
+    """Return the reason that an entry has which the launcher asked for."""
+    return f"process {pid}, asked by its launcher"
+
 
 class StackWriter:
-    """Appends to one file. `save` and `finish` are called on the processor's thread."""
+    """Appends to one file, and to another when a signal asks. `save` and `finish` are called on the processor's thread."""
 
     def __init__(self, path: Path | None, voice: Voice) -> None:
         self._path = path
         self._voice = voice
         self._thread: threading.Thread | None = None
+        self._asked: TextIO | None = None
+
+    def listen(self) -> None:
+        """Have STACKS_SIGNAL write the stacks from now on, even while no Python code can run."""
+        if self._path is None or not STACKS_SIGNAL:
+            return
+        path = self._path.with_name(ASKED_NAME)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._asked = open(path, "a", encoding="utf-8")  # noqa: SIM115 (the handler writes to it as long as it lives)
+            self._asked.write(opening(process_text(os.getpid())))
+            self._asked.flush()
+            faulthandler.register(STACKS_SIGNAL, self._asked, all_threads=True)
+        except OSError as error:
+            self._voice.say(logging.ERROR, f"stacks cannot be asked for: {path}: {error}")
+
+    def close(self) -> None:
+        """Listen no more; the signal does nothing then."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            faulthandler.unregister(STACKS_SIGNAL)
+            asked.close()
 
     def save(self, reason: str) -> None:
         """Begin to write all threads' stacks; one that is still writing is enough."""
@@ -39,8 +82,7 @@ class StackWriter:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
-                file.write(f"main thread {threading.main_thread().ident or 0:#018x}\n")
+                file.write(opening(reason))
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")

@@ -57,7 +57,7 @@ class TrainingConfig:
     log_interval: int = 1
     """A log line every so many steps."""
     save_interval: int | None = None
-    """A checkpoint every so many steps and after the last one; null: only at faults."""
+    """A checkpoint every so many steps; null: only at faults. The last step is saved in any case."""
     save_dirs: tuple[str, ...] | None = None
     """Checkpoint folders in order of preference (a full one falls through to the next); null: output_dir/checkpoints."""
     loss_scale: float | None = None

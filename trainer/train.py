@@ -121,7 +121,12 @@ class Trainer:
             self.samples_per_step,
         )
         interval = self.config.training_config.save_interval
-        log.info("checkpoints: %s", "at faults only" if interval is None else f"every {interval} steps, and at faults")
+        log.info(
+            "checkpoints: %s",
+            "at faults, and the last step"
+            if interval is None
+            else f"every {interval} steps, at faults, and the last step",
+        )
         single = " (a lone rank: a fault costs the steps since the last checkpoint)" if replicas == 1 else ""
         axes = " x ".join(
             f"{name.removesuffix('_size').replace('_', ' ')} {size}" for name, size in self.mesh.sizes.items()
@@ -205,8 +210,8 @@ class Trainer:
             self.metrics.append(metrics.line(unix_s=time.time()))
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
-        if config.save_interval is not None and (last or step % config.save_interval == 0):
-            self._save(step)
+        if last or (config.save_interval is not None and step % config.save_interval == 0):
+            self._save(step)  # the last one always: a process that dies while all leave must not cost the steps before
 
     def _save(self, step: int) -> None:
         """Write a periodic checkpoint; a disk that refuses it does not end a healthy training."""

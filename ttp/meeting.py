@@ -6,6 +6,7 @@ for what will not come.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.errors import ControllerError
 
+NAME_S = 30.0
+"""How long the name of the controller's node may take to be known: a name server may learn of it after the ranks have begun."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 1.0
 """Between two looks into the store, doubled from the first to the longest: ten thousand ranks look, too."""
 
@@ -68,3 +71,28 @@ def find(
         pause_s = min(2 * pause_s, LONGEST_LOOK_S)
     address: str = store.get(controller_key(round_number)).decode().split()[0]
     return address
+
+
+def check_name(
+    address: str,
+    rank: int,
+    *,
+    resolve: Callable[[str, None], object] = socket.getaddrinfo,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """See that the name in the controller's address leads anywhere from this node. Raises ControllerError."""
+    host = address.rpartition(":")[0].strip("[]")
+    deadline = clock() + NAME_S
+    while True:
+        try:
+            resolve(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if clock() >= deadline:
+                raise ControllerError(
+                    f"rank {rank}: the controller is at {address}, and the name {host!r} does not resolve on this node ({error}),"
+                    f" tried for {NAME_S:.0f} s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
+                    " controller's node"
+                ) from None
+        sleep(LONGEST_LOOK_S)

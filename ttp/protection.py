@@ -158,7 +158,10 @@ class Protection:
         return address
 
     def _find_controller(self) -> str:
-        return meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
+        address = meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
+        if not self._settings.one_node:
+            meeting.check_name(address, self._rank)
+        return address
 
     def _store(self) -> TCPStore:
         """Return a client of the store that the ranks met in."""

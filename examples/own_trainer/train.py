@@ -54,6 +54,7 @@ def main() -> None:
             result = optimizer.step(sums=[loss.item()])  # TTP: the loss rides along
             if rank == 0 and step % 20 == 0:
                 print(f"step {step}: loss {result.sums[0] / world_size:.6f}", flush=True)
+        session.save()  # TTP: the last step is on disk before anybody leaves
 
     train()
     session.close()  # TTP

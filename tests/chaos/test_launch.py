@@ -50,6 +50,8 @@ def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(
             "restarting (1 of 3 restarts): rank 1: signal SIGKILL; ranks 0, 2: left for the restart (exit code 75)"
             in job.text
         )
+        assert f"failed (exitcode: -9) local_rank: 1 (pid: {pid})" in job.text, "torch's own line names another rank"
+        assert "failed (exitcode: 75)" not in job.text
         job.assert_nothing_left()
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.chaos.conftest import RunJob, arguments
 from ttp.chaos.job import Job, Observed, read_jsonl
 from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
-from ttp.chaos.nodes_job import NodesJob
+from ttp.chaos.nodes_job import RENDEZVOUS, NodesJob
 from ttp.chaos.verdict import by_step, compare
 from ttp.checkpoint.load import list_checkpoints, verify
 
@@ -238,13 +238,42 @@ def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path
         job.wait_for(lambda: len(job.journals()) > 1 and len(job.pids()) == 4, "a start of four ranks", 120)
         train_a_little(job, 1)
         assert not job.ranks_on(cut)
+        steps = [verify(path).step for path in list_checkpoints([job.output_dir / "checkpoints"])]
         with slowly(job, cut):
             cut.plug()
             train_a_little(job, 2)
         assert len(job.ranks_on(cut)) == 2
         assert set(job.wait(timeout_s=200).values()) == {0}, job.console_tail(60)
     assert max(published(job, 0)) >= step
+    assert len(steps) == len(set(steps)) and max(steps) - min(steps) <= 1, (
+        "each side was right, and a step is there once"
+    )
+    assert set(published(job, 0)) == set(steps)
     assert sorted(by_step(job.metrics())) == list(range(1, 901))
+    assert job.leftovers() == []
+
+
+@pytest.mark.long
+def test_a_node_lost_while_its_ranks_are_starting_is_told_and_the_others_go_on(
+    tmp_path: Path, nodes: MakeNodes
+) -> None:
+    """3 nodes, `--nnodes 2:3`: the node with rank 0 and both stores is lost after the rendezvous, before any rank is known to
+    anybody. No controller is there to notice; the launchers do, long before torch's half an hour."""
+    three = nodes(3)
+    options, patient = arguments(*STEPS), RENDEZVOUS.replace("last_call_timeout=4", "last_call_timeout=20")
+    launcher = ("--rdzv-conf", patient)  # all three are there at the first start, however slow one is
+    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options, launcher=launcher) as job:
+        first = ": ranks 0-1 of 6 on this node"
+        job.wait_for(lambda: any(first in job.console(node) for node in three), "a start of six ranks", 120)
+        lost = next(node for node in three if first in job.console(node))
+        lost.power_off()
+        assert not job.journals(), "too late: rank 0 has started a controller"
+        others = [node for node in three if node is not lost]
+        assert job.wait(*others, timeout_s=400) == {node.name: 0 for node in others}, job.console_tail(60)
+    for node in others:
+        assert "a node is lost before the ranks have a controller: node 0" in job.console(node)
+        assert "restarting (" not in job.console(node)
+    assert sorted(by_step(job.metrics())) == list(range(1, LAST + 1))
     assert job.leftovers() == []
 
 

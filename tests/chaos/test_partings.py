@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,3 +96,64 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
         assert "the job has failed: rank 1: exit code 2; exit code 2 says that the configuration is wrong" in other.text
         for node in nodes:
             node.assert_nothing_left()
+
+
+LOST = """
+from ttp.launch import neighbours
+from ttp.launch.main import main
+neighbours.LOST_S = 4.0
+main()
+"""
+"""ttprun with less patience for a node of which nothing is heard."""
+
+FOR_GOOD = """
+world = os.environ["WORLD_SIZE"]
+note("begun" + world, os.getpid())
+while world == "3" or not (out / "lost").exists():  # as in torch's collectives: for ranks that will not come
+    time.sleep(0.01)
+"""
+
+
+def start_of_three(folder: Path) -> str:
+    """Return the number of the start in which three ranks have begun; empty: there was none yet."""
+    begun = [path.name.split("-") for path in folder.glob("begun3-*")]
+    starts = [start for _, _, start in begun]
+    return next((start for start in starts if starts.count(start) == 3), "")
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp_path: Path, has_store: bool) -> None:
+    """Its launcher and rank are stopped: nothing is heard of them, and nothing is closed. The others do not wait for torch's
+    half an hour, whether the workers' store was there or elsewhere."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(LOST)
+    port, nodes = free_port(), []
+    options = list(place(port))
+    options[options.index("--rdzv-conf") + 1] += ",is_host=0"
+    with contextlib.ExitStack() as stack:
+        keeper = [sys.executable, "-m", "ttp.launch.stores", "--port", str(port)]
+        store = stack.enter_context(subprocess.Popen(keeper, stdout=subprocess.PIPE))
+        stack.callback(store.kill)
+        assert store.stdout is not None and store.stdout.readline()
+        for number in range(3):
+            launch = Launch(
+                tmp_path, FOR_GOOD, "--nnodes", "2:3", *options, program=(str(driver),), name=f"node{number}"
+            )
+            nodes.append(stack.enter_context(launch))
+        nodes[0].until(lambda: bool(start_of_three(tmp_path)), "start of three ranks")
+        start = start_of_three(tmp_path)
+        nodes[0].until(lambda: all(f"start {start}: rank " in node.text for node in nodes), "word of it from all")
+        lost = next(node for node in nodes if (f"start {start}: rank 0 of 3" in node.text) == has_store)
+        rank = lost.text.partition(f"start {start}: rank ")[2][0]
+        worker = int(lost.read(f"begun3-{rank}-{start}"))
+        for pid in (lost.process.pid, worker):
+            os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "lost").touch()
+        others = [node for node in nodes if node is not lost]
+        assert [node.wait() for node in others] == [0, 0], others[0].text + others[1].text
+        words = "node 0 (the workers' store at" if has_store else "nothing was heard of node"
+        assert any("a node is lost before the ranks have a controller: " + words in node.text for node in others)
+        for node in others:
+            assert "no restart left" not in node.text and "restarting (" not in node.text
+            node.assert_nothing_left()
+        assert {f"begun2-{rank}-{int(start) + 1}" for rank in (0, 1)} <= set(nodes[0].notes("begun2"))

@@ -168,5 +168,5 @@ def commit(fault: Fault) -> None:
 
 def _hold_the_gil() -> None:
     """Sleep in C without letting go of Python's lock. Signals go to other threads: nothing wakes this one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     ctypes.PyDLL(None).sleep(ctypes.c_uint(1_000_000))

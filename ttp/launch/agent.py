@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 import uuid
 from typing import Any
@@ -30,6 +31,7 @@ from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import SHUTDOWN_S, USAGE_ERROR, Launching, Round
 from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
+from ttp.launch.torch_log import end_line_kept
 from ttp.progress import progress_key
 
 log = logging.getLogger("ttp.launch")
@@ -38,10 +40,18 @@ NEWS_S = 2 * ROUND_S
 """How long after its own workers have left an agent may hear that another node waits."""
 NEWS_LOOK_S = 0.05
 
+OTHERS_S = 300.0
+"""torch's time for other nodes' workers to end after this one's have succeeded."""
+TELL_S = 5.0
+
 BROKEN_ROUNDS = 5
 """So many rendezvous in a row break after they were complete, and a node leaves: another can die at any moment, but not at
 every one, so that this one is likely to be what is broken."""
 REJOIN_PAUSE_S = 1.0
+
+
+class NotStarted(RuntimeError):
+    """The workers' program cannot be run on this node."""
 
 
 class HoldAgent(LocalElasticAgent):
@@ -100,7 +110,7 @@ class HoldAgent(LocalElasticAgent):
         begun_unix_s = time.time()
         nodes = worker_group.group_world_size or 1
         try:
-            local_pids: dict[int, int] = super()._start_workers(worker_group)
+            local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
             self._round = Round(
                 self._launching,
@@ -109,6 +119,7 @@ class HoldAgent(LocalElasticAgent):
                 start_id=start_id,
                 pids=pids,
                 nodes=nodes,
+                node=worker_group.group_rank or 0,
                 hosts_rank_zero=0 in pids,
                 begun_unix_s=begun_unix_s,
             )
@@ -123,6 +134,21 @@ class HoldAgent(LocalElasticAgent):
         )  # fmt: skip
         return local_pids
 
+    def _start_processes(self, worker_group: WorkerGroup) -> dict[int, int]:
+        """Let torch start them. Raises NotStarted for a program that is not there, or that may not be run."""
+        try:
+            local_pids: dict[int, int] = super()._start_workers(worker_group)
+        except (FileNotFoundError, PermissionError) as error:
+            program = worker_group.spec.entrypoint
+            if error.filename != program:
+                raise
+            reason = error.strerror.lower() if error.strerror else str(error)
+            raise NotStarted(
+                f"the workers cannot be started: {program!r} ({reason}); wanted a program that is there and may be executed:"
+                " a path as seen from the folder of ttprun, or a name on PATH; a Python script goes without --no-python"
+            ) from error
+        return local_pids
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Say how the workers are (every monitor interval). torch's own method ends all as soon as one has failed: it is
         asked only when nobody is left to be held."""
@@ -133,7 +159,7 @@ class HoldAgent(LocalElasticAgent):
             round_.hold()
             if round_.left_for_others() and self._another_node_waits():
                 return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
-        elif self._makes_room(round_):
+        elif self._makes_room(round_) or self._misses_a_node(round_):
             return RunResult(
                 state=WorkerState.HEALTHY
             )  # torch sees the waiting node too, and restarts without counting
@@ -141,10 +167,15 @@ class HoldAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if round_.failed() or not round_.living():
             round_.end_workers(signal.SIGTERM, round_.grace_s())
-        result = self._ask_torch(worker_group)
+        with end_line_kept() as end_line:
+            result = self._ask_torch(worker_group)
+        if result.state == WorkerState.SUCCEEDED:
+            return self._after_success(round_, result)
         if not result.is_failed():
             return result
         result = self._put_cause_first(result, round_)
+        for root in list(result.failures.values())[:1]:
+            end_line.say(root)
         self._judge(round_, result, worker_group.spec.max_restarts)
         return result
 
@@ -155,6 +186,42 @@ class HoldAgent(LocalElasticAgent):
             return False
         round_.take_leave("the set of nodes changes (another node's fault, or a node that wants to join)")
         return not round_.succeeded()
+
+    def _misses_a_node(self, round_: Round) -> bool:
+        """Say whether a node was lost before the ranks had a controller; then all that are left meet again."""
+        words = round_.lost_node if round_.living() else ""
+        if words:
+            log.error("a node is lost before the ranks have a controller: %s; those that are left meet again", words)
+            self._rendezvous_handler.meet_again()
+        return bool(words)
+
+    def _after_success(self, round_: Round, result: RunResult) -> RunResult:
+        """Wait for the other nodes, whose workers may still run, as torch's exit barrier does; but end when the job has
+        failed on one, and start again with one whose workers have failed: it cannot without this node.
+        """
+        neighbours = round_.neighbours
+        if neighbours is None:
+            return result
+        neighbours.tell_succeeded()
+        static = self._rendezvous_handler.get_backend() == "static"
+        begun_s, told = time.monotonic(), False
+        while not neighbours.all_have_succeeded and (waited_s := time.monotonic() - begun_s) < OTHERS_S:
+            if words := neighbours.over:
+                log.warning("all workers here have succeeded; not waiting for other nodes: %s", words)
+                break
+            if neighbours.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):
+                if static and self._remaining_restarts == 0:  # no way to come without counting
+                    break
+                log.warning("all workers here have succeeded, but %s: starting again with it", neighbours.restarts)
+                return RunResult(state=WorkerState.UNHEALTHY if static else WorkerState.HEALTHY)
+            if waited_s > TELL_S and not told:
+                told = True
+                log.info("all workers here have succeeded; waiting up to %.0f s for those on other nodes", OTHERS_S)
+            time.sleep(NEWS_LOOK_S)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Do nothing: the others were waited for, and theirs was not a failure (torch's barrier knows of successes only)."""
 
     def _another_node_waits(self) -> bool:
         """Say whether a node waits to be taken in, or does so soon: each agent asks now and then only, and another one may have
@@ -174,7 +241,8 @@ class HoldAgent(LocalElasticAgent):
         """Stop the workers before a restart or at a failed job's end; some may live when other nodes cause the restart."""
         round_ = self._round
         if round_ is not None and round_.living():
-            round_.hold(why="the set of nodes changes (another node's fault, or a node that wants to join)")
+            lost = round_.lost_node
+            round_.hold(why=lost or "the set of nodes changes (another node's fault, or a node that wants to join)")
             round_.end_workers(signal.SIGTERM, round_.grace_s())
         super()._stop_workers(worker_group, *args, **kwargs)
 
@@ -227,21 +295,32 @@ class HoldAgent(LocalElasticAgent):
             self.last_words = f"{what}; exit code {USAGE_ERROR} says that the configuration is wrong"
             round_.next = f"no restart: exit code {USAGE_ERROR} says that the configuration is wrong"
             log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
+            self._tell_others(round_, self.last_words, again=False)
             return
         futile = self._futility_of(round_)
         self.last_words = what = f"{what}; {futile.text}" if futile.text else what
         if self._restarts > max_restarts:
             round_.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)
+            self._tell_others(round_, what, again=False)
         elif futile.stop:
             self._remaining_restarts = 0
             round_.next = f"no restart: {futile.text}"
             log.error("not restarting: %s", what)
+            self._tell_others(round_, what, again=False)
         else:
+            self._tell_others(round_, what, again=True)
             round_.next = f"restart {self._restarts} of {max_restarts}"
             pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
             log.warning("restarting (%d of %d restarts): %s%s", self._restarts, max_restarts, what, pause)
             time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException
+
+    def _tell_others(self, round_: Round, what: str, *, again: bool) -> None:
+        """Say to nodes whose workers have succeeded, or that wait for this one's, what comes."""
+        if round_.neighbours is not None:
+            words = f"{socket.gethostname()} has failed ({what})"
+            tell = round_.neighbours.tell_restart if again else round_.neighbours.tell_failed
+            tell(f"{words} and starts again" if again else words)
 
     def _futility_of(self, round_: Round) -> Verdict:
         """Judge whether the start got on; one whose ranks were told to leave is not judged."""

@@ -6,6 +6,7 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.run import get_args_parser
 
@@ -17,13 +18,26 @@ MAX_RESTARTS = 3
 """Default of --max-restarts: coming back is the point (torchrun's is 0)."""
 
 
+class _Parser(ArgumentParser):
+    """Takes abbreviations as torchrun does: TTP's own options, which came later, make none of them ambiguous."""
+
+    own: frozenset[str] = frozenset()
+    """The destinations of TTP's options."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the options that an abbreviation may stand for (argparse's own place for that, private as it is)."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in found if each[0].dest not in self.own] or found
+
+
 def make_parser() -> ArgumentParser:
     """Make the parser; with `ENABLE_TTP=False` every default is torchrun's."""
-    parser: ArgumentParser = get_args_parser()
-    parser.prog = "ttprun"
-    parser.description = (
-        "torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
-        f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun."
+    parser = _Parser(
+        prog="ttprun",
+        description="torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
+        f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun.",
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's parser has it
     )
     parser.epilog = (
         "With ttprun --rdzv-endpoint takes several places, in order (node-a:29400,node-b:29400): when one is lost, the nodes meet at"
@@ -71,6 +85,7 @@ def make_parser() -> ArgumentParser:
         help="a JSON file (hccl.json) that lists servers, devices and ranks; gives --nnodes, --nproc-per-node, --node-rank"
         " (by this host's own addresses) and --master-addr; read with ENABLE_TTP=False too",
     )
+    parser.own = frozenset(action.dest for action in group._group_actions)
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=MAX_RESTARTS)
     return parser

@@ -24,7 +24,7 @@ from rich.text import Text
 from ttp.console import open_console
 from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
-from ttp.launch.hang_stacks import gather, main_frames, read_blocks
+from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 
 log = logging.getLogger("ttp.launch")
@@ -221,7 +221,7 @@ class Chronicle:
         story = fault_of(start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node)
         if story is None:
             return
-        if ending.log_dir is not None and story.kind == "hung":
+        if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
         story = replace(story, next=ending.next)
         self._stories.append(story)
@@ -281,12 +281,16 @@ def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> T
 
 
 def with_stacks(story: FaultStory, lines: Sequence[Line], log_dir: Path) -> FaultStory:
-    """Gather the stacks that the ranks saved for this hang and quote where its suspects stood. Raises OSError."""
-    hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
-    blocks = read_blocks(log_dir, hung["text"])
+    """Gather the stacks that the ranks saved for a hang, or were asked for before they were ended, and quote where the culprits
+    stood. Raises OSError."""
+    suspects: Sequence[int] = [culprit.rank for culprit in story.culprits]
+    blocks = read_asked(log_dir, {culprit.rank: culprit.pid for culprit in story.culprits})
+    if story.kind == "hung":
+        hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
+        blocks, suspects = blocks | read_blocks(log_dir, hung["text"]), hung["ranks"]
     if not blocks:
         return story
     path = log_dir / f"stacks_{story.start}.txt"
-    gather(path, blocks, hung["ranks"])
+    gather(path, blocks, suspects)
     culprits = tuple(replace(c, stood=main_frames(blocks.get(c.rank, ""))) for c in story.culprits)
     return replace(story, culprits=culprits, stacks=str(path))

@@ -1,13 +1,24 @@
-"""The stacks that a hung job's ranks have saved: gathered into one file, suspects first, and where a suspect stood.
+"""The stacks of ranks that hang: asked for by a signal, gathered into one file, suspects first, and where a suspect stood.
 
-Reads what `ttp/processor/stacks.py` wrote under the journals' folder: of ranks on other nodes only where that folder is shared.
+Reads what `processor/stacks.py` wrote under the journals' folder: of ranks on other nodes only where that folder is shared.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from ttp.launch.processes import catches
+from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, process_text
+
+ASK_S = 2.0
+"""How long a rank that is asked for its stacks has to write them: one that is stopped never does."""
+_LOOK_S = 0.02
+_STACK = "(most recent call first)"
 
 FRAMES = 5
 """Innermost frames that a story quotes."""
@@ -46,6 +57,38 @@ def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
         block = block_of(path.read_text(encoding="utf-8", errors="replace"), reason)
         if rank.isdigit() and block:
             found[int(rank)] = block
+    return found
+
+
+def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None:
+    """Have the ranks of this node that can (rank -> pid) write their stacks, before they are ended. Works also on one whose
+    interpreter is held by C code."""
+    asked = {}
+    for rank, pid in pids.items():
+        path = log_dir / f"rank_{rank}" / ASKED_NAME
+        with contextlib.suppress(OSError):
+            if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL):
+                asked[path] = path.stat().st_size
+                os.kill(pid, STACKS_SIGNAL)
+    until_s = time.monotonic() + within_s
+    before: dict[Path, int] = {}
+    while asked and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        sizes = {path: path.stat().st_size for path in asked}
+        if sizes == before and all(sizes[path] > size for path, size in asked.items()):
+            return  # all have begun, and written no more since the last look
+        before = sizes
+
+
+def read_asked(log_dir: Path, pids: Mapping[int, int]) -> dict[int, str]:
+    """Return the stacks that these ranks (rank -> pid) were asked for and have written, by rank. Raises OSError."""
+    found = {}
+    for rank, pid in pids.items():
+        path = log_dir / f"rank_{rank}" / ASKED_NAME
+        if path.exists():
+            block = block_of(path.read_text(encoding="utf-8", errors="replace"), process_text(pid))
+            if _STACK in block:
+                found[rank] = block
     return found
 
 

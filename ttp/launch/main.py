@@ -41,7 +41,7 @@ from ttp.launch.courier import Link
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
 from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
-from ttp.launch.topology import apply_rank_table, choose_rendezvous, explicit_arguments
+from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
 
@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
         config, command, command_args = _config_of(args)
+        check_host_name(settings.host, config.max_nodes)
         launch(config, command, command_args, make_launching(settings, args))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
@@ -176,10 +177,21 @@ def launch(
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
     """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store."""
     if has_places(config.rdzv_backend, config.rdzv_endpoint, config.rdzv_configs.get("store_type", "tcp")):
-        return FreshStoreRendezvous(make_moving(config), store_host(config), same_keys_every_round=False)
+        return FreshStoreRendezvous(
+            make_moving(config), store_host(config), same_keys_every_round=False, waits_for=_nodes_text(config)
+        )
     static = config.rdzv_backend == "static"
     inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
-    return FreshStoreRendezvous(inner, store_host(config), same_keys_every_round=static)
+    return FreshStoreRendezvous(inner, store_host(config), same_keys_every_round=static, waits_for=_nodes_text(config))
+
+
+def _nodes_text(config: LaunchConfig) -> str:
+    """Say for how many nodes a rendezvous waits, and where they meet; empty for one node by itself."""
+    least, most = config.min_nodes, config.max_nodes
+    if most == 1:
+        return ""
+    count = f"{most} nodes" if least == most else f"{least} to {most} nodes"
+    return f"{count} to meet at {config.rdzv_endpoint} (this is one of them)"
 
 
 def has_places(backend: str, endpoint: str, store_type: str) -> bool:

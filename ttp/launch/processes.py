@@ -114,7 +114,7 @@ def _nul_list(path: str) -> list[str]:
         return []
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Say whether a process has a handler for a signal, or ignores it; False if it is gone, or there is no `/proc`."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:

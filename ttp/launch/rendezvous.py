@@ -8,7 +8,12 @@ rendezvous' own. It is never hosted by a worker, so that it outlives rank 0.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,10 +23,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from ttp.errors import ConfigError
 from ttp.launch.stores import MovingRendezvous
 
+log = logging.getLogger("ttp.launch")
+
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEY = "ttp/job_store"
 LOOK_TIMEOUT = timedelta(seconds=5)
 """How long a look into another node's store may take: the node may be gone."""
+
+
+FIRST_WORD_S = 5.0
+NEXT_WORD_S = 60.0
+"""A rendezvous that takes so long says what it waits for, first and then again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,29 @@ class JobStore:
         return cls(host, int(port), int(round_number))
 
 
+@contextlib.contextmanager
+def telling(waits_for: str) -> Iterator[None]:
+    """Say now and then that what goes on within takes long, and what it waits for."""
+    over = threading.Event()
+
+    def tell() -> None:
+        begun_s, pause_s = time.monotonic(), FIRST_WORD_S
+        while not over.wait(pause_s):
+            log.info("waiting for %s (%.0f s so far)", waits_for, time.monotonic() - begun_s)
+            pause_s = NEXT_WORD_S
+
+    if not waits_for:
+        yield
+        return
+    thread = threading.Thread(target=tell, name="ttp-waiting-words", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 class FreshStoreRendezvous(RendezvousHandler):
     """Wraps any of torch's handlers: same membership, a new store each time.
 
@@ -49,10 +84,15 @@ class FreshStoreRendezvous(RendezvousHandler):
     store keeps its keys from one rendezvous to the next (`static`); every node then counts the rounds by itself.
     """
 
-    def __init__(self, inner: RendezvousHandler, host: str, *, same_keys_every_round: bool) -> None:
+    def __init__(
+        self, inner: RendezvousHandler, host: str, *, same_keys_every_round: bool, waits_for: str = ""
+    ) -> None:
+        """`waits_for`: how many nodes meet, and where, in words for one who wonders why nothing happens; empty: not told."""
         self._inner = inner
         self._host = host
         self._same_keys_every_round = same_keys_every_round
+        self._waits_for = waits_for
+        self._meets_again = False
         self._next_round = 0
         self._server: TCPStore | None = None
         self._job_store: JobStore | None = None
@@ -81,7 +121,12 @@ class FreshStoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; called by the agent at every start of the workers, when those of the last are dead."""
+        with telling(self._waits_for):
+            return self._meet()
+
+    def _meet(self) -> RendezvousInfo:
         joined = self._join()
+        self._meets_again = False
         self._server = None  # closes the last round's
         key = f"{_KEY}/{self._next_round}" if self._same_keys_every_round else _KEY
         joined.store.set(f"{key}/next_round/{joined.rank}", str(self._next_round))
@@ -127,7 +172,11 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
+        return self._inner.num_nodes_waiting() or int(self._meets_again)
+
+    def meet_again(self) -> None:
+        """Act as if a node waited until the next rendezvous: one is lost, and torch's agent then starts again uncounted."""
+        self._meets_again = True
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()

@@ -20,7 +20,9 @@ from ttp.launch.controllers import RequestShutdown, end_controllers, is_controll
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
 from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
+from ttp.launch.hang_stacks import ask
 from ttp.launch.memory import OutOfMemory
+from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import catches, end_workers, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.signals import signal_name, signals_held_back
@@ -88,9 +90,11 @@ class Round:
         pids: Mapping[int, int],
         nodes: int,
         hosts_rank_zero: bool,
+        node: int = 0,
         begun_unix_s: float = 0.0,
     ) -> None:
-        """`pids` by global rank. `nodes`: how many nodes take part. `start_id`: TTP_START_ID of these workers.
+        """`pids` by global rank. `nodes`: how many nodes take part, this one is number `node`. `start_id`: TTP_START_ID of these
+        workers.
 
         begun_unix_s: before the first of them was started: older lines in its journals are another job's.
         """
@@ -117,9 +121,12 @@ class Round:
         )
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
+        self._neighbours = Neighbours(job_store, node, nodes) if nodes > 1 else None
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._courier.start()
+        if self._neighbours is not None:
+            self._neighbours.start()
 
     @property
     def fault(self) -> Fault | None:
@@ -134,6 +141,17 @@ class Round:
     def had_controller(self) -> bool:
         """Say whether the workers of this start ever published a controller."""
         return self._courier.entry is not None
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """The way to the other nodes' launchers; None where there is one node only."""
+        return self._neighbours
+
+    @property
+    def lost_node(self) -> str:
+        """Say which node was lost before the ranks had a controller: nobody else notices, and they would wait for its ranks until
+        torch gives up. Empty: none, or there is a controller that sees to it."""
+        return "" if self._neighbours is None or self.had_controller else self._neighbours.lost
 
     def living(self) -> list[int]:
         """Return the ranks here that have not ended altogether."""
@@ -197,6 +215,12 @@ class Round:
             log.info("all workers here have ended, %.2f s after the fault", held_s)
             return
         log.error("%s: %s still here (fault: %s): ending them", reason, ranks_text(self.living()), fault.cause)
+        self._ask_for_stacks()
+
+    def _ask_for_stacks(self) -> None:
+        """Have those that are still here say where they stand, before they are ended."""
+        if (log_dir := self._courier.log_dir) is not None:
+            ask(log_dir, {rank: self._pids[rank] for rank in self.living()})
 
     def _wait_for_survivors(self, fault: Fault) -> str:
         """Return empty when all have ended, else why they are not waited for any longer."""
@@ -249,6 +273,7 @@ class Round:
         signal_workers((self._pids[rank] for rank in self.living()), signal.SIGTERM)
         if reason := self._wait_for_survivors(fault):
             log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
+            self._ask_for_stacks()
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
@@ -298,6 +323,8 @@ class Round:
             self._watch.stop()
             self._memory.close()
             self._courier.close()
+            if self._neighbours is not None:
+                self._neighbours.close()
             self._end_controllers(self._left_s(waits_for) if waits_for is not None else 0.0)
         except (SignalException, KeyboardInterrupt) as signalled:
             with signals_held_back():
@@ -306,6 +333,8 @@ class Round:
                 self.next = f"none here: the launcher was told to end ({name})"
                 self._watch.stop()
                 self._courier.close()
+                if self._neighbours is not None:
+                    self._neighbours.close()
                 self._end_controllers(0.0)
                 self._tell()
             raise
@@ -336,6 +365,11 @@ class Round:
             first = first_failure(self.deaths())
             cause = why or (describe(first) if first is not None else "unknown cause")
             begun_s = first.seen_monotonic_s if first is not None else time.monotonic()
+            if self._neighbours is not None:
+                if (elsewhere_s := self._neighbours.fault_begun_monotonic_s) is not None and elsewhere_s < begun_s:
+                    log.info("the fault began %.0f s ago on another node: its deadline counts", begun_s - elsewhere_s)
+                    begun_s = elsewhere_s
+                self._neighbours.tell_fault(begun_s)
             self._fault = Fault(cause, begun_s, begun_s + self._launching.total_timeout_s)
         return self._fault
 

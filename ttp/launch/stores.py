@@ -232,9 +232,8 @@ class MovingRendezvous(RendezvousHandler):
             self._inner = inner
             return joined
         except RendezvousClosedError:
-            raise RendezvousClosedError(
-                f"the job {self._run_id!r} is over at {place}: {why or 'nobody said why'}"
-            ) from None
+            words = self.failed_elsewhere() or "nobody said why"
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {words}") from None
         except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None

@@ -146,15 +146,13 @@ def _place(culprit: Culprit) -> str:
 
 
 def _stood(story: FaultStory) -> list[str]:
-    if story.kind != "hung":
-        return []
     quoted = [culprit for culprit in story.culprits if culprit.stood][:_QUOTED]
     lines = [
         f"rank {culprit.rank} {frame}" if place == 0 else f"    called {frame}"
         for culprit in quoted
         for place, frame in enumerate(culprit.stood)
     ]
-    silent = [c.rank for c in story.culprits if not c.stood]
+    silent = [c.rank for c in story.culprits if not c.stood and story.kind == "hung"]
     if silent:
         lines.append(f"{ranks_text(silent)}: no stacks were found on this node")
     return [*lines, f"all stacks, suspects first: {story.stacks}"] if story.stacks else lines

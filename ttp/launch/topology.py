@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -19,6 +21,10 @@ from ttp.errors import ConfigError
 from ttp.launch.rank_table import RankTable, is_own_address, read_rank_table
 
 log = logging.getLogger("ttp.launch")
+
+RESOLVE_S = 30.0
+"""How long this node's own name may take to be known: a name server may learn of it after the node has begun."""
+RESOLVE_LOOK_S = 1.0
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 """Which devices of its node a process sees, in Ascend's runtime."""
@@ -35,6 +41,40 @@ def choose_rendezvous(args: Namespace) -> None:
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
+
+
+def check_host_name(host: str, nodes: int) -> None:
+    """See that the name under which other nodes reach this one's controller leads anywhere. Raises ConfigError.
+
+    A name that was not chosen (the machine's own) costs a warning only: it may be known elsewhere.
+    """
+    if nodes == 1:
+        return  # everything is at 127.0.0.1
+    until_s, waiting = time.monotonic() + RESOLVE_S, False
+    while error := _unresolved(host):
+        if host == socket.gethostname():
+            log.warning(
+                "this node's name %r does not resolve here (%s): if the others do not know it either, they cannot reach a"
+                " controller on this node; set TTP_HOST to a name or address that they know", host, error,
+            )  # fmt: skip
+            return
+        if time.monotonic() >= until_s:
+            raise ConfigError(
+                f"TTP_HOST is {host!r} on this node ({socket.gethostname()}), and that name does not resolve ({error}): wanted a"
+                f" name or address by which all {nodes} nodes reach this one; correct it, or leave it out for the machine's own name"
+            )
+        if not waiting:
+            waiting = True
+            log.warning("TTP_HOST is %r, which does not resolve yet (%s); trying for %.0f s", host, error, RESOLVE_S)
+        time.sleep(RESOLVE_LOOK_S)
+
+
+def _unresolved(host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return ""
 
 
 def explicit_arguments(make_parser: Callable[[], ArgumentParser], argv: Sequence[str] | None) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
 
+from ttp.launch import topology
 from ttp.launch.arguments import make_parser
 from ttp.launch.main import main, store_host
 from ttp.launch.topology import choose_rendezvous
@@ -80,6 +82,50 @@ def test_torchruns_lines_mean_the_same(line: list[str], enabled: str, monkeypatc
         assert theirs["max_restarts"] == 0
         theirs["max_restarts"] = 3 if enabled == "True" else 0
     assert ours == theirs
+
+
+def abbreviations() -> list[str]:
+    """Every beginning of an option of torchrun's, the whole ones too."""
+    whole = [text for text in flags(torchrun.get_args_parser()) if text.startswith("--")]
+    return sorted({text[:length] for text in whole for length in range(3, len(text) + 1)})
+
+
+def meant(parser: argparse.ArgumentParser, text: str) -> str:
+    """Say which option a text stands for, or what the parser says against it, the program's name apart."""
+    parser.exit_on_error = False
+    try:
+        found = parser._parse_optional(text)
+    except argparse.ArgumentError as error:
+        return str(error)
+    except SystemExit:
+        return "ambiguous"
+    first: object = found[0] if isinstance(found, list) else found
+    action = first[0] if isinstance(first, tuple) else None
+    return action.dest if action is not None else "unknown"
+
+
+def test_an_abbreviation_means_what_it_means_to_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--t 3` is --tee, for one: TTP's options make none of torchrun's abbreviations ambiguous, and cure none."""
+    line = ["--t", "3", "--nn", "2", "--max-r", "5", "train.py", "--t", "x"]
+    ours, theirs = make_parser().parse_args(line), torchrun.get_args_parser().parse_args(line)
+    assert (ours.tee, ours.nnodes, ours.max_restarts) == (theirs.tee, "2", 5)
+    assert ours.training_script_args == ["--t", "x"]
+    texts = abbreviations()
+    assert "--t" in texts and "--r" in texts
+    assert {text: meant(make_parser(), text) for text in texts} == {
+        text: meant(torchrun.get_args_parser(), text) for text in texts
+    }
+
+
+@pytest.mark.parametrize("text", ["--r", "--n", "--ttp"])
+def test_an_ambiguous_abbreviation_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torchrun's own as by torchrun; of TTP's options too, where it is none of torchrun's."""
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args([text, "3", "train.py"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"ambiguous option: {text}" in told
+    assert ("--ttp-ot" in told) == (text == "--ttp")
 
 
 def test_torchs_variable_for_restarts_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +203,49 @@ def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
     assert ended.value.code == 2
     errors = capfd.readouterr().err
     assert "ttprun: error: " in errors and told in errors and "Traceback" not in errors
+
+
+def test_a_node_name_that_leads_nowhere_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Several nodes reach each other by it. Exit status 2, with what, who, got, wanted and next; nothing is started."""
+    monkeypatch.setenv("TTP_HOST", "no such host")
+    monkeypatch.setattr(topology, "RESOLVE_S", 0.0)
+    with pytest.raises(SystemExit) as ended:
+        main(["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:1", "train.py"])
+    assert ended.value.code == 2
+    told = capfd.readouterr().err
+    assert "ttprun: error: TTP_HOST is 'no such host' on this node (" in told and "does not resolve (" in told
+    assert "wanted a name or address by which all 2 nodes reach this one; correct it, or leave it out" in told
+
+
+def test_a_name_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may learn of a node after its launcher has begun. One node needs no name."""
+    answers = [OSError("not yet"), OSError("not yet"), None]
+
+    def resolve(host: str, port: None) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setattr(topology, "RESOLVE_LOOK_S", 0.0)
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    topology.check_host_name("node-x", 1)
+    assert len(answers) == 3
+    topology.check_host_name("node-x", 2)
+    assert answers == []
+
+
+def test_the_machines_own_name_costs_a_warning_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has chosen it, and other nodes may know it all the same."""
+
+    def resolve(host: str, port: None) -> None:
+        raise OSError("unknown")
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    topology.check_host_name(socket.gethostname(), 2)
+    assert "does not resolve here (unknown)" in caplog.text and "set TTP_HOST" in caplog.text
 
 
 def test_plain_torchrun_gets_the_first_of_several_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
-from ttp.launch.hang_stacks import FRAMES, block_of, gather, main_frames, read_blocks
-from ttp.processor.stacks import StackWriter
+import pytest
+
+from ttp.launch.hang_stacks import FRAMES, ask, block_of, gather, main_frames, read_asked, read_blocks
+from ttp.launch.processes import catches
+from ttp.processor.stacks import STACKS_SIGNAL, StackWriter
 from ttp.processor.voice import Voice
 
 LONG_S = 30.0
@@ -59,3 +65,55 @@ def test_suspects_come_first_in_the_one_file(tmp_path: Path) -> None:
     gather(path, blocks, [10, 3, 1])
     heads = [line for line in path.read_text().splitlines() if line.startswith("=== ")]
     assert heads == ["=== rank 10 (suspect) ===", "=== rank 1 (suspect) ===", "=== rank 0 ===", "=== rank 2 ==="]
+
+
+HELD = """
+import ctypes, sys, threading
+from pathlib import Path
+from ttp.processor.stacks import StackWriter
+from ttp.processor.voice import Voice
+if sys.argv[2] == "listens":
+    StackWriter(Path(sys.argv[1]) / "stacks.log", Voice(1)).listen()
+def beat(stop=threading.Event()):
+    while not stop.wait(0.001):
+        Path(sys.argv[1], "beat").touch()
+threading.Thread(target=beat, daemon=True).start()
+def stand_in_c():
+    print("held", flush=True)
+    while True:
+        ctypes.PyDLL(None).sleep(1000)  # with Python's lock held: no thread of this process runs
+stand_in_c()
+"""
+
+
+@pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
+@pytest.mark.parametrize("how", ["listens", "does not"])
+def test_a_process_whose_interpreter_is_held_writes_its_stacks_when_asked(tmp_path: Path, how: str) -> None:
+    """The signal's handler needs no lock. A process that does not listen is left alone: the signal would end it."""
+    folder = tmp_path / "rank_1"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HELD, str(folder), how], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"held\n"
+            ask(tmp_path, {1: process.pid, 2: 2**22 + 1}, within_s=LONG_S if how == "listens" else 0.1)
+            assert process.poll() is None
+        finally:
+            process.kill()
+    found = read_asked(tmp_path, {1: process.pid, 2: 5})
+    assert set(found) == ({1} if how == "listens" else set())
+    if found:
+        assert main_frames(found[1])[0].startswith("in stand_in_c, ")
+    assert read_asked(tmp_path, {1: process.pid + 1}) == {}, "of another process that had this rank"
+
+
+def test_stacks_are_asked_for_until_the_writer_is_closed(tmp_path: Path) -> None:
+    """A user's script may go on after its session: the signal then does nothing."""
+    path = tmp_path / "rank_0" / "stacks.log"
+    writer = StackWriter(path, Voice(0))
+    writer.listen()
+    ask(tmp_path, {0: os.getpid()}, within_s=LONG_S)
+    writer.close()
+    (block,) = read_asked(tmp_path, {0: os.getpid()}).values()
+    assert any("in ask, " in frame for frame in main_frames(block))
+    ask(tmp_path, {0: os.getpid()}, within_s=0.0)
+    assert not catches(os.getpid(), STACKS_SIGNAL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -56,3 +58,32 @@ def test_another_starts_entries_are_not_taken_for_this_ones() -> None:
     meeting.publish_failure(store, 6, "old trouble")
     with pytest.raises(ControllerError, match="did not publish"):
         find(store, clock, 5.0)
+
+
+def check_name(address: str, clock: Clock, known_from_s: float) -> None:
+    def resolve(host: str, port: None) -> object:
+        assert host == "node-x"
+        if clock.now < known_from_s:
+            raise socket.gaierror(-2, "Name or service not known")
+        return []
+
+    meeting.check_name(address, 3, resolve=resolve, clock=lambda: clock.now, sleep=clock.sleep)
+
+
+def test_a_controllers_name_that_leads_nowhere_is_told_as_such() -> None:
+    """And not as a controller that was lost: who, what was got, what is wanted, what to do."""
+    clock = Clock()
+    with pytest.raises(ControllerError) as caught:
+        check_name("node-x:8000", clock, float("inf"))
+    assert str(caught.value) == (
+        "rank 3: the controller is at node-x:8000, and the name 'node-x' does not resolve on this node ([Errno -2] Name or"
+        " service not known), tried for 30 s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
+        " controller's node"
+    )
+    assert 30 <= clock.now < 32
+
+
+def test_a_name_server_may_learn_of_the_node_later() -> None:
+    clock = Clock()
+    check_name("node-x:8000", clock, 12.0)
+    assert 12 <= clock.now < 14

@@ -21,6 +21,7 @@ from ttp.launch import controllers
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.controllers import START_VARIABLE
+from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.meeting import controller_key
@@ -271,4 +272,32 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
         signal.signal(signal.SIGTERM, before)
         with controller:
             controller.kill()
+        start.close()
+
+
+@pytest.mark.usefixtures("short_times")
+def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """Another node told of the fault a while ago and joins again: this one's survivors have what is left, not all of it anew."""
+    start = Start(100.0, controller=True, nodes=2)
+    try:
+        other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+        other.start()
+        other.tell_fault(time.monotonic() - 99.0)
+        neighbours = start.round.neighbours
+        assert neighbours is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while neighbours.fault_begun_monotonic_s is None:
+            assert time.monotonic() < deadline, "nothing was heard of the fault"
+            time.sleep(0.005)
+        other.close()
+        held = threading.Thread(target=start.round.hold, args=("the set of nodes changes",))
+        held.start()
+        held.join(DEADLINE_S)
+        assert not held.is_alive() and start.round.living() == [0, 1]
+        assert start.round.fault is not None and start.round.fault.left_s(time.monotonic()) == 0.0
+        assert "the fault began 9" in caplog.text and "TTP_OT, 100 s, has passed: ranks 0-1 still here" in caplog.text
+    finally:
+        for worker in start.workers:
+            worker.kill()
+        start.held.start()
         start.close()

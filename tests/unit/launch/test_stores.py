@@ -18,7 +18,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ttp.errors import ConfigError
@@ -254,6 +258,24 @@ def test_why_another_node_has_ended_the_job_is_heard() -> None:
     servers.clear()
     assert bench.moving.failed_elsewhere() == "b: exit code 3"
     bench.moving.shutdown()
+
+
+@pytest.mark.parametrize("said", ["b: exit code 3", ""])
+def test_a_node_that_comes_when_the_job_is_over_is_told_why(said: str) -> None:
+    """As far as anybody has said so; it has not met the others before."""
+    place = free_place()
+    server = serve(place)
+    if said:
+        partings.tell_over(TCPStore(place.host, place.port, is_master=False), "job", said)
+
+    class Closed(Handler):
+        def next_rendezvous(self) -> RendezvousInfo:
+            raise RendezvousClosedError
+
+    late = MovingRendezvous(agent(place), Closed, "job", join_timeout_s=60.0)
+    with pytest.raises(RendezvousClosedError) as caught:
+        late.next_rendezvous()
+    assert str(caught.value) == f"the job 'job' is over at {place}: {said or 'nobody said why'}" and server
 
 
 def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

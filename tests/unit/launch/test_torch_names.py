@@ -15,7 +15,8 @@ from tests.unit.launch.test_agent import make_agent
 from ttp.launch.torch_names import PRIVATE_NAMES, RUN_WITH
 
 LAUNCH = Path(__file__).resolve().parents[3] / "ttp" / "launch"
-NAMES = {private.name for private in PRIVATE_NAMES}
+NAMES = {private.name for private in PRIVATE_NAMES if private.kind != "variable"}
+VARIABLES = {private.name for private in PRIVATE_NAMES if private.kind == "variable"}
 
 
 def torchs_own() -> set[str]:
@@ -39,9 +40,12 @@ def assigned(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: str(private.name))
 def test_every_listed_name_is_there_in_this_torch(private: object) -> None:
-    """As a method that torch declares for its subclasses, or as an attribute of an agent."""
+    """As a method that torch declares for its subclasses, as an attribute of an agent, or as a variable that its rendezvous reads."""
     name, kind = getattr(private, "name"), getattr(private, "kind")  # noqa: B009
-    if kind == "method":
+    if kind == "variable":
+        readers = (Path(torch.__file__).parent / "distributed" / "elastic" / "rendezvous").glob("*.py")
+        assert any(f'"{name}"' in path.read_text() for path in readers)
+    elif kind == "method":
         assert callable(getattr(SimpleElasticAgent, name))
     else:
         assert kind == "attribute" and isinstance(getattr(make_agent(), name), int)
@@ -61,6 +65,18 @@ def test_the_list_is_all_that_ttprun_uses() -> None:
         if isinstance(node, ast.FunctionDef)
     }
     assert (used | defined) & torchs_own() == NAMES
+
+
+def test_the_list_has_every_variable_of_torchs_rendezvous_that_ttprun_sets() -> None:
+    """torch's own, not those of its launcher (`TORCHELASTIC_...`), which its documentation names."""
+    used = {
+        node.value
+        for path in LAUNCH.glob("*.py")
+        if path.name != "torch_names.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"TORCH_\w+", node.value)
+    }
+    assert used == VARIABLES
 
 
 def test_nothing_private_is_imported_from_torch() -> None:

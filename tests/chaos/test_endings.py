@@ -1,0 +1,174 @@
+"""How a job ends, or does not begin: nodes that end differently, ranks killed on their way out, insistent operators."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import STEPS, arguments
+from tests.chaos.launching import TORCHRUN, Launch
+from tests.chaos.test_launch import free_port
+from ttp.chaos.job import read_jsonl
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+UNEVEN = """
+note("begun", os.getpid())
+if rank == 1 and start == "0":
+    await_file("begun-0-0")
+    first = int((out / "begun-0-0").read_text())
+    while running(first):
+        time.sleep(0.01)
+    await_file("fail")
+    sys.exit(3)
+"""
+
+
+def two_nodes(backend: str, port: int, node: int) -> tuple[str, ...]:
+    if backend == "static":
+        return ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "j")
+    return ("--nnodes", "2", *place, "--local-addr", "127.0.0.1")
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("restarts", ["1", "0"])
+def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
+    tmp_path: Path, backend: str, restarts: str
+) -> None:
+    """Its workers had all ended well when another node's failed: it starts again with that node, or, where no restart is
+    left, ends and says why. torch's barrier knows of successes only and lets it wait for 300 s."""
+    port, both = free_port(), []
+    with contextlib.ExitStack() as stack:
+        for node in range(2):
+            options = (*two_nodes(backend, port, node), "--max-restarts", restarts)
+            both.append(stack.enter_context(Launch(tmp_path, UNEVEN, *options, name=f"node{node}")))
+        both[0].await_notes("begun-0-0", "begun-1-0")
+        done = next(job for job in both if ": rank 0 of 2 on this node" in job.text)
+        other = next(job for job in both if job is not done)
+        done.until(lambda: not alive(int(done.read("begun-0-0"))), "end of rank 0")
+        assert done.process.poll() is None
+        (tmp_path / "fail").touch()
+        statuses = [done.wait(), other.wait()]
+        if restarts == "1":
+            assert statuses == [0, 0], done.text + other.text
+            assert sorted(done.notes("begun")) == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"]
+            assert "all workers here have succeeded, but" in done.text and "starts again" in done.text
+        else:
+            assert statuses == [0, 1], done.text + other.text
+            assert "not waiting for other nodes" in done.text
+        for job in both:
+            job.assert_nothing_left()
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.parametrize("program", ["./nosuch", "nosuch-on-path"])
+def test_a_program_that_is_not_there_is_told_in_a_line(tmp_path: Path, program: str) -> None:
+    """With torchrun's exit code, and without its traceback."""
+    options = ("--nproc-per-node", "2", "--no-python", program)
+    with (
+        Launch(tmp_path, "", *options) as job,
+        Launch(tmp_path, "", *options, program=TORCHRUN, name="torchrun") as plain,
+    ):
+        assert job.wait() == plain.wait() == 1
+        assert f"ttprun: error: the workers cannot be started: '{program}' (no such file or directory)" in job.text
+        assert "Traceback" not in job.text and "Traceback" in plain.text
+        job.assert_nothing_left()
+
+
+def test_a_launcher_that_waits_for_other_nodes_says_so(tmp_path: Path) -> None:
+    """After a few seconds: for how many, and where they meet."""
+    place = f"127.0.0.1:{free_port()}"
+    options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--rdzv-id", "j", "--local-addr", "127.0.0.1")
+    with Launch(tmp_path, "note('begun')", "--nnodes", "2:3", *options) as job:
+        words = f"waiting for 2 to 3 nodes to meet at {place} (this is one of them)"
+        job.until(lambda: words in job.text, "word of what is waited for")
+        assert job.notes("begun") == []
+
+
+TRAINER = """
+from ttp.trainer import train
+from ttp.trainer.__main__ import _run_as_program
+sys.argv = ["ttp.trainer", *sys.argv[2:]]
+"""
+
+DISMISSED = (
+    TRAINER
+    + """
+if rank == 1 and start == "0":
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    train.Trainer.close = die
+_run_as_program()
+"""
+)
+"""The bundled trainer; in the first start rank 1 is killed when its training has been dismissed."""
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_trained_again_after_a_kill_on_the_way_out(tmp_path: Path) -> None:
+    """The last step is durable before any rank may leave, without a setting: the next start finds nothing to do."""
+    output = tmp_path / "output"
+    trainer = (*arguments(), "--training_config.output_dir", str(output))
+    with Launch(tmp_path, DISMISSED, "--nproc-per-node", "2", arguments=trainer) as job:
+        job.until(lambda: job.process.poll() is not None, "end", within_s=300)
+        assert job.wait() == 0, job.text
+        assert "restarting (1 of 3 restarts): rank 1: signal SIGKILL" in job.text
+        assert f"nothing to do: {STEPS} of {STEPS} steps are done" in job.text
+        job.assert_nothing_left()
+    lines = read_jsonl(output / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["from_step"] for line in lines if line.get("event") == "resume"] == [STEPS]
+
+
+@pytest.mark.timeout(600)
+def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path) -> None:
+    """The first is a notice, and the step in flight may take its time; who insists does not wait for it."""
+    trainer = (*arguments(), "--training_config.output_dir", str(tmp_path / "output"))
+    environ = {"TTP_FAULTS": "hang:rank=1,step=5,point=backward", "TTP_BOUNDARY_S": "600", "TTP_OT": "900"}
+    script = TRAINER + "_run_as_program()"
+    with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
+        metrics = tmp_path / "output" / "metrics.jsonl"
+        job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
+        job.process.send_signal(signal.SIGINT)
+        job.until(lambda: "telling ranks 0-1 to leave (SIGTERM)" in job.text, "notice")
+        assert job.process.poll() is None
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 1
+        assert time.monotonic() - began < 60, "it waited for the ranks"
+        assert "second signal: ending the workers at once" in job.text
+        job.assert_nothing_left()
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_whose_interpreter_is_held_says_where_it_stood(tmp_path: Path) -> None:
+    """C code that holds Python's lock silences all of a process's threads: its stacks are written by a signal's handler, before
+    the launcher ends it, and the story quotes them."""
+    output = tmp_path / "output"
+    trainer = (*arguments(), "--training_config.output_dir", str(output))
+    environ = {"TTP_FAULTS": "gil:rank=1,step=5,point=backward"}
+    script = TRAINER + "_run_as_program()"
+    with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
+        job.until(lambda: job.process.poll() is not None, "end", within_s=300)
+        assert job.wait() == 0, job.text
+        stood = re.search(r"^stood   rank 1 in (\w+), \S+inject\.py:\d+$", job.text, re.M)
+        assert stood is not None and stood[1] == "_hold_the_gil", job.text
+        assert re.search(r"^            called in commit, \S+inject\.py:\d+$", job.text, re.M)
+        job.assert_nothing_left()
+    (fault,) = [line for line in read_jsonl(output / "log" / "story.jsonl") if line["event"] == "fault"]
+    (culprit,) = fault["culprits"]
+    assert culprit["rank"] == 1 and culprit["stood"][0].startswith("in _hold_the_gil, ")
+    assert fault["stacks"] == str(output / "log" / "stacks_0.txt")
+    assert (output / "log" / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")

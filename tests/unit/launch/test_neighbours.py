@@ -1,0 +1,139 @@
+"""What launchers of one start tell each other, over a real store."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ttp.launch.neighbours import Neighbours
+from ttp.launch.rendezvous import JobStore
+
+DEADLINE_S = 60.0
+LOOK_S = 0.02
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.005)
+
+
+class Launchers:
+    """So many launchers on one store, which one of them has."""
+
+    def __init__(self, count: int, lost_s: float, silent: tuple[int, ...] = ()) -> None:
+        self.server: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = JobStore("127.0.0.1", self.server.port, 0)
+        self.all = [Neighbours(place, node, count, look_s=LOOK_S, lost_s=lost_s) for node in range(count)]
+        for node, launcher in enumerate(self.all):
+            if node not in silent:
+                launcher.start()
+
+
+Make = Callable[..., Launchers]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Launchers] = []
+
+    def start(count: int, lost_s: float = DEADLINE_S, silent: tuple[int, ...] = ()) -> Launchers:
+        made.append(Launchers(count, lost_s, silent))
+        return made[-1]
+
+    yield start
+    for group in made:
+        for launcher in group.all:
+            launcher.close()
+
+
+def test_a_faults_beginning_is_heard_by_all_others_as_an_age(make: Make) -> None:
+    """The first one's word counts; the node that told hears of no other."""
+    first, second, third = make(3).all
+    begun_s = time.monotonic() - 40.0
+    first.tell_fault(begun_s)
+    until(lambda: second.fault_begun_monotonic_s and third.fault_begun_monotonic_s, "news of the fault")
+    for other in (second, third):
+        heard_s = other.fault_begun_monotonic_s
+        assert heard_s is not None and abs(heard_s - begun_s) < 10.0
+    second.tell_fault(time.monotonic())
+    second.tell_restart("b starts again")
+    until(lambda: third.restarts, "news of the restart")
+    assert third.fault_begun_monotonic_s is not None and third.fault_begun_monotonic_s < begun_s + 10.0
+    assert first.fault_begun_monotonic_s is None
+
+
+def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(make: Make) -> None:
+    """The launcher that has the store does not leave before the others have read the last news in it."""
+    group = make(3)
+    for launcher in group.all[:2]:
+        launcher.tell_succeeded()
+    until(lambda: group.all[0]._succeeded == 2, "two successes")
+    group.all[1].tell_succeeded()  # once more: torch's agent may ask twice
+    group.all[1].tell_restart("b starts again")
+    until(lambda: group.all[0].restarts, "what was said after it")
+    assert not any(launcher.all_have_succeeded for launcher in group.all)
+    group.all[2].tell_succeeded()
+    until(lambda: group.all[0].all_have_succeeded, "word of all successes where the store is")
+    assert all(launcher.all_have_succeeded for launcher in group.all)
+
+
+def test_a_job_that_failed_elsewhere_is_over_here(make: Make) -> None:
+    first, second = make(2).all
+    assert first.over == "" and first.restarts == ""
+    second.tell_failed("b has failed (rank 1: exit code 3)")
+    until(lambda: first.over, "news of the failure")
+    assert first.over == "b has failed (rank 1: exit code 3)" and first.lost == ""
+
+
+def test_what_is_told_last_goes_out_before_the_end(make: Make) -> None:
+    """A launcher that fails for good speaks and closes at once."""
+    first, second = make(2).all
+    second.tell_failed("b has failed")
+    second.close()
+    until(lambda: first.over, "news of the failure")
+
+
+def test_a_node_that_never_spoke_is_lost_to_all_others(make: Make) -> None:
+    """It died after the rendezvous was complete: the launcher with the store misses it, and tells."""
+    launchers = make(3, lost_s=1.5, silent=(2,)).all
+    until(lambda: launchers[0].lost and launchers[1].lost, "news of the loss")
+    for launcher in launchers[:2]:
+        assert "node 2 of 3" in launcher.lost and launcher.over == ""
+
+
+def test_a_store_that_answers_nobody_is_a_lost_node(make: Make) -> None:
+    """Behind a pulled cable a call never returns."""
+    launcher = make(2, lost_s=0.3, silent=(0, 1)).all[1]
+    until(lambda: launcher.lost, "the store's silence")
+    assert "has not answered for" in launcher.lost and launcher.over
+
+
+def test_a_launcher_that_was_stopped_itself_does_not_miss_the_others() -> None:
+    """It has not asked for a while: that says nothing about the store, until the store is silent from then on."""
+    now = 0.0
+    launcher = Neighbours(JobStore("127.0.0.1", 1, 0), 1, 2, lost_s=30.0, clock=lambda: now)
+    assert launcher.lost == ""
+    now = 100.0
+    assert launcher.lost == ""
+    for _ in range(3):
+        now += 11.0
+        words = launcher.lost
+    assert words == "node 0 (the workers' store at 127.0.0.1:1) has not answered for 33 s"
+
+
+def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
+    """Its store is gone and its port is closed: nothing more is to be heard, but its node is there."""
+    group = make(2)
+    until(lambda: group.all[1]._thread.is_alive(), "a thread")
+    group.all[0].close()
+    group.server = None
+    until(lambda: group.all[1].over, "the end of the store")
+    assert "node 0 has left" in group.all[1].over and group.all[1].lost == ""
+    with contextlib.suppress(RuntimeError):
+        group.all[1].close()
