@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from ttp.errors import ConfigError
 
+from .device_table import DeviceName
+
 BYTE_VALUES = 256
 """Token ids of byte-level text."""
 
@@ -44,7 +46,7 @@ class GradClipConfig:
 class TrainingConfig:
     seed: int = 42
     """Fixes weights, data order and dropout."""
-    device: Literal["auto", "cpu", "cuda", "npu", "musa"] = "auto"
+    device: DeviceName = "auto"
     """auto takes the first accelerator that is there, else the CPU."""
     deterministic: bool = True
     """Only kernels that give the same bits every time: what makes a resumed run equal an unbroken one."""

@@ -15,17 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .config import ModelConfig, TrainingConfig
 from .model import GPT
 
-_PRODUCTS = ("mm", "addmm")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
-"""The kernels that do not keep the attention matrix. Where another one runs, attention is computed again."""
+_PRODUCTS = ("aten::mm", "aten::addmm")
+_ATTENTION = "aten::_scaled_dot_product_"
+"""Kernels that do not keep the attention matrix, whatever the device. Where torch has none, attention is computed again."""
 
 
 def prepare_blocks(chunks: Sequence[GPT], model: ModelConfig, training: TrainingConfig) -> None:
@@ -44,12 +41,14 @@ def _around(model: ModelConfig, training: TrainingConfig) -> Callable[..., torch
         return None
     if training.recompute == "full":
         return partial(checkpoint, use_reentrant=False)
-    kept = kept_operators(model.attention_dropout > 0)
-    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
+    keep = partial(_keep, draws=model.attention_dropout > 0)
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
 
 
-def kept_operators(attention_draws: bool) -> list[Any]:
-    """Return the operators whose results `selective` keeps. Attention that draws random numbers is run again: were it left out,
-    the dropout after it would draw the numbers that attention drew in the forward."""
-    names = _PRODUCTS if attention_draws else (*_PRODUCTS, *_ATTENTION)
-    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+def _keep(_: Any, operator: Any, *args: Any, draws: bool, **kwargs: Any) -> CheckpointPolicy:
+    """Say of an operator whether its result is kept. Attention that draws random numbers is run again: were it left out, the
+    dropout after it would draw the numbers that attention drew in the forward."""
+    name = operator.name()
+    if name in _PRODUCTS or (name.startswith(_ATTENTION) and not draws):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,7 +17,7 @@ from ttp.trainer.config_file import load_config
 if TYPE_CHECKING:
     from tests.unit.trainer.layouts import Result, Training
 
-DEADLINE_S = 25.0
+DEADLINE_S = 240.0
 
 SMALL: dict[str, Any] = {
     "model_config.num_layers": 2,

@@ -6,11 +6,12 @@ One world of ranks does many trainings one after the other; a training that need
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer.conftest import SMALL
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
+from ttp.optim.split import block_of, local_of
 from ttp.trainer import train
 from ttp.trainer.config_file import load_config
 from ttp.trainer.metrics import account, read_lines
+from ttp.trainer.model import GPT
 from ttp.trainer.world import World
 
 
@@ -142,6 +146,7 @@ class _Watched(train.Trainer):
         return gradient * (float("inf") if self.step + 1 == self.training.overflow[1] else 1.0)
 
     def close(self) -> None:
+        assert_copies_agree(self.chunks, self.world.size)
         if self.training.keep_state:
             held = [tensor for tensors in self.optimizer.holdings().values() for tensor in tensors]
             whole = put_together(held, self.world.size)
@@ -150,11 +155,32 @@ class _Watched(train.Trainer):
         super().close()
 
 
+def assert_copies_agree(chunks: Sequence[GPT], world: int) -> None:
+    """Every rank that has a parameter, or the same part of it, has the same bits (all ranks)."""
+    mine = []
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        offsets = block_of(parameter)[1] if isinstance(parameter, DTensor) else (0,) * parameter.dim()
+        content = local_of(parameter).contiguous().view(torch.uint8).numpy().tobytes()
+        mine.append((name, offsets, hashlib.sha256(content).hexdigest()))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    known: dict[Any, str] = {}
+    for rank, told in enumerate(everyone):
+        for name, offsets, digest in told:
+            assert known.setdefault((name, offsets), digest) == digest, f"rank {rank} has other bits of {name} {offsets}"
+
+
 def put_together(mine: list[HeldTensor], world: int) -> dict[str, torch.Tensor]:
     """Return the whole tensors of which each rank holds parts (all ranks). Replicas must have the same bits, and no element be
     missing."""
     pieces = [
-        (held.key, tuple(held.shape), box.offsets, box.sizes, held.values[box.start - held.start :][: box.numel].clone())
+        (
+            held.key,
+            tuple(held.shape),
+            box.offsets,
+            box.sizes,
+            held.values[box.start - held.start :][: box.numel].clone(),
+        )
         for held in mine
         for box in boxes_of(held)
     ]
