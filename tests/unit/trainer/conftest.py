@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.unit.forkserver import fork_server
 from ttp.trainer.config import Config, ModelConfig
 from ttp.trainer.config_file import load_config
 
@@ -68,12 +68,11 @@ def train_all(tmp_path: Path) -> TrainAll:
     return lambda *trainings, deadline_s=DEADLINE_S: run_trainings(tmp_path, trainings, deadline_s)
 
 
-def run_trainings(folder: Path, trainings: Sequence[Training], deadline_s: float) -> dict[str, Result]:
+def run_trainings(folder: Path, trainings: Sequence[Training], deadline_s: float = DEADLINE_S) -> dict[str, Result]:
     """Do the trainings in `folder`; every rank must end well."""
     from tests.unit.trainer import layouts
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+    context = fork_server()
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in trainings]
     ports = [store.port for store in stores]
     ranks = [

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +168,9 @@ def assert_copies_agree(chunks: Sequence[GPT], world: int) -> None:
     known: dict[Any, str] = {}
     for rank, told in enumerate(everyone):
         for name, offsets, digest in told:
-            assert known.setdefault((name, offsets), digest) == digest, f"rank {rank} has other bits of {name} {offsets}"
+            assert known.setdefault((name, offsets), digest) == digest, (
+                f"rank {rank} has other bits of {name} {offsets}"
+            )
 
 
 def put_together(mine: list[HeldTensor], world: int) -> dict[str, torch.Tensor]:
@@ -207,8 +210,76 @@ def read_by_torch(checkpoint: Path) -> dict[str, torch.Tensor]:
         for key, entry in found.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     return state
+
+
+LAST = 6
+"""The last step of a training."""
+SAVE: dict[str, Any] = {"training_config.save_interval": LAST}
+
+
+def loaded(folder: Path, source: str, axes: Axes, keys: Mapping[str, Any] | None = None) -> Training:
+    """Return a training that loads the checkpoint that the training `source` wrote after its last step, and does nothing more."""
+    checkpoint = {"training_config.resume": Result(folder / source).checkpoint(LAST)}
+    return Training(f"{source} under {axes}", axes, {**(keys or {}), **checkpoint}, keep_state=True)
+
+
+def assert_same_curve(ours: Result, theirs: Result, within: float) -> None:
+    """The same losses and norms to round-off."""
+    lines, others = ours.lines, theirs.lines
+    assert lines.keys() == others.keys() and lines
+    for step, line in lines.items():
+        for name in ("loss_value", "grad_norm_value"):
+            assert abs(line[name] - others[step][name]) <= within * others[step][name], (ours.folder, step, name)
+
+
+def assert_same_bits(ours: Result, theirs: Result) -> None:
+    """Losses, norms and final weights."""
+    assert ours.bits == theirs.bits and ours.weights == theirs.weights and ours.bits, (ours.folder, theirs.folder)
+
+
+def assert_state_of(result: Result, checkpoint: Path) -> None:
+    """Masters and both moments of all ranks together have the bits that torch alone reads in the checkpoint."""
+    wanted, found = read_by_torch(checkpoint), result.state
+    assert found.keys() == wanted.keys() and any(key.endswith("exp_avg_sq") for key in found)
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), (result.folder, key)
+
+
+OVERFLOW = 3
+_SCALED = {"training_config.loss_scale": 1024, "training_config.loss_scale_window": 3}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"model_config.params_dtype": "bfloat16", "model_config.compute_dtype": "bfloat16"},
+    "bf16 by autocast": {"model_config.compute_dtype": "bfloat16"},
+    "fp16": {"model_config.params_dtype": "float16", "model_config.compute_dtype": "float16", **_SCALED},
+    "fp16 by autocast": {"model_config.compute_dtype": "float16", **_SCALED},
+}
+
+
+def in_precision(precision: str, axes: Axes) -> Training:
+    """Return a training in a precision; where it has a loss scale, the last rank's gradient overflows in step OVERFLOW."""
+    keys = PRECISIONS[precision]
+    overflow = (axes.ranks - 1, OVERFLOW) if "training_config.loss_scale" in keys else None
+    return Training(f"{precision} {axes}", axes, keys, overflow=overflow, keep_state=True)
+
+
+def assert_trains_in_precision(result: Result, training: Training, whole: Result) -> None:
+    """As FP32 does, to the type's own precision. With a loss scale one rank's overflow skips the step on all, whichever axis it is
+    on, and halves the scale. The state is FP32."""
+    lines, others = result.lines, whole.lines
+    skipped = [step for step, line in lines.items() if line["skipped"]]
+    assert skipped == ([] if training.overflow is None else [OVERFLOW])
+    for step in range(1, OVERFLOW):
+        assert abs(lines[step]["loss_value"] / others[step]["loss_value"] - 1) < 1e-2, (training.name, step)
+        assert abs(lines[step]["grad_norm_value"] / others[step]["grad_norm_value"] - 1) < 5e-2, (training.name, step)
+    assert lines[LAST]["loss_value"] < lines[1]["loss_value"]
+    if training.overflow is not None:
+        assert [lines[step]["loss_scale"] for step in sorted(lines)] == [1024, 1024, 1024, 512, 512, 512]
+        assert lines[OVERFLOW]["grad_norm"] == "inf"
+    assert all(value.dtype == torch.float32 for value in result.state.values())
 
 
 def rank_main(rank: int, ports: list[int], trainings: tuple[Training, ...], folder: str, deadline_s: float) -> None:
