@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer.conftest import SMALL
@@ -107,7 +108,7 @@ class Result:
     folder: Path
 
     @property
-    def lines(self) -> dict[int, dict[str, Any]]:
+    def lines(self) -> dict[int, Mapping[str, Any]]:
         return account(read_lines(self.folder / "metrics.jsonl"))
 
     @property
@@ -140,7 +141,7 @@ class _Watched(train.Trainer):
         logging.getLogger("ttp").propagate = False
         if self.training.overflow is not None and self.training.overflow[0] == self.world.rank:
             last = list(self.chunks[-1].parameters())[-1]
-            last.register_hook(self._overflow)
+            last.register_hook(self._overflow)  # type: ignore[no-untyped-call]
 
     def _overflow(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self.training.overflow is not None
@@ -204,7 +205,7 @@ def put_together(mine: list[HeldTensor], world: int) -> dict[str, torch.Tensor]:
 
 def read_by_torch(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, whole, as torch alone reads them."""
-    found = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in found.items()
@@ -212,7 +213,7 @@ def read_by_torch(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        load(state, checkpoint_id=checkpoint, no_dist=True)
     return state
 
 
@@ -221,10 +222,11 @@ LAST = 6
 SAVE: dict[str, Any] = {"training_config.save_interval": LAST}
 
 
-def loaded(folder: Path, source: str, axes: Axes, keys: Mapping[str, Any] | None = None) -> Training:
-    """Return a training that loads the checkpoint that the training `source` wrote after its last step, and does nothing more."""
-    checkpoint = {"training_config.resume": Result(folder / source).checkpoint(LAST)}
-    return Training(f"{source} under {axes}", axes, {**(keys or {}), **checkpoint}, keep_state=True)
+def loaded(name: str, checkpoint: Path, axes: Axes, keys: Mapping[str, Any] | None = None) -> Training:
+    """Return a training that loads a checkpoint, of whatever step, and does nothing more."""
+    step = int(checkpoint.name.removeprefix("iter_"))
+    there = {"training_config.resume": checkpoint, "training_config.training_iters": step}
+    return Training(name, axes, {**(keys or {}), **there}, keep_state=True)
 
 
 def assert_same_curve(ours: Result, theirs: Result, within: float) -> None:

@@ -5,8 +5,6 @@ One world of four ranks does all the trainings; every layout with every precisio
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.unit.trainer.conftest import run_trainings
@@ -44,16 +42,15 @@ RECOMPUTED = {
 }
 
 
-def moves(folder: Path) -> list[Training]:
-    """Return what loads other layouts' checkpoints."""
-    return [
-        loaded(folder, "vocabulary of two", Axes(), UNEVEN),
-        loaded(folder, "vocabulary of two", Axes(tensor=4), UNEVEN),
-        loaded(folder, "data", TENSOR),
-        loaded(folder, "data", INTERLEAVED),
-        loaded(folder, "pipeline", Axes()),
-        loaded(folder, "pipeline", TENSOR),
-    ]
+MOVES = [
+    ("vocabulary of two", Axes(), UNEVEN),
+    ("vocabulary of two", Axes(tensor=4), UNEVEN),
+    ("data", TENSOR, {}),
+    ("data", INTERLEAVED, {}),
+    ("pipeline", Axes(), {}),
+    ("pipeline", TENSOR, {}),
+]
+"""(source, layout that reads its checkpoint, keys)"""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("tied, split", Axes(tensor=2, pipeline=2), TIED),
         *PRECISE,
         *RECOMPUTED.values(),
-        *moves(folder),
+        *(
+            loaded(f"{source} under {axes}", Result(folder / source).checkpoint(LAST), axes, keys)
+            for source, axes, keys in MOVES
+        ),
     ]
     return run_trainings(folder, trainings)
 
@@ -99,9 +99,8 @@ def test_recomputed_activations_change_no_bit(done: dict[str, Result]) -> None:
 
 def test_weights_and_moments_move_to_other_layouts_bit_for_bit(done: dict[str, Result]) -> None:
     """What all ranks together hold after loading is what torch alone reads in the files; an uneven vocabulary too."""
-    folder = done["whole"].folder.parent
-    for training in moves(folder):
-        source = training.name.partition(" under ")[0]
-        assert_state_of(done[training.name], done[source].checkpoint(LAST))
-        assert done[training.name].weights == done[source].weights
+    for source, axes, _ in MOVES:
+        result = done[f"{source} under {axes}"]
+        assert_state_of(result, done[source].checkpoint(LAST))
+        assert result.weights == done[source].weights
     assert done["vocabulary of two under dp1tp4pp1"].state["model.embedding.weight"].shape == (257, 32)

@@ -12,6 +12,7 @@ from tests.unit.trainer.layouts import (
     PRECISIONS,
     SAVE,
     Axes,
+    Result,
     Training,
     assert_same_bits,
     assert_same_curve,
@@ -98,11 +99,12 @@ def test_weights_and_moments_move_from_any_layout_to_any_other(
     tmp_path: Path, train_all: TrainAll, layouts: tuple[Axes, ...]
 ) -> None:
     """Bit for bit: what all ranks together then hold is what torch alone reads in the files."""
-    moves = {(a, b): loaded(tmp_path, str(a), b) for a in layouts for b in layouts}
+    files = {axes: Result(tmp_path / str(axes)).checkpoint(LAST) for axes in layouts}
+    moves = {(a, b): loaded(f"{a} under {b}", files[a], b) for a in layouts for b in layouts}
     sources = [Training(str(axes), axes, SAVE, 24) for axes in layouts]
     done = train_all(*sources, *moves.values(), deadline_s=DEADLINE_S)
     for (a, _), training in moves.items():
-        assert_state_of(done[training.name], done[str(a)].checkpoint(LAST))
+        assert_state_of(done[training.name], files[a])
 
 
 def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
