@@ -97,7 +97,9 @@ def test_gradients_are_ready_behind_their_reductions_on_the_side_stream(device: 
         assert device.current.behind == {"backward", "reduction"}
 
 
-def test_another_thread_rolls_forward_behind_the_gradients_and_not_behind_a_stuck_collective(device: FakeDevice) -> None:
+def test_another_thread_rolls_forward_behind_the_gradients_and_not_behind_a_stuck_collective(
+    device: FakeDevice,
+) -> None:
     """Its stream is new, and waits for two events only: the gradients' and the update's before."""
     lane = Lane(CUDA)
     device.queue("update of step 4")
@@ -146,7 +148,7 @@ class Story(NullTracker):
     def ready(self, step: int) -> None:
         self.lines.append("ready")
 
-    def begin_update(self, step: int, record: CommitRecord, backup_step: int) -> None:
+    def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
         self.lines.append("begin")
 
     def end_update(self, step: int) -> None:

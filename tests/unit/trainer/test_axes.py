@@ -55,7 +55,6 @@ def test_stages_one_after_the_other_are_the_model(small_model: ModelConfig, tied
         ({"num_attention_heads": 4, "num_query_groups": 1}, 2, "num_query_groups is 1"),
         ({"num_attention_heads": 4, "num_query_groups": 4}, 8, "num_attention_heads is 4"),
         ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size is 63"),
-        ({"vocab_size": 257}, 2, "vocab_size is 257"),
     ],
 )
 def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
@@ -65,6 +64,18 @@ def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
     keys = {f"model_config.{name}": value for name, value in changes.items()}
     config = small_config({**keys, "parallel_config.tensor_model_parallel_size": ranks})
     with pytest.raises(ConfigError, match=rf"model_config.{wanted}: wanted a multiple of .*tensor_model.*, {ranks}"):
+        check_divides(config)
+
+
+def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config: MakeConfig) -> None:
+    """GPT-2's 50,257 over 2 and 4 ranks; 257 over 32 are rows of 9, of which 29 ranks take all."""
+    heads = {"model_config.num_attention_heads": 32, "model_config.num_query_groups": 32}
+    sizes = {**heads, "model_config.hidden_size": 64}
+    ranks = "parallel_config.tensor_model_parallel_size"
+    for count in (2, 4):
+        check_divides(small_config({**sizes, "model_config.vocab_size": 50257, ranks: count}))
+    config = small_config({**sizes, "model_config.vocab_size": 257, ranks: 32})
+    with pytest.raises(ConfigError, match=r"vocab_size is 257: 32 tensor-parallel ranks cut it into rows of 9"):
         check_divides(config)
 
 
