@@ -226,7 +226,7 @@ def loaded(name: str, checkpoint: Path, axes: Axes, keys: Mapping[str, Any] | No
     """Return a training that loads a checkpoint, of whatever step, and does nothing more."""
     step = int(checkpoint.name.removeprefix("iter_"))
     there = {"training_config.resume": checkpoint, "training_config.training_iters": step}
-    return Training(name, axes, {**(keys or {}), **there}, keep_state=True)
+    return Training(name, axes, {**(keys or {}), **there}, sequences=24, keep_state=True)
 
 
 def assert_same_curve(ours: Result, theirs: Result, within: float) -> None:
