@@ -34,6 +34,14 @@ def prepare_blocks(chunks: Sequence[GPT], model: ModelConfig, training: Training
                 block.around = around
             if training.compile:
                 block.compile()
+        if training.compile and chunk.embedding is not None:
+            chunk.embedding.register_forward_hook(_arrived)
+
+
+def _arrived(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Wait for an embedding that tensor-parallel ranks are still adding up: such a tensor, given to a compiled block, would get no
+    gradient."""
+    return output if type(output) is torch.Tensor else output.clone()
 
 
 def _around(model: ModelConfig, training: TrainingConfig) -> Callable[..., torch.Tensor] | None:

@@ -229,13 +229,16 @@ def loaded(name: str, checkpoint: Path, axes: Axes, keys: Mapping[str, Any] | No
     return Training(name, axes, {**(keys or {}), **there}, sequences=24, keep_state=True)
 
 
-def assert_same_curve(ours: Result, theirs: Result, within: float) -> None:
-    """The same losses and norms to round-off."""
+def assert_same_curve(
+    ours: Result, theirs: Result, loss: float = 1e-6, norm: float = 1e-5, until: int | None = None
+) -> None:
+    """The same losses and norms to FP32 round-off, relative to their size; of steps up to `until`."""
     lines, others = ours.lines, theirs.lines
     assert lines.keys() == others.keys() and lines
-    for step, line in lines.items():
-        for name in ("loss_value", "grad_norm_value"):
-            assert abs(line[name] - others[step][name]) <= within * others[step][name], (ours.folder, step, name)
+    for step in range(1, (until or max(lines)) + 1):
+        for name, within in (("loss_value", loss), ("grad_norm_value", norm)):
+            apart = abs(lines[step][name] / others[step][name] - 1)
+            assert apart <= within, f"{ours.folder.name}, step {step}: {name} is {apart:.1e} away"
 
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:

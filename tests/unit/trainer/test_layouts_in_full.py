@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_weights_and_moments_move_from_any_layout_to_any_other(
 
 
 def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
-    """Losses and norms to FP32 round-off, which the optimizer makes grow from step to step."""
+    """Losses and norms to FP32 round-off."""
     layouts = [
         Axes(data=2),
         Axes(data=3),
@@ -126,19 +127,26 @@ def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all:
         deadline_s=DEADLINE_S,
     )
     for axes in layouts:
-        assert_same_curve(done[str(axes)], done[str(Axes())], within=FIFTY_WITHIN)
+        assert_same_curve(done[str(axes)], done[str(Axes())])
 
 
 def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
-    """With the micro-batches of all ranks in one, so that the balance of each is the same."""
+    """With the micro-batches of all ranks in one, so that the balance of each is the same. Where each token goes to all experts the
+    curves differ by round-off; where a router chooses, until round-off sends the first token another way."""
+    ways: dict[str, dict[str, Any]] = {"all": {"model_config.num_experts_per_token": 4}, "chosen": {}}
     done = train_all(
-        Training("whole", Axes(experts=4), FIFTY, micro_batches=4),
-        Training("divided", Axes(data=4, experts=4, expert=2), FIFTY, micro_batches=1),
-        Training("sliced", Axes(data=2, tensor=2, experts=4), FIFTY, micro_batches=2),
+        *(
+            training
+            for way, keys in ways.items()
+            for training in (
+                Training(f"{way} whole", Axes(experts=4), {**FIFTY, **keys}, micro_batches=4),
+                Training(f"{way} divided", Axes(data=4, experts=4, expert=2), {**FIFTY, **keys}, micro_batches=1),
+                Training(f"{way} sliced", Axes(data=2, tensor=2, experts=4), {**FIFTY, **keys}, micro_batches=2),
+            )
+        ),
         deadline_s=DEADLINE_S,
     )
     for name in ("divided", "sliced"):
-        assert_same_curve(done[name], done["whole"], within=FIFTY_WITHIN)
-
-
-FIFTY_WITHIN = 1e-4
+        assert_same_curve(done[f"all {name}"], done["all whole"])
+        assert_same_curve(done[f"chosen {name}"], done["chosen whole"], until=10)
+        assert_same_curve(done[f"chosen {name}"], done["chosen whole"], loss=1e-3, norm=1e-2)
