@@ -23,11 +23,11 @@ CPU = torch.device("cpu")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(
