@@ -18,7 +18,7 @@ from ttp.chaos.verdict import by_step
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
-STEPS = 12
+STEPS = 14
 MICRO_BATCHES = 2
 MODEL = {"model_config.num_layers": 4, "model_config.num_query_groups": 2, "model_config.seq_length": 16}
 HALVES = {"model_config.num_attention_heads": 2}
@@ -65,31 +65,28 @@ def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
             assert float(ours[step][name]) == pytest.approx(float(theirs[step][name]), rel=within), (step, name)
 
 
+POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
+
+
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_every_layout_trains_as_data_parallel_and_survives_kills_bit_for_bit(tmp_path: Path, axes: Axes) -> None:
-    """A rank of the last stage or slice dies in the middle of its update, rank 0 ready for another one."""
+def test_every_layout_trains_as_data_parallel_and_survives_a_kill_at_every_point_bit_for_bit(
+    tmp_path: Path, axes: Axes
+) -> None:
+    """Six kills, each in another place of a step and of another rank; the job ends as one that nothing happened to."""
     whole = run(tmp_path / "whole", axes)
     assert_same_curve(whole, run(tmp_path / "plain", Axes(data=axes.data, experts=axes.experts)))
-    last = axes.ranks - 1
-    faults = f"kill:rank={last},step=4,point=updating,round=0;kill:rank=0,step=8,point=ready,round=1"
-    hurt = run(tmp_path / "hurt", axes, faults=faults)
+    victims = [(axes.ranks - 1 + 5 * number) % axes.ranks for number in range(len(POINTS))]
+    faults = [
+        f"kill:rank={victim},step={2 * number + 2},point={point},round={number}"
+        for number, (point, victim) in enumerate(zip(POINTS, victims, strict=True))
+    ]
+    hurt = run(tmp_path / "hurt", axes, faults=";".join(faults), restarts=len(POINTS))
     steps = published_steps(hurt)
-    assert len(steps) == 2 and steps[0] in (3, 4) and steps[1] in (7, 8), hurt.console_tail(60)
-    assert_equal(hurt, whole)
-
-
-@pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done", "gathering"])
-@pytest.mark.parametrize(
-    "axes",
-    [Axes(data=2, tensor=2, sequence=True), Axes(data=2, pipeline=2), Axes(data=2, tensor=2, pipeline=2)],
-    ids=str,
-)
-def test_a_kill_at_every_point_of_a_step_under_every_layout(tmp_path: Path, axes: Axes, point: str) -> None:
-    """Any rank may be the victim; which, the point decides."""
-    whole = run(tmp_path / "whole", axes)
-    victim = sum(map(ord, point)) % axes.ranks
-    hurt = run(tmp_path / "hurt", axes, faults=f"kill:rank={victim},step=5,point={point}")
-    assert published_steps(hurt)[0] in (4, 5)
+    assert len(steps) == len(POINTS), hurt.console_tail(80)
+    for number, (point, step) in enumerate(zip(POINTS, steps, strict=True)):
+        first = 2 * number + 2
+        wanted = {"backward": (first - 1,), "ready": (first - 1,), "gathering": (first,)}
+        assert step in wanted.get(point, (first - 1, first)), (point, steps)
     assert_equal(hurt, whole)
 
 
