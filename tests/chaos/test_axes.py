@@ -16,7 +16,7 @@ from tests.unit.trainer.layouts import Axes, assert_state_of, loaded
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import by_step
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.long]
 
 STEPS = 14
 MICRO_BATCHES = 2
@@ -54,7 +54,7 @@ TIED = (
 
 
 def run(folder: Path, axes: Axes, *more: str, faults: str = "", restarts: int = 3) -> Job:
-    return run_to_end(folder, axes.ranks, *overrides(axes), *more, faults=faults, restarts=restarts)
+    return run_to_end(folder, axes.ranks, *overrides(axes), *more, faults=faults, restarts=restarts, wait_s=800)
 
 
 def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
