@@ -29,6 +29,25 @@ DEADLINE_S = 1500.0
 FIFTY = {"training_config.training_iters": 50}
 
 
+def test_a_vocabulary_that_ranks_share_unevenly_trains_as_the_whole_one(tmp_path: Path, train_all: TrainAll) -> None:
+    """257 token ids over two and four ranks; a checkpoint of two goes to one and to four, and on from one to four."""
+    keys = {"model_config.vocab_size": 257, "model_config.num_query_groups": 4}
+    two, one = (Result(tmp_path / name).checkpoint(LAST) for name in ("two", "one"))
+    done = train_all(
+        Training("one", Axes(), {**keys, **SAVE}),
+        Training("two", Axes(tensor=2), {**keys, **SAVE}),
+        Training("four", Axes(tensor=4, sequence=True), keys),
+        *(loaded(f"two under {axes}", two, axes, keys) for axes in (Axes(), Axes(tensor=4))),
+        *(loaded(f"one under {axes}", one, axes, keys) for axes in (Axes(tensor=2), Axes(tensor=4))),
+        deadline_s=DEADLINE_S,
+    )
+    for name in ("two", "four"):
+        assert_same_curve(done[name], done["one"])
+    for name, result in done.items():
+        if " under " in name:
+            assert_state_of(result, two if name.startswith("two") else one)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_trains_alike_under_every_axis(precision: str, train_all: TrainAll) -> None:
     """As FP32, to the type's own precision; a pipeline changes no bit of a loss."""
