@@ -19,6 +19,7 @@ from .config import Config
 from .experts import Experts
 from .mesh import Axis, Mesh
 from .model import GPT, build_model, stages
+from .recompute import prepare_blocks
 from .tensor import split_over_tensor_ranks
 
 
@@ -34,10 +35,12 @@ def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
     split = partial(_split, mesh=mesh, sequence_parallel=parallel.sequence_parallel)
     cut = stages(model.num_layers, ranks * chunks)
     here = experts_of(model.num_experts or 0, mesh.expert) if model.num_experts else None
-    return [
+    built = [
         build_model(model, config.training_config.seed, device, cut[chunk * ranks + mesh.pipeline.rank], here, split)
         for chunk in range(chunks)
     ]
+    prepare_blocks(built, model, config.training_config)
+    return built
 
 
 def experts_of(count: int, axis: Axis) -> range:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from ttp.errors import ConfigError
 
+from .device_table import DeviceName
+
 BYTE_VALUES = 256
 """Token ids of byte-level text."""
 
@@ -44,7 +46,7 @@ class GradClipConfig:
 class TrainingConfig:
     seed: int = 42
     """Fixes weights, data order and dropout."""
-    device: Literal["auto", "cpu", "cuda", "npu", "musa"] = "auto"
+    device: DeviceName = "auto"
     """auto takes the first accelerator that is there, else the CPU."""
     deterministic: bool = True
     """Only kernels that give the same bits every time: what makes a resumed run equal an unbroken one."""
@@ -70,6 +72,11 @@ class TrainingConfig:
     """The gradient is that of the mean, or of the sum, of the losses of a step's tokens. Logs show the mean either way."""
     use_distributed_optimizer: bool = True
     """False: every rank holds the whole optimizer state (as many replicas as ranks)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that backward computes again to save memory. full: of each block all but its input; selective: all but its
+    input and the results of matrix products and attention."""
+    compile: bool = False
+    """Let torch.compile compile each block: faster steps after a start that takes minutes. Other bits than without."""
     resume: str = "auto"
     """auto: from the newest valid checkpoint of output_dir, if any; never; or a checkpoint's path."""
     local_copy_os: bool = False

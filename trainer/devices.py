@@ -1,41 +1,17 @@
-"""The devices this trainer runs on: one table, and the few calls that differ between them.
-
-Owns every mention of a device's name, its torch plug-in and its collective backend. A new device is a new row.
-"""
+"""Finding and binding the device that a rank runs on: the few calls that differ between the devices of `device_table`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ttp.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceKind:
-    name: str
-    """torch's device type."""
-    backend: str
-    """Collective backend of tensors on it."""
-    plugin: str | None = None
-    """Module that brings the device to torch; None: torch has it."""
-
-
-DEVICES = {
-    kind.name: kind
-    for kind in (
-        DeviceKind("cuda", "nccl"),
-        DeviceKind("npu", "hccl", plugin="torch_npu"),
-        DeviceKind("musa", "mccl", plugin="torch_musa"),
-        DeviceKind("cpu", "gloo"),
-    )
-}
-"""In the order that `auto` tries them."""
+from .device_table import DEVICES, HOST, DeviceKind
 
 
 def choose_device(name: str) -> DeviceKind:
@@ -45,19 +21,19 @@ def choose_device(name: str) -> DeviceKind:
     kind = DEVICES[name]
     reason = _missing(kind)
     if reason is not None:
-        raise ConfigError(f"training_config.device is {name!r}: {reason}; install it, or use device: auto or cpu")
+        raise ConfigError(f"training_config.device is {name!r}: {reason}; install it, or use device: auto or {HOST}")
     return kind
 
 
 def bind(kind: DeviceKind, local_rank: int) -> torch.device:
     """Make the device of this local rank the current one and return it. Raises ConfigError when the host has too few."""
-    if kind.name == "cpu":
-        return torch.device("cpu")
+    if kind.is_host:
+        return torch.device(kind.name)
     count = int(_module(kind).device_count())
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no {kind.name} device of its own: this host has {count}; start at most {count} ranks"
-            " here, or use --training_config.device cpu"
+            f" here, or use --training_config.device {HOST}"
         )
     _module(kind).set_device(local_rank)
     return torch.device(kind.name, local_rank)
@@ -78,7 +54,7 @@ def seed_all(seed: int) -> None:
 
 def _missing(kind: DeviceKind) -> str | None:
     """Return why this process cannot use the device, or None."""
-    if kind.name == "cpu":
+    if kind.is_host:
         return None
     if kind.plugin is not None:
         if importlib.util.find_spec(kind.plugin) is None:

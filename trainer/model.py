@@ -77,6 +77,10 @@ class GPT(nn.Module):
             assert self.embedding is not None
             self.output.weight = self.embedding.weight
 
+    def blocks(self) -> list[Block]:
+        """Return the layers here, in order."""
+        return [cast(Block, layer) for layer in self.layers.values()]
+
     @property
     def has_tied_copy(self) -> bool:
         """True for a last stage that has the first one's embedding matrix too."""
@@ -114,11 +118,20 @@ class Block(nn.Module):
         self.feed_forward: nn.Module = FeedForward(config)
         if config.num_experts is not None:
             self.feed_forward = Experts(config, experts, FeedForward)
+        self.around: Callable[..., torch.Tensor] = _directly
+        """Called with the block's work and its arguments: what recomputes activations comes in here."""
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        return self.around(self._work, x_BTD, rotation)
+
+    def _work(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotation)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), self.dropout, self.training)
+
+
+def _directly(work: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    return work(*args)
 
 
 class Attention(nn.Module):

@@ -88,13 +88,14 @@ class Passes:
         model, pipeline = self.config.model_config, self.mesh.pipeline
         count = len(self.chunks) * pipeline.size
         batch, length = self.config.dataset_config.batch_size, model.seq_length
-        dtype = DTYPES[model.compute_dtype]
         shape = (batch, length // chunk.sequence_ranks, model.hidden_size)
-        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        # Autocast shortens matrix products; the stream between blocks keeps the parameters' type.
+        stream, products = DTYPES[model.params_dtype], DTYPES[model.compute_dtype]
+        between = torch.empty(shape, dtype=stream, device="meta", requires_grad=True)
         taken = torch.empty(batch, length, dtype=torch.int64, device="meta") if chunk.stage.begins else between
         given = between
         if chunk.stage.ends:
-            given = torch.empty(batch, length, model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+            given = torch.empty(batch, length, model.vocab_size, dtype=products, device="meta", requires_grad=True)
         return PipelineStage(
             chunk, number * pipeline.size + pipeline.rank, count, self.device, taken, given, group=pipeline.group
         )

@@ -11,6 +11,7 @@ of Collective Communication Operations in MPICH (2005).
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,11 +28,18 @@ OPTIMIZER_BYTES = 12
 """FP32 master and two moments of a parameter; a checkpoint has the same."""
 REDUCED_BYTES = 4
 GIB = 2**30
+_RECOMPUTED = {
+    "none": "nothing recomputed",
+    "selective": "cheap operations recomputed",
+    "full": "every layer recomputed",
+}
 _BY_TENSOR_RANKS = (
     "wq.weight", "wk.weight", "wv.weight", "wo.weight", "gate.weight", "up.weight", "down.weight", "wq.bias", "wk.bias", "wv.bias",
-    "gate.bias", "up.bias", "embedding.weight", "positions.weight", "output.weight",
+    "gate.bias", "up.bias",
 )  # fmt: skip
-"""Parameters that tensor-parallel ranks share; all others are copies."""
+"""Parameters that tensor-parallel ranks share evenly."""
+_BY_ROWS = ("embedding.weight", "positions.weight", "output.weight")
+"""Those whose rows they share, the first ranks one or more rows more. All others are copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Plan:
     copies: int
     """How much of `optimizer` is there for the replicas' sake."""
     activations: int
-    """Of the micro-batches in flight, with nothing recomputed."""
+    """Of the micro-batches in flight."""
     data_parallel_wire: int
     """Sent in a step: gradients and parameters."""
     tensor_wire: int
@@ -55,6 +63,7 @@ class Plan:
     expert_wire: int
     dump: int
     """Of the whole job."""
+    recompute: str
     replicas: int
     apart: bool
     """The holders of every shard sit on different nodes."""
@@ -91,7 +100,7 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
     tokens = data.batch_size * model.seq_length
     compute = DTYPES[model.compute_dtype].itemsize
     layers = -(-model.num_layers // pp)
-    between = tokens * model.hidden_size * compute // (tp if parallel.sequence_parallel else 1)
+    between = tokens * model.hidden_size * dtype // (tp if parallel.sequence_parallel else 1)
     moe = ep > 1 and model.num_experts is not None
     return Plan(
         axes={"data": dp, "tensor": tp, "pipeline": pp, "expert": ep},
@@ -112,6 +121,7 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         if moe
         else 0,
         dump=OPTIMIZER_BYTES * count_parameters(model),
+        recompute=config.training_config.recompute,
         replicas=replicas,
         apart=_apart(dp, tp, pp, ep, replicas, devices_per_node),
         nodes=-(-world_size // devices_per_node),
@@ -128,18 +138,28 @@ def _local(config: Config, mine: Sequence[Stage]) -> tuple[int, int]:
         with torch.device("meta"):
             built = GPT(model, stage, here)
         for name, parameter in built.named_parameters():
-            found[".experts." in name] += parameter.numel() // (tp if name.endswith(_BY_TENSOR_RANKS) else 1)
+            rows = -(-parameter.shape[0] // tp) if name.endswith(_BY_ROWS) else parameter.shape[0]
+            slices = tp if name.endswith(_BY_TENSOR_RANKS) else 1
+            found[".experts." in name] += rows * math.prod(parameter.shape[1:]) // slices
     return found[0], found[1]
 
 
 def _activations(config: Config, layers: int, in_flight: int) -> int:
-    """Return the bytes that backward needs of the micro-batches in flight."""
+    """Return the bytes that backward needs of the micro-batches in flight, with one layer of them while it is recomputed."""
     model, parallel, data = config.model_config, config.parallel_config, config.dataset_config
     tp = parallel.tensor_model_parallel_size
     each = data.batch_size * model.seq_length * model.hidden_size * DTYPES[model.compute_dtype].itemsize // 2
-    per_layer = 34 * each / tp if parallel.sequence_parallel else 10 * each + 24 * each / tp
+    stream = 2 * each / (tp if parallel.sequence_parallel else 1)
+    whole_layer = 34 * each / tp if parallel.sequence_parallel else 10 * each + 24 * each / tp
+    kept, again = whole_layer, 0.0
+    if config.training_config.recompute != "none":
+        kept, again = stream, whole_layer
+    if config.training_config.recompute == "selective":
+        inner = 2 + 2 * model.kv_heads / model.num_attention_heads  # queries, keys, values and what attention gave
+        inner += (2 if model.activation == "swiglu" else 1) * model.ffn_size / model.hidden_size
+        kept += 2 * stream + 2 * each * inner / tp
     logits = data.batch_size * model.seq_length * model.vocab_size * 4 / tp  # the loss is computed in FP32
-    return int(in_flight * layers * per_layer + logits)
+    return int(in_flight * layers * kept + again + logits)
 
 
 def _wire(numel: int, ranks: int, replicas: int, dtype: int) -> int:
@@ -185,7 +205,7 @@ def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
         f"  weights           {_gib(plan.weights)}",
         f"  gradients         {_gib(plan.gradients)}",
         f"  optimizer         {_gib(plan.optimizer)}, {_gib(plan.copies)} of it for the replicas",
-        f"  activations       {_gib(plan.activations)} (estimate; nothing recomputed)",
+        f"  activations       {_gib(plan.activations)} (estimate; {_RECOMPUTED[plan.recompute]})",
         "sent by a rank a step",
         f"  data parallel     {_gib(plan.data_parallel_wire)}",
         f"  tensor parallel   {_gib(plan.tensor_wire)}",

@@ -45,21 +45,29 @@ class Copied(ParallelStyle):
 
 
 def check_divides(config: Config) -> None:
-    """Raise ConfigError for a model whose parts the tensor-parallel ranks cannot share evenly."""
+    """Raise ConfigError for a model whose parts the tensor-parallel ranks cannot share. Rows of embeddings need not divide."""
     model, ranks = config.model_config, config.parallel_config.tensor_model_parallel_size
     shared = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.kv_heads,
         "ffn_hidden_size": model.ffn_size,
-        "vocab_size": model.vocab_size,
     }
-    if config.parallel_config.sequence_parallel or model.position_embedding_type == "absolute":
+    if config.parallel_config.sequence_parallel:
         shared["seq_length"] = model.seq_length
     for name, value in shared.items():
         if value % ranks:
             raise ConfigError(
                 f"model_config.{name} is {value}: wanted a multiple of parallel_config.tensor_model_parallel_size, {ranks};"
                 " change either"
+            )
+    rows = {"vocab_size": model.vocab_size}
+    if model.position_embedding_type == "absolute":
+        rows["seq_length"] = model.seq_length
+    for name, value in rows.items():
+        if (ranks - 1) * -(-value // ranks) >= value:
+            raise ConfigError(
+                f"model_config.{name} is {value}: {ranks} tensor-parallel ranks cut it into rows of {-(-value // ranks)}, and the"
+                " last rank has none; change parallel_config.tensor_model_parallel_size"
             )
 
 

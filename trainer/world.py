@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ttp.errors import ConfigError
 
-from .devices import DeviceKind
+from .device_table import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
 @contextmanager
 def joined(world: World, kind: DeviceKind, device: torch.device) -> Iterator[None]:
     """Hold the process group of the whole world open (all ranks). A lone process uses no port."""
-    backend = kind.backend if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
+    backend = kind.backends
     store = None if world.launched else dist.HashStore()  # type: ignore[attr-defined]
-    bound = None if kind.name == "cpu" else device
+    bound = None if kind.is_host else device
     if store is None:
         dist.init_process_group(backend, device_id=bound)
     else:

@@ -5,63 +5,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.conftest import run_to_end
 from tests.chaos.test_kills import assert_equal, published_steps
+from tests.unit.trainer.conftest import run_trainings
+from tests.unit.trainer.layouts import Axes, assert_state_of, loaded
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import by_step
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.long]
 
-STEPS = 12
+STEPS = 14
 MICRO_BATCHES = 2
+MODEL = {"model_config.num_layers": 4, "model_config.num_query_groups": 2, "model_config.seq_length": 16}
+HALVES = {"model_config.num_attention_heads": 2}
+"""What the jobs of this folder have beside, and the trainings of `layouts` do not."""
 
 
-@dataclass(frozen=True)
-class Axes:
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int | None = None
-    sequence: bool = False
-    experts: int = 0
-    """Experts of each layer."""
-    expert: int = 1
-    """Ranks that they are divided over."""
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-    @property
-    def arguments(self) -> list[str]:
-        """The same eight sequences a step in every layout."""
-        at = "--parallel_config."
-        given = [
-            f"{at}tensor_model_parallel_size={self.tensor}",
-            f"{at}pipeline_model_parallel_size={self.pipeline}",
-            f"--dataset_config.micro_batch_num={MICRO_BATCHES}",
-            f"--dataset_config.batch_size={24 // MICRO_BATCHES // self.data}",
-            f"--training_config.training_iters={STEPS}",
-            "--model_config.num_layers=4",
-            "--model_config.num_query_groups=2",
-            "--model_config.seq_length=16",
-        ]
-        if self.experts:
-            given.append(f"--model_config.num_experts={self.experts}")
-            given.append(f"{at}expert_model_parallel_size={self.expert}")
-        if self.virtual:
-            given.append(f"{at}virtual_pipeline_model_parallel_size={self.virtual}")
-        return [*given, f"{at}sequence_parallel=true"] if self.sequence else given
-
-    def __str__(self) -> str:
-        text = f"dp{self.data}tp{self.tensor}pp{self.pipeline}"
-        text += (f"v{self.virtual}" if self.virtual else "") + ("sp" if self.sequence else "")
-        return text + (f"ep{self.expert}of{self.experts}" if self.experts else "")
+def overrides(axes: Axes) -> list[str]:
+    """Return a job's arguments: the same 24 sequences a step in every layout."""
+    keys = {
+        **MODEL,
+        **axes.keys,
+        "dataset_config.micro_batch_num": MICRO_BATCHES,
+        "dataset_config.batch_size": 24 // MICRO_BATCHES // axes.data,
+        "training_config.training_iters": STEPS,
+    }
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 LAYOUTS = (
@@ -81,7 +54,7 @@ TIED = (
 
 
 def run(folder: Path, axes: Axes, *more: str, faults: str = "", restarts: int = 3) -> Job:
-    return run_to_end(folder, axes.ranks, *axes.arguments, *more, faults=faults, restarts=restarts)
+    return run_to_end(folder, axes.ranks, *overrides(axes), *more, faults=faults, restarts=restarts, wait_s=800)
 
 
 def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
@@ -92,31 +65,28 @@ def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
             assert float(ours[step][name]) == pytest.approx(float(theirs[step][name]), rel=within), (step, name)
 
 
+POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
+
+
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_every_layout_trains_as_data_parallel_and_survives_kills_bit_for_bit(tmp_path: Path, axes: Axes) -> None:
-    """A rank of the last stage or slice dies in the middle of its update, rank 0 ready for another one."""
+def test_every_layout_trains_as_data_parallel_and_survives_a_kill_at_every_point_bit_for_bit(
+    tmp_path: Path, axes: Axes
+) -> None:
+    """Six kills, each in another place of a step and of another rank; the job ends as one that nothing happened to."""
     whole = run(tmp_path / "whole", axes)
     assert_same_curve(whole, run(tmp_path / "plain", Axes(data=axes.data, experts=axes.experts)))
-    last = axes.ranks - 1
-    faults = f"kill:rank={last},step=4,point=updating,round=0;kill:rank=0,step=8,point=ready,round=1"
-    hurt = run(tmp_path / "hurt", axes, faults=faults)
+    victims = [(axes.ranks - 1 + 5 * number) % axes.ranks for number in range(len(POINTS))]
+    faults = [
+        f"kill:rank={victim},step={2 * number + 2},point={point},round={number}"
+        for number, (point, victim) in enumerate(zip(POINTS, victims, strict=True))
+    ]
+    hurt = run(tmp_path / "hurt", axes, faults=";".join(faults), restarts=len(POINTS))
     steps = published_steps(hurt)
-    assert len(steps) == 2 and steps[0] in (3, 4) and steps[1] in (7, 8), hurt.console_tail(60)
-    assert_equal(hurt, whole)
-
-
-@pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done", "gathering"])
-@pytest.mark.parametrize(
-    "axes",
-    [Axes(data=2, tensor=2, sequence=True), Axes(data=2, pipeline=2), Axes(data=2, tensor=2, pipeline=2)],
-    ids=str,
-)
-def test_a_kill_at_every_point_of_a_step_under_every_layout(tmp_path: Path, axes: Axes, point: str) -> None:
-    """Any rank may be the victim; which, the point decides."""
-    whole = run(tmp_path / "whole", axes)
-    victim = sum(map(ord, point)) % axes.ranks
-    hurt = run(tmp_path / "hurt", axes, faults=f"kill:rank={victim},step=5,point={point}")
-    assert published_steps(hurt)[0] in (4, 5)
+    assert len(steps) == len(POINTS), hurt.console_tail(80)
+    for number, (point, step) in enumerate(zip(POINTS, steps, strict=True)):
+        first = 2 * number + 2
+        wanted = {"backward": (first - 1,), "ready": (first - 1,), "gathering": (first,)}
+        assert step in wanted.get(point, (first - 1, first)), (point, steps)
     assert_equal(hurt, whole)
 
 
@@ -148,3 +118,66 @@ def test_a_checkpoint_of_any_layout_loads_under_any_other(tmp_path: Path, tied: 
         folder = tmp_path / f"{axes}"
         folder.mkdir()
         assert weights_under(folder, job, layouts, *more) == {str(job.final()["weights_sha256"])}
+
+
+@pytest.mark.parametrize(
+    ("axes", "others"),
+    [
+        (Axes(data=4), [Axes(data=2, tensor=2), Axes(data=2, pipeline=2)]),
+        (Axes(data=2, tensor=2), [Axes(data=4), Axes(data=2, tensor=2, pipeline=2)]),
+        (Axes(data=2, pipeline=2), [Axes(data=2, tensor=2), Axes(data=3)]),
+        (Axes(data=2, tensor=2, pipeline=2), [Axes(data=4), Axes(tensor=2)]),
+        (Axes(data=4, experts=4, expert=2), [Axes(data=2, tensor=2, experts=4), Axes(experts=4)]),
+    ],
+    ids=str,
+)
+def test_a_dying_gasp_of_any_layout_loads_under_any_other_bit_for_bit(
+    tmp_path: Path, axes: Axes, others: list[Axes]
+) -> None:
+    """Masters and both moments, put together after loading, are what torch alone reads in the files that the survivors wrote."""
+    victim = axes.ranks - 1
+    hurt = run(tmp_path / "hurt", axes, faults=f"kill:rank={victim},step=5,point=updating")
+    step = published_steps(hurt)[0]
+    gasp = hurt.output_dir / "checkpoints" / f"iter_{step:07d}"
+    folder = tmp_path / "under"
+    folder.mkdir()
+    layouts = [axes, *others, Axes(experts=axes.experts)]
+    done = run_trainings(
+        folder, [loaded(str(number), gasp, to, {**MODEL, **HALVES}) for number, to in enumerate(layouts)]
+    )
+    for result in done.values():
+        assert_state_of(result, gasp)
+
+
+SCALED = (
+    "--model_config.compute_dtype=float16",
+    f"--training_config.loss_scale={2.0**18}",
+    "--training_config.loss_scale_window=2",
+    f"--training_config.training_iters={2 * STEPS}",
+)
+"""A scale that keeps growing until float16 overflows."""
+
+
+@pytest.mark.parametrize(
+    "axes", [Axes(data=2), Axes(data=2, tensor=2), Axes(data=2, pipeline=2), Axes(data=4, experts=4, expert=2)], ids=str
+)
+def test_kills_around_a_skipped_step_keep_the_loss_scale(tmp_path: Path, axes: Axes) -> None:
+    """One rank dies in a step that overflows, another right after it: scales, skips, losses and weights are those of an unbroken run."""
+    whole = run(tmp_path / "whole", axes, *SCALED)
+    lines = by_step(whole.metrics())
+    skipped = [step for step, line in sorted(lines.items()) if line["skipped"]]
+    trained = [step for step in lines if step not in skipped]
+    late = [step for step in skipped if step < 2 * STEPS and any(step > before for before in trained)]
+    assert len(late) >= 2 and len(trained) >= STEPS, "the scale was meant to meet its limit again and again"
+    first, second = late[0], late[-1]
+    faults = (
+        f"kill:rank={axes.ranks - 1},step={first},point=updating,round=0;"
+        f"kill:rank=0,step={second + 1},point=ready,round=1"
+    )
+    hurt = run(tmp_path / "hurt", axes, *SCALED, faults=faults)
+    published = published_steps(hurt)
+    assert published[0] in (first - 1, first) and published[1] in (second, second + 1), (published, skipped)
+    assert_equal(hurt, whole)
+    ours = by_step(hurt.metrics())
+    for name in ("loss_scale", "skipped"):
+        assert {step: line[name] for step, line in ours.items()} == {step: line[name] for step, line in lines.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.nn import Parameter
 
 from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
+from ttp.exchange import exchange_json
 from ttp.optim.layout import Layout, ParamSpec
-from ttp.optim.split import block_of, is_first_copy, local_of, put_local
+from ttp.optim.split import block_of, is_first_copy, local_of, put_local, sharing_of
 from ttp.optim.wires import BucketMemory
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +34,23 @@ class NamedParam:
     """The data-parallel group of this parameter, where it is not the optimizer's."""
     counted: bool = True
     """False for a copy that another rank of the model counts and saves."""
+    copied: bool = False
+    """True on all ranks that have such a parameter, the one that counts it included."""
+
+
+def mark_copied(
+    named: Sequence[NamedParam], copies: Collection[str], model: Any, device: torch.device
+) -> list[NamedParam]:
+    """Return the parameters, those marked of which some rank of the model has a copy (a collective over `model`, the process group
+    of the ranks that share it; None: nobody else). Raises ConfigError for copies of which nobody else can know."""
+    if model is None:
+        if copies:
+            raise ConfigError(
+                f"copies names {sorted(copies)} without a span: wanted span=, the process group of all ranks that share the model"
+            )
+        return list(named)
+    everywhere = {name for told in exchange_json(sorted(copies), device, model) for name in told}
+    return [replace(entry, copied=entry.name in everywhere) for entry in named]
 
 
 def named_groups(
@@ -74,13 +92,14 @@ def specs(named: Sequence[NamedParam]) -> list[ParamSpec]:
 def _spec(entry: NamedParam) -> ParamSpec:
     dtype = str(entry.param.dtype).removeprefix("torch.")
     whole = tuple(entry.param.shape)
+    shared = ("copies " if entry.copied else "") + sharing_of(entry.param)
     if not isinstance(entry.param, DTensor):
-        return ParamSpec(entry.name, whole, entry.group, dtype, counted=entry.counted)
+        return ParamSpec(entry.name, whole, entry.group, dtype, counted=entry.counted, shared=shared)
     shape, offsets = block_of(entry.param)
     counted = entry.counted and is_first_copy(entry.param)
     if shape == whole:
-        return ParamSpec(entry.name, whole, entry.group, dtype, counted=counted)
-    return ParamSpec(entry.name, shape, entry.group, dtype, whole, offsets, counted)
+        return ParamSpec(entry.name, whole, entry.group, dtype, counted=counted, shared=shared)
+    return ParamSpec(entry.name, shape, entry.group, dtype, whole, offsets, counted, shared)
 
 
 def hosts_of(group: Any, world: int, device: torch.device) -> list[str] | None:

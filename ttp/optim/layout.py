@@ -48,6 +48,8 @@ class ParamSpec:
     """Where the block begins in the whole parameter; empty: at its first element."""
     counted: bool = True
     """False for a copy that another rank of the model counts and saves."""
+    shared: str = ""
+    """Which ranks of the model have the same, the one that counts included; empty: no other has."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -251,15 +253,16 @@ def _check(
 def _buckets(params: Sequence[ParamSpec], shards: int, bucket_numel: int) -> list[BucketSpec]:
     """Fill one open bucket per kind, walking backwards; number the buckets in the order in which backward fills them.
 
-    A kind is a dtype, and whether the parameters are counted: a bucket's squares count whole or not at all.
+    A kind is a dtype, whether the parameters are counted (a bucket's squares count whole or not at all), and who else of the model
+    has them: all copies of a parameter lie at the same place of a bucket, so that all are summed in the same order.
     """
-    open_buckets: dict[tuple[str, bool], list[int]] = {}
-    sizes: dict[tuple[str, bool], int] = {}
+    open_buckets: dict[tuple[str, bool, str], list[int]] = {}
+    sizes: dict[tuple[str, bool, str], int] = {}
     closed: list[list[int]] = []
     for index in range(len(params) - 1, -1, -1):
         spec = params[index]
         size = _align(spec.numel)
-        kind = (spec.dtype, spec.counted)
+        kind = (spec.dtype, spec.counted, spec.shared)
         members = open_buckets.get(kind)
         if members is not None and sizes[kind] + size > bucket_numel:
             closed.append(members)

@@ -28,7 +28,7 @@ from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
 from ttp.optim import comparison
 from ttp.optim.agreement import compare
-from ttp.optim.assembly import named_groups
+from ttp.optim.assembly import mark_copied, named_groups
 from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
@@ -104,6 +104,7 @@ class TTPReplicaOptimizer(Optimizer):
             raise ConfigError("this rank is not a member of `group`; pass the data-parallel group that it is in")
         groups, named = named_groups(params, copies)
         device = named[0].param.device
+        named = mark_copied(named, copies, barrier if span is None else span, device)
         kwargs, defaults = base_defaults(base, base_kwargs, device)
         self._built = False
         super().__init__(groups, defaults)

@@ -55,3 +55,12 @@ def is_first_copy(param: DTensor) -> bool:
     place = param.device_mesh.get_coordinate()
     assert place is not None, "a parameter's rank is in its mesh"
     return all(index == 0 for index, at in zip(place, param.placements, strict=True) if at.is_replicate())
+
+
+def sharing_of(param: Parameter) -> str:
+    """Return the axes of a parameter's mesh on which other ranks have the same part; empty: none has."""
+    if not isinstance(param, DTensor):
+        return ""
+    mesh = param.device_mesh
+    alike = [axis for axis, at in enumerate(param.placements) if at.is_replicate() and mesh.size(axis) > 1]
+    return ",".join(map(str, alike))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.unit.forkserver import fork_server
 from tests.unit.optim import rank_main
 
 DEADLINE_S = 120.0
@@ -19,8 +19,7 @@ RunRanks = Callable[..., None]
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
     """Return run(world, name, ...): run those claims (claims_*.py), in this order, on `world` gloo ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+    context = fork_server()
 
     def run(world: int, *names: str) -> None:
         ranks = [

@@ -236,6 +236,8 @@ def test_parameters_that_cannot_be_trained_are_refused_by_name() -> None:
         make(net(0).double())
     with pytest.raises(ConfigError, match="no parameters"):
         TTPReplicaOptimizer([], replicas=1)
+    with pytest.raises(ConfigError, match=r"copies names \['0\.weight'\] without a span"):
+        TTPReplicaOptimizer(net(0).named_parameters(), copies=["0.weight"], replicas=1)
 
 
 def test_what_needs_whole_state_is_refused_with_the_way_out() -> None:

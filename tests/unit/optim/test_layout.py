@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -192,3 +193,24 @@ def test_a_model_of_ten_thousand_parameters_is_cut_at_once() -> None:
     assert sum(s.numel for shard in range(32) for s in layout.shard_segments(shard)) == total
     padding = sum(bucket.numel for bucket in layout.buckets) - total
     assert padding < ALIGN * (len(params) + 32 * len(layout.buckets))
+
+
+def test_copies_lie_at_the_same_places_whatever_else_a_rank_has() -> None:
+    """Three ranks sum a bucket in an order that depends on the place: what two ranks of the model both have lies alike in both,
+    the one that counts it included."""
+    norms = [ParamSpec(f"norm.{i}", (100,), shared="0") for i in range(6)]
+    first = [spec for i, norm in enumerate(norms) for spec in (norm, ParamSpec(f"w.{i}", (1000 + i, 3)))]
+    second = [replace(norm, counted=False) for norm in norms]
+    second = [spec for i, norm in enumerate(second) for spec in (ParamSpec(f"w.{i}", (7 + i, 3)), norm)]
+    places = []
+    for params in (first, second):
+        layout = Layout.build(params, 3, ring=True, bucket_numel=256)
+        places.append(
+            {
+                (segment.name, segment.start): (segment.shard, segment.offset, segment.numel)
+                for shard in range(3)
+                for segment in layout.shard_segments(shard)
+                if segment.name.startswith("norm")
+            }
+        )
+    assert places[0] == places[1] and len(places[0]) >= 6

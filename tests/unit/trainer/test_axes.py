@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.errors import ConfigError
 from ttp.trainer.chunks import build_chunks, hash_weights
 from ttp.trainer.config import ModelConfig, ParallelConfig
 from ttp.trainer.mesh import Axis, Mesh, build_mesh
-from ttp.trainer.model import build_model, stages
-from ttp.trainer.tensor import check_divides
+from ttp.trainer.model import build_model, stages, token_loss
+from ttp.trainer.tensor import check_divides, whole_loss
 
 CPU = torch.device("cpu")
 
@@ -55,7 +60,6 @@ def test_stages_one_after_the_other_are_the_model(small_model: ModelConfig, tied
         ({"num_attention_heads": 4, "num_query_groups": 1}, 2, "num_query_groups is 1"),
         ({"num_attention_heads": 4, "num_query_groups": 4}, 8, "num_attention_heads is 4"),
         ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size is 63"),
-        ({"vocab_size": 257}, 2, "vocab_size is 257"),
     ],
 )
 def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
@@ -65,6 +69,18 @@ def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
     keys = {f"model_config.{name}": value for name, value in changes.items()}
     config = small_config({**keys, "parallel_config.tensor_model_parallel_size": ranks})
     with pytest.raises(ConfigError, match=rf"model_config.{wanted}: wanted a multiple of .*tensor_model.*, {ranks}"):
+        check_divides(config)
+
+
+def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config: MakeConfig) -> None:
+    """GPT-2's 50,257 over 2 and 4 ranks; 257 over 32 are rows of 9, of which 29 ranks take all."""
+    heads = {"model_config.num_attention_heads": 32, "model_config.num_query_groups": 32}
+    sizes = {**heads, "model_config.hidden_size": 64}
+    ranks = "parallel_config.tensor_model_parallel_size"
+    for count in (2, 4):
+        check_divides(small_config({**sizes, "model_config.vocab_size": 50257, ranks: count}))
+    config = small_config({**sizes, "model_config.vocab_size": 257, ranks: 32})
+    with pytest.raises(ConfigError, match=r"vocab_size is 257: 32 tensor-parallel ranks cut it into rows of 9"):
         check_divides(config)
 
 
@@ -109,3 +125,35 @@ def test_the_hash_of_the_weights_does_not_depend_on_how_they_are_divided(small_c
     with torch.no_grad():
         next(parts[1].parameters()).view(-1)[0] += 1e-6
     assert hash_weights(parts, Mesh()) != hash_weights([whole], Mesh())
+
+
+class Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the last dimension of what this rank has of every tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            local = getattr(tensor, "_local_tensor", tensor)
+            if isinstance(local, torch.Tensor) and local.dim():
+                self.seen.add(local.shape[-1])
+        return made
+
+
+def test_no_rank_ever_has_all_logits(small_config: MakeConfig) -> None:
+    """The cross entropy of a split vocabulary takes a rank's own columns, forward and backward: 131 of 261, by the first of two."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        config = small_config({"model_config.vocab_size": 261, "parallel_config.tensor_model_parallel_size": 2})
+        (chunk,) = build_chunks(config, build_mesh(config.parallel_config, 2, 0, "cpu"), CPU)
+        tokens_BT = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(5))
+        with Widths() as widths, loss_parallel():
+            torch.autograd.backward(whole_loss(token_loss(chunk(tokens_BT), tokens_BT)))
+        assert 131 in widths.seen and 261 not in widths.seen
+    finally:
+        dist.destroy_process_group()

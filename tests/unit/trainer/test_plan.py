@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
+from ttp.trainer.config import Config
 from ttp.trainer.config_file import load_config, presets
 from ttp.trainer.model import GPT, count_parameters, stages
 from ttp.trainer.plan import OPTIMIZER_BYTES, Plan, make_plan
@@ -18,9 +21,9 @@ LARGE = {
     "parallel_config.tensor_model_parallel_size": "2",
     "parallel_config.pipeline_model_parallel_size": "4",
     "dataset_config.micro_batch_num": "24",
-    "model_config.vocab_size": "50304",
+    "training_config.recompute": "selective",
 }
-"""The usual large example: 32 devices, and a vocabulary that is padded to a multiple of the tensor-parallel ranks."""
+"""The usual large example: 32 devices, recomputation, and GPT-2's vocabulary, which tensor-parallel ranks share unevenly."""
 
 
 def plan_of(preset: str, world_size: int, **changes: str) -> Plan:
@@ -52,6 +55,12 @@ def test_the_usual_large_example() -> None:
     assert plan.optimizer == plan.local_parameters * 16 * 2 // 4 and plan.copies == plan.optimizer // 2
     assert plan.data_parallel_wire and plan.tensor_wire and plan.pipeline_wire and not plan.expert_wire
     assert plan.apart and plan.nodes == 4
+    more, less = (make_plan(replace_recompute(config, way), 32).activations for way in ("none", "full"))
+    assert less < plan.activations < more
+
+
+def replace_recompute(config: Config, way: Any) -> Config:
+    return replace(config, training_config=replace(config.training_config, recompute=way))
 
 
 @pytest.mark.parametrize(("world_size", "wanted"), [(2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0)])

@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ttp.errors import ConfigError
-from ttp.trainer.devices import DEVICES, bind, choose_device
+from ttp.trainer.device_table import DEVICES, DeviceName
+from ttp.trainer.devices import bind, choose_device
 from ttp.trainer.logs import LOGGER, open_logs
 from ttp.trainer.metrics import StepMetrics
 from ttp.trainer.world import World, check_agreement, joined, world_from_env
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_table_has_every_name_that_the_configuration_takes() -> None:
+    """And the host beside each accelerator: checkpoints and small messages need its backend."""
+    assert set(get_args(DeviceName)) == {"auto", *DEVICES}
+    assert {name: kind.backends for name, kind in DEVICES.items()} == {
+        "cuda": "cpu:gloo,cuda:nccl",
+        "npu": "cpu:gloo,npu:hccl",
+        "musa": "cpu:gloo,musa:mccl",
+        "cpu": "gloo",
+    }
+
+
+def names_of_devices(source: str) -> list[int]:
+    """Return the lines of code (documentation aside) that name a device or a backend, in text or as torch.<device>."""
+    tree = ast.parse(source)
+    named = re.compile(r"\b(cpu|cuda|npu|musa|gloo|nccl|hccl|mccl)\b")
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docs
+            and named.search(node.value)
+        )
+        or (isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch.npu", "torch.musa")))
+    ]
+
+
+def test_nothing_but_the_table_names_a_device() -> None:
+    """A new device is a new row, and nothing else."""
+    assert names_of_devices('device = torch.device("cuda:0")') and names_of_devices("torch.cuda.synchronize()")
+    for path in sorted((ROOT / "trainer").glob("*.py")):
+        if path.name != "device_table.py":
+            lines = names_of_devices(path.read_text(encoding="utf-8"))
+            assert not lines, f"{path.relative_to(ROOT)}, lines {lines}: name it in device_table.py"
 
 
 def test_missing_plug_in_is_named() -> None:

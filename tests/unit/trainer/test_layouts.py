@@ -1,0 +1,100 @@
+"""Models that are split over real ranks train as whole ones do, in short precisions too, and their state moves to other layouts.
+
+One world of four ranks does all the trainings; every layout with every precision: test_layouts_in_full.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.conftest import run_trainings
+from tests.unit.trainer.layouts import (
+    LAST,
+    SAVE,
+    Axes,
+    Result,
+    Training,
+    assert_same_bits,
+    assert_same_curve,
+    assert_state_of,
+    assert_trains_in_precision,
+    in_precision,
+    loaded,
+)
+
+UNEVEN = {
+    "model_config.vocab_size": 257,
+    "model_config.num_query_groups": 4,
+    "model_config.untie_embeddings_and_output_weights": "false",
+}
+DROPOUT = {"model_config.hidden_dropout": 0.1, "model_config.attention_dropout": 0.1}
+
+TENSOR, SEQUENCE = Axes(data=2, tensor=2), Axes(data=2, tensor=2, sequence=True)
+PIPELINE, INTERLEAVED = Axes(data=2, pipeline=2), Axes(data=2, pipeline=2, virtual=2)
+
+PRECISE = [in_precision("fp16 by autocast", TENSOR), in_precision("bf16 by autocast", PIPELINE)]
+RECOMPUTED = {
+    (axes, way): Training(f"{way} {axes}", axes, {**DROPOUT, "training_config.recompute": way}, 8)
+    for axes, way in (
+        (SEQUENCE, "none"),
+        (SEQUENCE, "full"),
+        (INTERLEAVED, "none"),
+        (INTERLEAVED, "selective"),
+    )
+}
+MOVES: list[tuple[str, Axes, dict[str, Any]]] = [
+    ("uneven", Axes(), UNEVEN),
+    ("uneven", Axes(tensor=4), UNEVEN),
+    ("data", TENSOR, {}),
+    ("pipeline", Axes(data=3), {}),
+]
+"""(source, layout that reads its checkpoint, keys)"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Return the results of all trainings of this file, by name."""
+    folder = tmp_path_factory.mktemp("layouts")
+    trainings = [
+        Training("whole", Axes()),
+        Training("data", Axes(data=4), SAVE, 8, 1),
+        Training("pipeline", PIPELINE, SAVE),
+        Training("uneven, whole", Axes(), UNEVEN),
+        Training("uneven", Axes(tensor=2, pipeline=2), {**UNEVEN, **SAVE}),
+        *PRECISE,
+        *RECOMPUTED.values(),
+        *(
+            loaded(f"{source} under {axes}", Result(folder / source).checkpoint(LAST), axes, keys)
+            for source, axes, keys in MOVES
+        ),
+    ]
+    return run_trainings(folder, trainings)
+
+
+def test_a_split_model_trains_as_the_whole_one(done: dict[str, Result]) -> None:
+    """A pipeline; and 257 token ids over two tensor-parallel ranks, in a matrix that both ends of a pipeline have."""
+    assert_same_curve(done["pipeline"], done["whole"])
+    assert_same_curve(done["uneven"], done["uneven, whole"])
+
+
+def test_short_precisions_train_alike_when_the_model_is_split(done: dict[str, Result]) -> None:
+    """And one rank's overflow is everybody's."""
+    for training in PRECISE:
+        assert_trains_in_precision(done[training.name], training, done["whole"])
+
+
+def test_recomputed_activations_change_no_bit(done: dict[str, Result]) -> None:
+    """Under sequence parallelism and in a pipeline, with dropout everywhere."""
+    for (axes, _), training in RECOMPUTED.items():
+        assert_same_bits(done[training.name], done[RECOMPUTED[axes, "none"].name])
+
+
+def test_weights_and_moments_move_to_other_layouts_bit_for_bit(done: dict[str, Result]) -> None:
+    """What all ranks together hold after loading is what torch alone reads in the files; an uneven vocabulary too."""
+    for source, axes, _ in MOVES:
+        result = done[f"{source} under {axes}"]
+        assert_state_of(result, done[source].checkpoint(LAST))
+        assert result.weights == done[source].weights
+    assert done["uneven under dp1tp4pp1"].state["model.embedding.weight"].shape == (257, 32)

@@ -1,0 +1,46 @@
+"""The devices this trainer knows: one table.
+
+Owns every name of a device, its torch plug-in and its collective backend; nothing else in the trainer names one. A new device is
+a new row. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+HOST = "cpu"
+
+DeviceName = Literal["auto", "cpu", "cuda", "npu", "musa"]
+"""What `training_config.device` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    name: str
+    """torch's device type."""
+    backend: str
+    """Collective backend of tensors on it."""
+    plugin: str | None = None
+    """Module that brings the device to torch; None: torch has it."""
+
+    @property
+    def is_host(self) -> bool:
+        return self.name == HOST
+
+    @property
+    def backends(self) -> str:
+        """Backends of the process group: the host's, and the device's own."""
+        return self.backend if self.is_host else f"{HOST}:gloo,{self.name}:{self.backend}"
+
+
+DEVICES = {
+    kind.name: kind
+    for kind in (
+        DeviceKind("cuda", "nccl"),
+        DeviceKind("npu", "hccl", plugin="torch_npu"),
+        DeviceKind("musa", "mccl", plugin="torch_musa"),
+        DeviceKind(HOST, "gloo"),
+    )
+}
+"""In the order that `auto` tries them."""
