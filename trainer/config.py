@@ -173,6 +173,8 @@ class ModelConfig:
     """Width of the residual stream."""
     num_attention_heads: int
     """Query heads."""
+    head_dim: int | None = None
+    """Size of a head; null: hidden_size / num_attention_heads."""
     params_dtype: DType = "float32"
     """Type of the parameters; the optimizer keeps float32 masters of shorter ones."""
     compute_dtype: DType = "float32"
@@ -194,7 +196,7 @@ class ModelConfig:
     num_experts_per_token: int = 2
     """Experts that each token goes to, with num_experts."""
     router_aux_loss_coef: float = 0.01
-    """Weight of the loss that keeps the experts evenly used; 0: none."""
+    """Weight of the loss that keeps the experts evenly used, the mean over the layers; 0: none."""
     seq_length: int = 128
     """Tokens in a training sequence."""
     vocab_size: int = BYTE_VALUES
@@ -214,7 +216,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at = "model_config."
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "ffn_hidden_size"):
+        positive = ("num_layers", "hidden_size", "num_attention_heads", "head_dim", "seq_length", "vocab_size")
+        for name in (*positive, "ffn_hidden_size"):
             value = getattr(self, name)
             check(value is None or value >= 1, at + name, value, "1 or more")
         for name in ("hidden_dropout", "attention_dropout"):
@@ -222,13 +225,13 @@ class ModelConfig:
         for name in ("rotary_base", "norm_eps", "init_std"):
             check(_positive(getattr(self, name)), at + name, getattr(self, name), "a finite number above 0")
         heads = self.num_attention_heads
-        if self.hidden_size % heads:
+        if self.head_dim is None and self.hidden_size % heads:
             raise ConfigError(
-                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}"
+                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}, or a head_dim"
             )
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ConfigError(
-                f"{at}hidden_size / num_attention_heads is {self.head_size}: wanted an even size, rope rotates pairs;"
+                f"{at}hidden_size / num_attention_heads (or head_dim) is {self.head_size}: wanted an even size, rope rotates pairs;"
                 " change either, or set position_embedding_type: absolute"
             )
         self._check_groups(at)
@@ -261,7 +264,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
