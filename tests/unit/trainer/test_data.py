@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ttp.errors import DatasetError
-from ttp.trainer.data import FileText, MemoryText, Sequences, micro_batch_starts, open_text, permute
+from ttp.trainer.data import Sequences, count_sequences, micro_batch_starts, permute
+from ttp.trainer.tokens import FileText, MemoryText, manual
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1000, 4097])
@@ -54,13 +55,13 @@ def test_sequences_overlap_by_the_target_of_the_last_token() -> None:
 
 def test_epochs_take_every_sequence_once_in_their_own_order() -> None:
     """Shuffled anew each epoch; the same again for the same seed."""
-    first, second = ([sequences().sample(e * 10 + i) for i in range(10)] for e in (0, 1))
-    everything = sorted(sequences(shuffle=False).sample(i) for i in range(10))
+    first, second = ([sequences().sample(e * 10 + i).tobytes() for i in range(10)] for e in (0, 1))
+    everything = sorted(sequences(shuffle=False).sample(i).tobytes() for i in range(10))
     assert sorted(first) == sorted(second) == everything
     assert first != second
-    assert first != [sequences(seed=2).sample(i) for i in range(10)]
+    assert first != [sequences(seed=2).sample(i).tobytes() for i in range(10)]
     assert sequences().epoch(9) == 0 and sequences().epoch(10) == 1
-    assert [sequences(shuffle=False).sample(10 + i) for i in range(10)] == everything
+    assert [sequences(shuffle=False).sample(10 + i).tobytes() for i in range(10)] == everything
 
 
 def positions(consumed: int, steps: int, dp: int, batch: int, micro: int) -> tuple[list[list[int]], int]:
@@ -97,25 +98,25 @@ def test_another_world_goes_on_from_the_same_position() -> None:
 
 def test_default_text_is_the_manual_and_the_same_every_time() -> None:
     """`pydoc_data.topics`, sorted by topic."""
-    first, second = open_text(None), open_text(None)
+    first, second = manual(), manual()
     assert first.size > 200_000
     assert first.fingerprint() == second.fingerprint()
-    assert b"assert" in first.read(0, 5000)
+    assert b"assert" in first.read(0, 5000).tobytes()
 
 
 def test_folder_is_read_sorted_and_recursively_without_hidden_files(tmp_path: Path) -> None:
-    """One text over file borders, read at any offset; an empty file takes no room."""
+    """One text over file borders with the end of text between, read at any offset; an empty file takes no room."""
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name, content in {"c.txt": "CCC", "b/2": "BB", "b/1": "Ä", "a": "", ".hidden": "x", ".git/config": "y"}.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     text = FileText(tmp_path)
-    whole = "ÄBBCCC".encode()
+    whole = "Ä\0BB\0CCC".encode()
     assert text.size == len(whole)
     for start in range(len(whole)):
         for stop in range(start, len(whole) + 1):
-            assert text.read(start, stop) == whole[start:stop]
-    assert FileText(tmp_path / "c.txt").read(1, 3) == b"CC"
+            assert text.read(start, stop).tobytes() == whole[start:stop]
+    assert FileText(tmp_path / "c.txt").read(1, 3).tobytes() == b"CC"
     before = text.fingerprint()
     (tmp_path / "c.txt").write_text("CCCC")
     assert FileText(tmp_path).fingerprint() != before
@@ -124,19 +125,19 @@ def test_folder_is_read_sorted_and_recursively_without_hidden_files(tmp_path: Pa
 def test_text_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Missing, empty, too short, not text, changed under way."""
     with pytest.raises(DatasetError, match=r"no such file or folder; set dataset_config.dataset_dir"):
-        open_text(str(tmp_path / "missing"))
+        FileText(tmp_path / "missing")
     with pytest.raises(DatasetError, match=r"the folder has no files"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)
     (tmp_path / "short").write_text("0123456789")
-    with pytest.raises(DatasetError, match=r"has 10 bytes: one sequence takes 11; .* lower model_config.seq_length"):
-        Sequences(open_text(str(tmp_path / "short")), 10, seed=0, shuffle=True)
-    text = open_text(str(tmp_path / "short"))
+    with pytest.raises(DatasetError, match=r"has 10 tokens: one sequence takes 11; .* lower model_config.seq_length"):
+        count_sequences(FileText(tmp_path / "short"), 10)
+    text = FileText(tmp_path / "short")
     (tmp_path / "short").write_text("01234")
     with pytest.raises(DatasetError, match=r"ends at byte 5, .* changed during training"):
         text.read(0, 10)
     (tmp_path / "picture").write_bytes(b"\x89PNG\0\0")
     with pytest.raises(DatasetError, match=r"picture: holds zero bytes, so it is no text"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -145,4 +146,4 @@ def test_unreadable_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("0123456789")
     (tmp_path / "secret").chmod(0)
     with pytest.raises(DatasetError, match=r"secret: cannot be read"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)
