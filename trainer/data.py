@@ -21,7 +21,7 @@ from ttp.errors import ConfigError, DatasetError
 
 from .config import Config
 from .prepare import is_saved_dataset, prepared
-from .tokenizer import open_tokenizer
+from .tokenizer import BYTES, open_tokenizer
 from .tokens import FileText, Tokens, manual, token_files
 
 _ROUNDS = 6
@@ -35,6 +35,8 @@ class OpenedText:
     training: Sequences
     held_out: Sequences | None
     """For the validation loss; None: nothing is held out."""
+    tokenizer: str | None
+    """BYTES, the path of the tokenizer, or None for ids of which nobody said what they stand for."""
 
 
 class Sequences:
@@ -99,13 +101,14 @@ def count_sequences(tokens: Tokens, seq_length: int) -> int:
     return count
 
 
-def open_text(config: Config) -> Tokens:
-    """Return the configured tokens, prepared where they have to be. Raises DatasetError, ConfigError."""
+def open_text(config: Config) -> tuple[Tokens, str | None]:
+    """Return the configured tokens, prepared where they have to be, and `OpenedText.tokenizer`. Raises DatasetError, ConfigError."""
     data, vocab = config.dataset_config, config.model_config.vocab_size
     root = None if data.dataset_dir is None else Path(data.dataset_dir)
     found = None if root is None else token_files(root, data.token_dtype)
+    named = None if data.tokenizer is None else str(Path(data.tokenizer).resolve())
     if found is not None:
-        return found  # ids already: a tokenizer has nothing to do with them but to print them
+        return found, named  # ids already: a tokenizer has nothing to do with them but to print them
     tokenizer = open_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > vocab:
         raise ConfigError(
@@ -113,16 +116,16 @@ def open_text(config: Config) -> Tokens:
             " ids"
         )
     if data.tokenizer is None and (root is None or not is_saved_dataset(root)):
-        return manual() if root is None else FileText(root)
+        return (manual() if root is None else FileText(root)), BYTES
     cache_dir = Path(data.cache_dir or Path(config.training_config.output_dir) / "prepared").resolve()
     if root is None:
         root = _manual_file(cache_dir)
-    return prepared(root, tokenizer, cache_dir, data.text_column)
+    return prepared(root, tokenizer, cache_dir, data.text_column), named or BYTES
 
 
 def open_sequences(config: Config) -> OpenedText:
     """Return the configured text and its sequences, those at its end held out. Raises DatasetError, ConfigError."""
-    tokens = open_text(config)
+    tokens, tokenizer = open_text(config)
     data, model, seed = config.dataset_config, config.model_config, config.training_config.seed
     count = count_sequences(tokens, model.seq_length)
     kept = count - (max(1, int(count * data.validation_share)) if data.validation_share else 0)
@@ -137,7 +140,7 @@ def open_sequences(config: Config) -> OpenedText:
     held_out = Sequences(
         tokens, model.seq_length, seed=seed, shuffle=False, part=range(kept, count), vocab_size=model.vocab_size
     )
-    return OpenedText(tokens, training, held_out if held_out.count else None)
+    return OpenedText(tokens, training, held_out if held_out.count else None, tokenizer)
 
 
 def _manual_file(cache_dir: Path) -> Path:

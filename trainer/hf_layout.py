@@ -58,8 +58,8 @@ def family_of(config: ModelConfig) -> str:
     return family
 
 
-def to_hf_config(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """Return the content of their config.json. Raises ConfigError for an architecture that they have not."""
+def to_hf_config(config: ModelConfig, dtype: str = "float32", end_of_text: int | None = None) -> dict[str, Any]:
+    """Return the content of their config.json; `end_of_text`: the token at which they stop. Raises ConfigError for an architecture that they have not."""
     family = family_of(config)
     tied = not config.untie_embeddings_and_output_weights
     common: dict[str, Any] = {
@@ -70,7 +70,7 @@ def to_hf_config(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "initializer_range": config.init_std,
         "tie_word_embeddings": tied,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": end_of_text,
     }
     if family == "gpt2":
         activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"

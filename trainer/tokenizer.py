@@ -18,6 +18,9 @@ from ttp.errors import ConfigError
 from .config import BYTE_VALUES
 from .tokens import END_OF_TEXT
 
+BYTES = "bytes"
+"""Stands for a path where there is no tokenizer but the bytes of the text."""
+
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 """Tried in this order where no file says which it is."""
 
@@ -45,7 +48,7 @@ class Tokenizer(Protocol):
 class Bytes:
     """A token each byte of UTF-8."""
 
-    name = "bytes"
+    name = BYTES
     vocab_size = BYTE_VALUES
     end_of_text: int | None = END_OF_TEXT
 
@@ -57,7 +60,7 @@ class Bytes:
         return bytes(token if token < BYTE_VALUES else 0xFF for token in ids).decode(errors="replace")
 
     def fingerprint(self) -> str:
-        return "bytes"
+        return BYTES
 
 
 class FromFile:
@@ -117,8 +120,8 @@ class FromTransformers:
 
 
 def open_tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer at a local path, or bytes for None. Raises ConfigError that says what is wrong or missing."""
-    if path is None:
+    """Return the tokenizer at a local path, or bytes for BYTES and None. Raises ConfigError that says what is wrong or missing."""
+    if path is None or path == BYTES:
         return Bytes()
     given = Path(path)
     if given.is_file():

@@ -95,12 +95,7 @@ class Trainer:
         self.passes = Passes(config, mesh, self.chunks, self.optimizer, text.training, device)
         self.evaluation = Evaluation(config, mesh, self.passes, text, output_dir, world.rank, device)
         save_dirs = config.training_config.save_dirs or (str(output_dir / "checkpoints"),)
-        tokenizer = config.dataset_config.tokenizer
-        layout = {
-            **mesh.sizes,
-            "model_config": plain(config.model_config),
-            "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
-        }
+        layout = {**mesh.sizes, "model_config": plain(config.model_config), "tokenizer": text.tokenizer}
         self.session = ttp.start(self.optimizer, save_dirs=save_dirs, layout=layout, log_dir=output_dir / "log")
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()

@@ -1,18 +1,51 @@
-"""Whole weights by name, into a model of one process.
+"""A whole model in one process, with the weights of a checkpoint of any layout or of whatever else has them by name.
 
-Owns the check that they are the model's. Reads no file.
+Owns what a checkpoint of this trainer says of its model, and the check that weights are the model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
-from ttp.errors import CheckpointMismatch
+import ttp
+from ttp.errors import CheckpointMismatch, ConfigError
 
 from .config import ModelConfig
 from .model import GPT, build_model
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a checkpoint holds of a model."""
+
+    checkpoint: ttp.Checkpoint
+    config: ModelConfig
+    tokenizer: str | None
+    """tokenizer.BYTES, the path of a tokenizer, or None: trained on ids of which nobody said what they stand for."""
+
+
+def open_trained(path: str) -> Trained:
+    """Return the newest valid checkpoint of an output folder or a folder of checkpoints, or the one at `path`. Raises
+    CheckpointError."""
+    root = Path(path)
+    below = root / "checkpoints"
+    checkpoint = ttp.open_checkpoint(below if below.is_dir() else root)
+    said = checkpoint.layout.get("model_config")
+    known = {field.name for field in fields(ModelConfig)}
+    if not isinstance(said, dict) or not said.keys() <= known:
+        raise CheckpointMismatch(
+            f"{checkpoint.path}: its layout has no model_config that this trainer knows: it was written by another trainer"
+        )
+    try:
+        config = ModelConfig(**said)
+    except (ConfigError, TypeError) as exc:
+        raise CheckpointMismatch(f"{checkpoint.path}: its model_config is none of this trainer's: {exc}") from None
+    tokenizer = checkpoint.layout.get("tokenizer")
+    return Trained(checkpoint, config, None if tokenizer is None else str(tokenizer))
 
 
 @torch.no_grad()
