@@ -20,5 +20,5 @@ def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -
         (prefix.parent / "half").unlink()
         return write(prefix, *rest)
 
-    prepare.write_tokens = slow
+    prepare.write_tokens = slow  # type: ignore[assignment]
     answers.put(prepare.prepared(text, Bytes(), cache, "text").fingerprint())
