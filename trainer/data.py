@@ -25,6 +25,8 @@ from .tokenizer import BYTES, open_tokenizer
 from .tokens import FileText, Tokens, manual, token_files
 
 _ROUNDS = 6
+_HELD_OUT_SEED = 0
+"""Not the run's: runs with other seeds are evaluated on the same sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,13 @@ def open_sequences(config: Config) -> OpenedText:
         tokens, model.seq_length, seed=seed, shuffle=data.shuffle, part=range(kept), vocab_size=model.vocab_size
     )
     held_out = Sequences(
-        tokens, model.seq_length, seed=seed, shuffle=False, part=range(kept, count), vocab_size=model.vocab_size
-    )
+        tokens,
+        model.seq_length,
+        seed=_HELD_OUT_SEED,
+        shuffle=True,
+        part=range(kept, count),
+        vocab_size=model.vocab_size,
+    )  # shuffled, so that the first few stand for all
     return OpenedText(tokens, training, held_out if held_out.count else None, tokenizer)
 
 
