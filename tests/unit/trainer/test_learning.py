@@ -33,6 +33,7 @@ def loss_of_frequencies(training: Sequences, held_out: Sequences) -> float:
     return -float(chances[targets_BT].mean())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_gpt_tiny_learns_in_its_200_steps_what_the_docs_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The validation loss falls to what was measured, far below that of the bytes' frequencies; the text that it goes on with is
