@@ -54,14 +54,14 @@ class TrainingConfig:
     """Where logs, metrics and checkpoints go."""
     training_iters: int = 10
     """Optimizer updates to do in all, resumed ones included."""
-    log_interval: int = 1
-    """A log line every so many steps."""
-    save_interval: int | None = None
-    """A checkpoint every so many steps and after the last one; null: only at faults."""
     eval_interval: int | None = None
     """The loss on held-out text every so many steps and after the last one; null: never."""
     eval_batches: int = 10
     """Batches of an evaluation, each as many sequences as a step takes; fewer where fewer are held out."""
+    log_interval: int = 1
+    """A log line every so many steps."""
+    save_interval: int | None = None
+    """A checkpoint every so many steps and after the last one; null: only at faults."""
     save_dirs: tuple[str, ...] | None = None
     """Checkpoint folders in order of preference (a full one falls through to the next); null: output_dir/checkpoints."""
     loss_scale: float | None = None

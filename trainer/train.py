@@ -179,7 +179,14 @@ class Trainer:
                 self._evaluate()  # the last process may have died before it came to it
             while self.step < last:
                 self._do_step()
+                self._evaluate()
             self._finish()
+
+    def _evaluate(self) -> None:
+        """Measure the loss on held-out text, where this step is one of those that do."""
+        if self.evaluation.is_due(self.step):
+            with self.session.pause():
+                self.evaluation.run(self.step)
 
     def _do_step(self) -> None:
         began = time.perf_counter()
@@ -213,13 +220,6 @@ class Trainer:
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
         if config.save_interval is not None and (last or step % config.save_interval == 0):
             self._save(step)
-        self._evaluate()
-
-    def _evaluate(self) -> None:
-        """Measure the loss on held-out text, where this step is one of those that do."""
-        if self.evaluation.is_due(self.step):
-            with self.session.pause():
-                self.evaluation.run(self.step)
 
     def _save(self, step: int) -> None:
         """Write a periodic checkpoint; a disk that refuses it does not end a healthy training."""
