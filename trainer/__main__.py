@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, rest = _take_config(args)
         planned, rest = _take_plan(rest)
+        rest = [
+            "--dataset_config.tokenizer" + arg.removeprefix("--tokenizer")
+            if arg.partition("=")[0] == "--tokenizer"
+            else arg
+            for arg in rest
+        ]
         config = load_config(name, parse_overrides(rest))
         if planned is not None:
             from .plan import run_plan
@@ -62,6 +68,7 @@ def help_text() -> str:
         "       python -m ttp.trainer ... --plan --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]    what it would need",
         "",
         f"--config takes a preset ({', '.join(presets())}; default: {DEFAULT_CONFIG}) or the path of a YAML file with these sections.",
+        "--tokenizer PATH is short for --dataset_config.tokenizer PATH.",
         "Any key can be given on the command line too; values are YAML:",
         "    --training_config.training_iters 200 --optimizer_config.betas='[0.9, 0.99]'",
     ]

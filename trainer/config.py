@@ -56,6 +56,10 @@ class TrainingConfig:
     """Where logs, metrics and checkpoints go."""
     training_iters: int = 10
     """Optimizer updates to do in all, resumed ones included."""
+    eval_interval: int | None = None
+    """The loss on held-out text every so many steps and after the last one; null: never."""
+    eval_batches: int = 10
+    """Batches of an evaluation, each as many sequences as a step takes; fewer where fewer are held out."""
     log_interval: int = 1
     """A log line every so many steps."""
     save_interval: int | None = None
@@ -96,6 +100,9 @@ class TrainingConfig:
         check(self.log_interval >= 1, at + "log_interval", self.log_interval, "1 or more")
         save = self.save_interval
         check(save is None or save >= 1, at + "save_interval", save, "1 or more, or null for none")
+        every = self.eval_interval
+        check(every is None or every >= 1, at + "eval_interval", every, "1 or more, or null for never")
+        check(self.eval_batches >= 1, at + "eval_batches", self.eval_batches, "1 or more")
         folders = self.save_dirs
         check(
             folders is None or (len(folders) > 0 and all(f.strip() for f in folders)),
@@ -180,6 +187,8 @@ class ModelConfig:
     """Width of the residual stream."""
     num_attention_heads: int
     """Query heads."""
+    head_dim: int | None = None
+    """Size of a head; null: hidden_size / num_attention_heads."""
     params_dtype: DType = "float32"
     """Type of the parameters; the optimizer keeps float32 masters of shorter ones."""
     compute_dtype: DType = "float32"
@@ -201,7 +210,7 @@ class ModelConfig:
     num_experts_per_token: int = 2
     """Experts that each token goes to, with num_experts."""
     router_aux_loss_coef: float = 0.01
-    """Weight of the loss that keeps the experts evenly used; 0: none."""
+    """Weight of the loss that keeps the experts evenly used, the mean over the layers; 0: none."""
     seq_length: int = 128
     """Tokens in a training sequence."""
     vocab_size: int = BYTE_VALUES
@@ -221,7 +230,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at = "model_config."
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "ffn_hidden_size"):
+        positive = ("num_layers", "hidden_size", "num_attention_heads", "head_dim", "seq_length", "vocab_size")
+        for name in (*positive, "ffn_hidden_size"):
             value = getattr(self, name)
             check(value is None or value >= 1, at + name, value, "1 or more")
         for name in ("hidden_dropout", "attention_dropout"):
@@ -229,14 +239,14 @@ class ModelConfig:
         for name in ("rotary_base", "norm_eps", "init_std"):
             check(_positive(getattr(self, name)), at + name, getattr(self, name), "a finite number above 0")
         heads = self.num_attention_heads
-        if self.hidden_size % heads:
+        if self.head_dim is None and self.hidden_size % heads:
             raise ConfigError(
-                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}"
+                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}, or a head_dim"
             )
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ConfigError(
                 f"{at}hidden_size / num_attention_heads is {self.head_size}: wanted an even size, rope rotates pairs;"
-                " change either, or set position_embedding_type: absolute"
+                " change either, set an even head_dim, or set position_embedding_type: absolute"
             )
         self._check_groups(at)
         experts, chosen = self.num_experts, self.num_experts_per_token
@@ -268,7 +278,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
@@ -290,15 +300,29 @@ class DatasetConfig:
     micro_batch_num: int = 1
     """Micro-batches of one rank in a step (gradient accumulation)."""
     dataset_dir: str | None = None
-    """A text file, or a folder whose files are read in sorted order; null: the text of Python's own manual."""
+    """A text file or a folder of them (read in sorted order), token files (.npy, .bin with .idx, .bin), or a folder that
+    `datasets` saved; null: the text of Python's own manual."""
+    tokenizer: str | None = None
+    """A local tokenizer: a tokenizer.json, or a folder with one or with transformers' files; null: text is read as bytes."""
+    text_column: str = "text"
+    """Column of a `datasets` folder that has the text; input_ids is taken as tokens."""
+    token_dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = "uint16"
+    """Type of the ids in a .bin file that has no .idx beside it."""
+    cache_dir: str | None = None
+    """Where tokenized text is kept, to be used again; null: output_dir/prepared."""
+    validation_share: float = 0.0
+    """Share of the sequences, the last ones, that is held out of training for the validation loss."""
     shuffle: bool = True
     """Draw the sequences of each epoch in a seeded random order."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_num"):
             check(getattr(self, name) >= 1, f"dataset_config.{name}", getattr(self, name), "1 or more")
-        folder = self.dataset_dir
-        check(folder is None or folder.strip() != "", "dataset_config.dataset_dir", folder, "a file, a folder or null")
+        for name in ("dataset_dir", "tokenizer", "cache_dir"):
+            path = getattr(self, name)
+            check(path is None or path.strip() != "", f"dataset_config.{name}", path, "a file, a folder or null")
+        share = self.validation_share
+        check(0 <= share < 1, "dataset_config.validation_share", share, "0 (none) or more, and less than 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,10 +386,15 @@ class Config:
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        vocab = self.model_config.vocab_size
-        check(
-            vocab >= BYTE_VALUES, "model_config.vocab_size", vocab, f"{BYTE_VALUES} or more: the text is read as bytes"
-        )
+        vocab, data = self.model_config.vocab_size, self.dataset_config
+        if data.tokenizer is None and data.dataset_dir is None:
+            wanted = f"{BYTE_VALUES} or more: the text is read as bytes"
+            check(vocab >= BYTE_VALUES, "model_config.vocab_size", vocab, wanted)
+        if self.training_config.eval_interval is not None and data.validation_share == 0:
+            raise ConfigError(
+                f"training_config.eval_interval is {self.training_config.eval_interval}, and dataset_config.validation_share is 0:"
+                " nothing is held out to evaluate on; set a share, as in 0.05, or eval_interval: null"
+            )
         if self.model_config.compute_dtype == "float16" and self.training_config.loss_scale is None:
             raise ConfigError(
                 "model_config.compute_dtype is 'float16': its gradients vanish without training_config.loss_scale"

@@ -1,142 +1,168 @@
-"""Training text as bytes, and which sequences each step takes: pure functions of (seed, position).
+"""Which sequences each step takes: pure functions of (seed, position).
 
-Owns the text's sources and the order of sequences. Holds no state that a dead rank could take along: a position is a
-number that counts all sequences ever consumed by the job, and everything follows from it.
+Owns the cut of a text into sequences, their order, and what is held out. Holds no state that a dead rank could take along: a
+position is a number that counts all sequences ever consumed by the job, and everything follows from it.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ttp.errors import DatasetError
+from ttp.errors import ConfigError, DatasetError
 
 from .config import Config
+from .prepare import is_saved_dataset, prepared
+from .tokenizer import BYTES, open_tokenizer
+from .tokens import FileText, Tokens, manual, token_files
 
 _ROUNDS = 6
-_SNIFFED_BYTES = 1 << 16
+_HELD_OUT_SEED = 0
+"""Not the run's: runs with other seeds are evaluated on the same sequences."""
 
 
-class Text(Protocol):
-    """Immutable bytes of known length."""
+@dataclass(frozen=True, slots=True)
+class OpenedText:
+    """A text, and what is made of it."""
 
-    name: str
-    size: int
-
-    def read(self, start: int, stop: int) -> bytes: ...
-
-    def fingerprint(self) -> str:
-        """Return a short hash that changes when the text does."""
-
-
-class MemoryText:
-    """Text that fits in memory."""
-
-    def __init__(self, name: str, content: bytes) -> None:
-        self.name = name
-        self.size = len(content)
-        self._content = content
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self._content[start:stop]
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._content).hexdigest()[:16]
-
-
-class FileText:
-    """The files of a folder (or one file), one after the other, read where they are: any size, no copy."""
-
-    def __init__(self, root: Path) -> None:
-        self.name = str(root)
-        self._root = root
-        self._files = _list_files(root)
-        sizes = [_file_size(path) for path in self._files]
-        self._ends = list(itertools.accumulate(sizes))
-        self.size = self._ends[-1] if self._ends else 0
-
-    def read(self, start: int, stop: int) -> bytes:
-        pieces = []
-        index = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            begin = self._ends[index - 1] if index else 0
-            count = min(stop, self._ends[index]) - start
-            pieces.append(_read_range(self._files[index], start - begin, count))
-            start += count
-            index += 1
-        return b"".join(pieces)
-
-    def fingerprint(self) -> str:
-        """Of names and sizes, not of contents: the text may be large."""
-        lines = [
-            f"{path.relative_to(self._root).as_posix()} {end}"
-            for path, end in zip(self._files, self._ends, strict=True)
-        ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def open_text(dataset_dir: str | None) -> Text:
-    """Return the text of a file or folder, or of Python's manual for None. Raises DatasetError that says what to do."""
-    if dataset_dir is not None:
-        return FileText(Path(dataset_dir))
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise DatasetError(
-            "this Python comes without pydoc_data.topics, the default text; set dataset_config.dataset_dir to a text file or folder"
-        ) from None
-    return MemoryText("pydoc_data.topics", "\n".join(topics[name] for name in sorted(topics)).encode())
+    tokens: Tokens
+    training: Sequences
+    held_out: Sequences | None
+    """For the validation loss; None: nothing is held out."""
+    tokenizer: str | None
+    """BYTES, the path of the tokenizer, or None for ids of which nobody said what they stand for."""
 
 
 class Sequences:
-    """The text cut into sequences of T + 1 bytes that overlap by one, in the order of training.
+    """Tokens cut into sequences of T + 1 that overlap by one, in the order of training.
 
-    Position p is sequence p % count of epoch p // count; each epoch takes every sequence once.
+    Position p is sequence p % count of epoch p // count; each epoch takes every sequence once. `part`: numbers of the
+    sequences that these are; None: all.
     """
 
-    def __init__(self, text: Text, seq_length: int, *, seed: int, shuffle: bool) -> None:
-        self.count = max(0, text.size - 1) // seq_length
+    def __init__(
+        self,
+        tokens: Tokens,
+        seq_length: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        part: range | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        part = range(count_sequences(tokens, seq_length)) if part is None else part
+        self.count = len(part)
         """Sequences in an epoch."""
-        if self.count == 0:
-            raise DatasetError(
-                f"{text.name} has {text.size} bytes: one sequence takes {seq_length + 1}; set dataset_config.dataset_dir to a"
-                " longer text, or lower model_config.seq_length"
-            )
-        self._text = text
+        self._first = part.start
+        self._tokens = tokens
         self._seq_length = seq_length
         self._seed = seed
         self._shuffle = shuffle
+        self._vocab_size = vocab_size
 
     def epoch(self, position: int) -> int:
         return position // self.count
 
-    def sample(self, position: int) -> bytes:
-        """Return the T + 1 bytes at `position`: inputs are all but the last, targets all but the first."""
+    def sample(self, position: int) -> npt.NDArray[Any]:
+        """Return the T + 1 tokens at `position`: inputs are all but the last, targets all but the first."""
         epoch, index = divmod(position, self.count)
         if self._shuffle:
             index = permute(index, self.count, key=f"{self._seed}:{epoch}".encode())
-        start = index * self._seq_length
-        return self._text.read(start, start + self._seq_length + 1)
+        start = (self._first + index) * self._seq_length
+        return self._tokens.read(start, start + self._seq_length + 1)
 
     def batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (tokens_BT, targets_BT), int64, of the positions [first, first + size)."""
-        joined = bytearray(b"".join(self.sample(first + i) for i in range(size)))
-        both = torch.frombuffer(joined, dtype=torch.uint8).view(size, self._seq_length + 1).long()
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        """Return (tokens_BT, targets_BT), int64, of the positions [first, first + size). Raises DatasetError for a token that the
+        model has not."""
+        both = np.stack([self.sample(first + i) for i in range(size)]).astype(np.int64)
+        if self._vocab_size is not None and not 0 <= int(both.min()) <= int(both.max()) < self._vocab_size:
+            raise DatasetError(
+                f"{self._tokens.name}: has the token ids {int(both.min())} to {int(both.max())}, and model_config.vocab_size is"
+                f" {self._vocab_size}: raise it, or name the tokens of another vocabulary"
+            )
+        whole = torch.from_numpy(both)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
 
-def open_sequences(config: Config) -> tuple[Text, Sequences]:
-    """Return the configured text and its sequences. Raises DatasetError."""
-    text = open_text(config.dataset_config.dataset_dir)
-    seq_length, seed = config.model_config.seq_length, config.training_config.seed
-    return text, Sequences(text, seq_length, seed=seed, shuffle=config.dataset_config.shuffle)
+def count_sequences(tokens: Tokens, seq_length: int) -> int:
+    """Return how many sequences a text has. Raises DatasetError for none."""
+    count = max(0, tokens.size - 1) // seq_length
+    if count == 0:
+        raise DatasetError(
+            f"{tokens.name} has {tokens.size} tokens: one sequence takes {seq_length + 1}; set dataset_config.dataset_dir to a"
+            " longer text, or lower model_config.seq_length"
+        )
+    return count
+
+
+def open_text(config: Config) -> tuple[Tokens, str | None]:
+    """Return the configured tokens, prepared where they have to be, and `OpenedText.tokenizer`. Raises DatasetError, ConfigError."""
+    data, vocab = config.dataset_config, config.model_config.vocab_size
+    root = None if data.dataset_dir is None else Path(data.dataset_dir)
+    found = None if root is None else token_files(root, data.token_dtype)
+    named = None if data.tokenizer is None else str(Path(data.tokenizer).resolve())
+    if found is not None:
+        return found, named  # ids already: a tokenizer has nothing to do with them but to print them
+    tokenizer = open_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > vocab:
+        raise ConfigError(
+            f"model_config.vocab_size is {vocab}: wanted {tokenizer.vocab_size} or more, the tokenizer {tokenizer.name} has so many"
+            " ids"
+        )
+    if data.tokenizer is None and (root is None or not is_saved_dataset(root)):
+        return (manual() if root is None else FileText(root)), BYTES
+    cache_dir = Path(data.cache_dir or Path(config.training_config.output_dir) / "prepared").resolve()
+    if root is None:
+        root = _manual_file(cache_dir)
+    return prepared(root, tokenizer, cache_dir, data.text_column), named or BYTES
+
+
+def open_sequences(config: Config) -> OpenedText:
+    """Return the configured text and its sequences, those at its end held out. Raises DatasetError, ConfigError."""
+    tokens, tokenizer = open_text(config)
+    data, model, seed = config.dataset_config, config.model_config, config.training_config.seed
+    count = count_sequences(tokens, model.seq_length)
+    kept = count - (max(1, int(count * data.validation_share)) if data.validation_share else 0)
+    if kept == 0:
+        raise DatasetError(
+            f"{tokens.name} has one sequence of {model.seq_length} tokens: nothing is left to train on when it is held out; set"
+            " dataset_config.validation_share: 0, or name a longer text"
+        )
+    training = Sequences(
+        tokens, model.seq_length, seed=seed, shuffle=data.shuffle, part=range(kept), vocab_size=model.vocab_size
+    )
+    held_out = Sequences(
+        tokens,
+        model.seq_length,
+        seed=_HELD_OUT_SEED,
+        shuffle=True,
+        part=range(kept, count),
+        vocab_size=model.vocab_size,
+    )  # shuffled, so that the first few stand for all
+    return OpenedText(tokens, training, held_out if held_out.count else None, tokenizer)
+
+
+def _manual_file(cache_dir: Path) -> Path:
+    """Return Python's manual as a text file in the cache: a tokenizer reads files."""
+    text = manual()
+    path = cache_dir / f"{text.name}-{text.fingerprint()}.txt"
+    if not path.exists():
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+            unfinished.write_bytes(text.read(0, text.size).tobytes())
+            unfinished.replace(path)
+        except OSError as exc:
+            raise DatasetError(f"{path}: cannot be written ({exc}); set dataset_config.cache_dir") from None
+    return path
 
 
 def micro_batch_starts(
@@ -168,56 +194,3 @@ def permute(index: int, count: int, key: bytes) -> int:
         index = left << half | right
         if index < count:
             return index
-
-
-# --- files ---
-
-
-def _list_files(root: Path) -> list[Path]:
-    """Return `root`, or every file below it but hidden ones, sorted by path."""
-    try:
-        if root.is_file():
-            files = [root]
-        elif root.is_dir():
-            found = [Path(base) / name for base, _, names in os.walk(root, onerror=_raise) for name in names]
-            visible = (p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts))
-            files = sorted((p for p in visible if p.is_file()), key=lambda p: p.relative_to(root).parts)
-        else:
-            raise DatasetError(
-                f"{root}: no such file or folder; set dataset_config.dataset_dir to a text file or folder"
-            )
-    except OSError as exc:
-        raise DatasetError(f"{root}: cannot be read ({exc.strerror}); give this user the right to read it") from None
-    if not files:
-        raise DatasetError(f"{root}: the folder has no files; set dataset_config.dataset_dir to a text file or folder")
-    for path in files:
-        if b"\0" in _read_range(path, 0, _SNIFFED_BYTES, short=True):
-            raise DatasetError(
-                f"{path}: holds zero bytes, so it is no text; take it out of the folder, or choose another"
-            )
-    return files
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as exc:
-        raise DatasetError(f"{path}: cannot be read ({exc.strerror})") from None
-
-
-def _read_range(path: Path, start: int, count: int, *, short: bool = False) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            content = file.read(count)
-    except OSError as exc:
-        raise DatasetError(f"{path}: cannot be read ({exc.strerror}); give this user the right to read it") from None
-    if len(content) < count and not short:
-        raise DatasetError(
-            f"{path}: ends at byte {start + len(content)}, was longer at the start: it changed during training"
-        )
-    return content

@@ -30,7 +30,8 @@ class Experts(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.count, self.chosen = config.num_experts, config.num_experts_per_token
-        self.balance = config.router_aux_loss_coef
+        # A token counts once for each of its experts, and the model's balance is the mean of its layers'.
+        self.balance = config.router_aux_loss_coef * self.chosen / config.num_layers
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleDict({str(number): build(config) for number in here})
         self.group: Any = None

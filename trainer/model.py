@@ -268,6 +268,7 @@ def name_seed(seed: int, *names: object) -> int:
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of weights, without building the model."""
     hidden, ffn, kv = config.hidden_size, config.ffn_size, config.kv_heads * config.head_size
+    query = config.num_attention_heads * config.head_size
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     up_matrices = 2 if config.activation == "swiglu" else 1
     feed_forward = (up_matrices + 1) * hidden * ffn
@@ -275,9 +276,9 @@ def count_parameters(config: ModelConfig) -> int:
         feed_forward += up_matrices * ffn + hidden
     if config.num_experts is not None:
         feed_forward = config.num_experts * (feed_forward + hidden)  # a row of the router for each
-    block = 2 * norm + 2 * hidden * hidden + 2 * hidden * kv + feed_forward
+    block = 2 * norm + 2 * hidden * query + 2 * hidden * kv + feed_forward
     if config.use_bias:
-        block += 2 * hidden + 2 * kv
+        block += hidden + query + 2 * kv
     total = config.vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
     if config.position_embedding_type == "absolute":
         total += config.seq_length * hidden

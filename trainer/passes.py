@@ -43,6 +43,8 @@ class Passes:
         self._losses: list[torch.Tensor] = []
         """Of this step's micro-batches, as far as this rank computes them."""
         self._schedule = self._build_schedule() if mesh.pipeline.size > 1 else None
+        self._evaluating: Any = None
+        """The schedule of evaluations, which have no backward; made when the first one comes."""
         self._tied = self._tied_group()
 
     def run(self, step: int, consumed: int) -> float:
@@ -60,13 +62,36 @@ class Passes:
             return 0.0
         return sum(loss.item() for loss in self._losses)  # at the end: an accelerator is not made to wait in between
 
+    @torch.no_grad()
+    def evaluate(self, held_out: Sequences, first: int) -> float:
+        """Return what `run` does, for a step's number of held-out sequences from position `first` on. Leaves weights, gradients and
+        random numbers as they are."""
+        self._losses.clear()
+        if self._schedule is not None and self._evaluating is None:
+            self._evaluating = self._build_schedule()
+        for chunk in self.chunks:
+            chunk.eval()
+        with self._splitting_the_vocabulary(), self._autocast():
+            if self._evaluating is not None:
+                tokens_BT, targets_BT = self._joined(held_out, first)
+                inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
+                target = targets_BT if self.chunks[-1].stage.ends else None
+                self._evaluating.eval(*inputs, target=target, losses=None if target is None else [])
+            else:
+                for start in self._starts(first):
+                    tokens_BT, targets_BT = self._batch(held_out, start)
+                    self._loss(self.chunks[0](tokens_BT), targets_BT)
+        for chunk in self.chunks:
+            chunk.train()
+        return sum(loss.item() for loss in self._losses) if self.mesh.tensor.is_first else 0.0
+
     # --- the whole model, or a tensor-parallel slice ---
 
     def _accumulate(self, step: int, consumed: int) -> None:
-        batch_size, starts = self.config.dataset_config.batch_size, self._starts(consumed)
+        starts = self._starts(consumed)
         for first in starts:
             self._seed(step, first)
-            tokens_BT, targets_BT = (t.to(self.device) for t in self.sequences.batch(first, batch_size))
+            tokens_BT, targets_BT = self._batch(self.sequences, first)
             hold = contextlib.nullcontext() if first == starts[-1] else self.optimizer.no_sync()
             with hold:
                 with self._autocast():
@@ -101,11 +126,8 @@ class Passes:
         )
 
     def _pipeline(self, step: int, consumed: int) -> None:
-        starts = self._starts(consumed)
-        self._seed(step, starts[0])
-        parts = [self.sequences.batch(first, self.config.dataset_config.batch_size) for first in starts]
-        tokens_BT = torch.cat([tokens for tokens, _ in parts]).to(self.device)
-        targets_BT = torch.cat([targets for _, targets in parts]).to(self.device)
+        self._seed(step, self._starts(consumed)[0])
+        tokens_BT, targets_BT = self._joined(self.sequences, consumed)
         inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
         target = targets_BT if self.chunks[-1].stage.ends else None
         with self.optimizer.no_sync(), self._autocast():  # reduced when all are in: `step` does
@@ -138,6 +160,15 @@ class Passes:
                 dp_size=self.mesh.data.size,
             )
         )
+
+    def _batch(self, sequences: Sequences, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens_BT, targets_BT = sequences.batch(first, self.config.dataset_config.batch_size)
+        return tokens_BT.to(self.device), targets_BT.to(self.device)
+
+    def _joined(self, sequences: Sequences, consumed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all micro-batches of this rank, one after the other."""
+        parts = [self._batch(sequences, first) for first in self._starts(consumed)]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
 
     def _seed(self, step: int, first: int) -> None:
         """Randomness belongs to the step and its data, not to the process: a restart draws the same. Ranks that work on parts

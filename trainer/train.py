@@ -21,8 +21,9 @@ from ttp.errors import CheckpointError
 
 from .chunks import build_chunks, hash_weights
 from .config import Config, plain
-from .data import Sequences, Text, open_sequences
+from .data import OpenedText, open_sequences
 from .devices import bind, choose_device, make_deterministic
+from .evaluation import Evaluation
 from .logs import RunLog, open_logs
 from .mesh import Mesh, build_mesh
 from .metrics import MetricsFile, StepMetrics
@@ -42,7 +43,7 @@ def run(config: Config, world: World) -> None:
     check_divides(config)
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
-        text, sequences = open_sequences(config)
+        text = open_sequences(config)
         kind = choose_device(config.training_config.device)
         device = bind(kind, world.local_rank)
         if config.training_config.cpu_threads is not None:
@@ -51,9 +52,9 @@ def run(config: Config, world: World) -> None:
             make_deterministic()
         with joined(world, kind, device):
             check_agreement("configuration", json.dumps(plain(config), sort_keys=True), device)
-            check_agreement("text", f"{text.size} {text.fingerprint()}", device)
+            check_agreement("text", f"{text.tokens.size} {text.tokens.fingerprint()}", device)
             mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
-            trainer = Trainer(config, world, mesh, device, text, sequences, run_log, output_dir)
+            trainer = Trainer(config, world, mesh, device, text, run_log, output_dir)
             trainer.train()
             trainer.close()
 
@@ -67,8 +68,7 @@ class Trainer:
         world: World,
         mesh: Mesh,
         device: torch.device,
-        text: Text,
-        sequences: Sequences,
+        text: OpenedText,
         run_log: RunLog,
         output_dir: Path,
     ) -> None:
@@ -76,31 +76,33 @@ class Trainer:
         self.world = world
         self.mesh = mesh
         self.device = device
-        self.sequences = sequences
+        self.sequences = text.training
         self.run_log = run_log
         self.output_dir = output_dir
         self.samples_per_step = config.batch_size(mesh.data.size)
         self.order = {
-            "text": text.fingerprint(),
+            "text": text.tokens.fingerprint(),
             "seq_length": config.model_config.seq_length,
             "seed": config.training_config.seed,
             "shuffle": config.dataset_config.shuffle,
+            "validation_share": config.dataset_config.validation_share,
         }
         """All that decides which text a position stands for."""
         self.metrics = MetricsFile(output_dir / "metrics.jsonl") if world.rank == 0 else None
         replicas = config.parallel_config.replicas(mesh.data.size, config.training_config.use_distributed_optimizer)
         self.chunks = build_chunks(config, mesh, device)
         self.optimizer = build_optimizer(config, self.chunks, mesh, replicas)
-        self.passes = Passes(config, mesh, self.chunks, self.optimizer, sequences, device)
+        self.passes = Passes(config, mesh, self.chunks, self.optimizer, text.training, device)
+        self.evaluation = Evaluation(config, mesh, self.passes, text, output_dir, world.rank, device)
         save_dirs = config.training_config.save_dirs or (str(output_dir / "checkpoints"),)
-        layout = {**mesh.sizes, "model_config": plain(config.model_config)}
+        layout = {**mesh.sizes, "model_config": plain(config.model_config), "tokenizer": text.tokenizer}
         self.session = ttp.start(self.optimizer, save_dirs=save_dirs, layout=layout, log_dir=output_dir / "log")
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()
 
     # --- start ---
 
-    def _describe(self, text: Text, replicas: int) -> None:
+    def _describe(self, text: OpenedText, replicas: int) -> None:
         if self.world.rank != 0:
             return
         model = self.config.model_config
@@ -113,11 +115,12 @@ class Trainer:
             model.compute_dtype,
         )
         log.info(
-            "text: %s, %s bytes, %s sequences of %d tokens; a step takes %d sequences",
-            text.name,
-            f"{text.size:,}",
+            "text: %s, %s tokens, %s sequences of %d tokens (%s held out); a step takes %d sequences",
+            text.tokens.name,
+            f"{text.tokens.size:,}",
             f"{self.sequences.count:,}",
             model.seq_length,
+            f"{text.held_out.count:,}" if text.held_out is not None else "none",
             self.samples_per_step,
         )
         interval = self.config.training_config.save_interval
@@ -152,7 +155,8 @@ class Trainer:
                 f"{point.path}: its trainer state has no {', '.join(lacking)}: it was not written by this trainer;"
                 " resume from another checkpoint, or use resume: never and an empty output_dir"
             )
-        changed = [name for name, value in self.order.items() if state["order"].get(name) != value]
+        before = state["order"]  # empty in an imported model's checkpoint: no text was taken yet
+        changed = [name for name, value in self.order.items() if before and before.get(name) != value]
         if changed and self.world.rank == 0:
             log.warning(
                 "resuming with another %s than the checkpoint's: the text goes on elsewhere", ", ".join(changed)
@@ -176,9 +180,18 @@ class Trainer:
         with self.run_log.errors(self.world.rank), self.run_log.progress(last, self.step):
             if self.step >= last and self.world.rank == 0:
                 log.info("nothing to do: %d of %d steps are done", self.step, last)
+            if self.step:
+                self._evaluate()  # the last process may have died before it came to it
             while self.step < last:
                 self._do_step()
+                self._evaluate()
             self._finish()
+
+    def _evaluate(self) -> None:
+        """Measure the loss on held-out text, where this step is one of those that do."""
+        if self.evaluation.is_due(self.step):
+            with self.session.pause():
+                self.evaluation.run(self.step)
 
     def _do_step(self) -> None:
         began = time.perf_counter()
@@ -248,6 +261,7 @@ class Trainer:
     def close(self) -> None:
         """End the session and the files."""
         self.session.close()
+        self.evaluation.close()
         if self.metrics is not None:
             self.metrics.close()
 

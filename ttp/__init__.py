@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ttp.checkpoint.whole import Checkpoint as Checkpoint
+    from ttp.checkpoint.whole import open_checkpoint as open_checkpoint
     from ttp.config import Settings as Settings
     from ttp.optim.placement import replicas_apart as replicas_apart
     from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ttp.session import start as start
 
 _HOMES = {
+    "Checkpoint": "ttp.checkpoint.whole",
     "ClipNorm": "ttp.optim.replica_optimizer",
     "ClipValue": "ttp.optim.replica_optimizer",
     "LossScale": "ttp.optim.replica_optimizer",
@@ -35,6 +38,7 @@ _HOMES = {
     "Session": "ttp.session",
     "Settings": "ttp.config",
     "current_session": "ttp.session",
+    "open_checkpoint": "ttp.checkpoint.whole",
     "replicas_apart": "ttp.optim.placement",
     "start": "ttp.session",
 }

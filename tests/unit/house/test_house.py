@@ -162,6 +162,7 @@ def test_public_names_are_frozen() -> None:
     import ttp
 
     assert ttp.__all__ == [
+        "Checkpoint",
         "ClipNorm",
         "ClipValue",
         "LossScale",
@@ -173,6 +174,7 @@ def test_public_names_are_frozen() -> None:
         "TTPReplicaOptimizer",
         "current_session",
         "errors",
+        "open_checkpoint",
         "replicas_apart",
         "start",
         "ttp_to_persist",

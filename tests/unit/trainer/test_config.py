@@ -232,3 +232,12 @@ def test_wrong_command_line_ends_with_status_2_and_one_sentence(capsys: pytest.C
     assert capsys.readouterr().err == "ttp.trainer: training_config.sed: no such key; did you mean seed?\n"
     assert main(["--config"]) == 2
     assert main(["--config=a", "--config=b"]) == 2
+
+
+def test_tokenizer_is_short_for_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """In both spellings."""
+    for arguments in (["--tokenizer", "/nowhere"], ["--tokenizer=/nowhere"]):
+        assert main([*arguments, "--model_config.vocab_size", "0"]) == 2
+        assert "vocab_size is 0" in capsys.readouterr().err
+    assert main(["--tokenizer"]) == 2
+    assert "--dataset_config.tokenizer': wanted a value after it" in capsys.readouterr().err

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ttp.errors import DatasetError
-from ttp.trainer.data import FileText, MemoryText, Sequences, micro_batch_starts, open_text, permute
+from tests.unit.trainer.conftest import MakeConfig
+from tests.unit.trainer.test_tokenizer import train_tokenizer
+from ttp.errors import ConfigError, DatasetError
+from ttp.trainer.data import Sequences, count_sequences, micro_batch_starts, open_sequences, open_text, permute
+from ttp.trainer.indexed import IndexedWriter
+from ttp.trainer.tokenizer import open_tokenizer
+from ttp.trainer.tokens import ArrayTokens, FileText, MemoryText, manual
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1000, 4097])
@@ -38,6 +48,39 @@ def test_order_is_frozen() -> None:
     assert [permute(i, 10, b"42:0") for i in range(10)] == [4, 0, 7, 2, 6, 5, 1, 9, 3, 8]
 
 
+@given(st.integers(1, 700), st.binary(min_size=1, max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_any_count_and_key_give_a_permutation(count: int, key: bytes) -> None:
+    """Of [0, count): every index once, the same for the same key."""
+    images = [permute(index, count, key) for index in range(count)]
+    assert sorted(images) == list(range(count))
+    assert images[count // 2] == permute(count // 2, count, key)
+
+
+@given(st.integers(1, 2**48), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_permutation_of_any_size_needs_no_table(count: int, data: st.DataObject) -> None:
+    """Images of different indices lie in range and differ, with as many sequences as any text has."""
+    chosen = data.draw(st.sets(st.integers(0, count - 1), max_size=40))
+    images = {permute(index, count, b"42:7") for index in chosen}
+    assert len(images) == len(chosen)
+    assert all(0 <= image < count for image in images)
+
+
+@given(st.integers(1, 30), st.integers(0, 2**63 - 1), st.integers(0, 200), st.integers(0, 60))
+@settings(max_examples=60, deadline=None)
+def test_a_resumed_order_needs_the_position_only(count: int, seed: int, position: int, more: int) -> None:
+    """Whoever asks for a position gets the same sequence, having read those before or not; each epoch takes all."""
+    text = MemoryText("text", bytes(index % 251 for index in range(2 * count + 1)))
+    first = Sequences(text, 2, seed=seed, shuffle=True)
+    taken = [first.sample(index).tobytes() for index in range(position + more)]
+    second = Sequences(text, 2, seed=seed, shuffle=True)
+    assert [second.sample(index).tobytes() for index in range(position, position + more)] == taken[position:]
+    start = (position // count) * count
+    epoch = sorted(second.sample(start + index).tobytes() for index in range(count))
+    assert epoch == sorted(text.read(2 * index, 2 * index + 3).tobytes() for index in range(count))
+
+
 def sequences(shuffle: bool = True, seed: int = 1) -> Sequences:
     return Sequences(MemoryText("text", bytes(range(101))), 10, seed=seed, shuffle=shuffle)
 
@@ -54,13 +97,13 @@ def test_sequences_overlap_by_the_target_of_the_last_token() -> None:
 
 def test_epochs_take_every_sequence_once_in_their_own_order() -> None:
     """Shuffled anew each epoch; the same again for the same seed."""
-    first, second = ([sequences().sample(e * 10 + i) for i in range(10)] for e in (0, 1))
-    everything = sorted(sequences(shuffle=False).sample(i) for i in range(10))
+    first, second = ([sequences().sample(e * 10 + i).tobytes() for i in range(10)] for e in (0, 1))
+    everything = sorted(sequences(shuffle=False).sample(i).tobytes() for i in range(10))
     assert sorted(first) == sorted(second) == everything
     assert first != second
-    assert first != [sequences(seed=2).sample(i) for i in range(10)]
+    assert first != [sequences(seed=2).sample(i).tobytes() for i in range(10)]
     assert sequences().epoch(9) == 0 and sequences().epoch(10) == 1
-    assert [sequences(shuffle=False).sample(10 + i) for i in range(10)] == everything
+    assert [sequences(shuffle=False).sample(10 + i).tobytes() for i in range(10)] == everything
 
 
 def positions(consumed: int, steps: int, dp: int, batch: int, micro: int) -> tuple[list[list[int]], int]:
@@ -97,25 +140,25 @@ def test_another_world_goes_on_from_the_same_position() -> None:
 
 def test_default_text_is_the_manual_and_the_same_every_time() -> None:
     """`pydoc_data.topics`, sorted by topic."""
-    first, second = open_text(None), open_text(None)
+    first, second = manual(), manual()
     assert first.size > 200_000
     assert first.fingerprint() == second.fingerprint()
-    assert b"assert" in first.read(0, 5000)
+    assert b"assert" in first.read(0, 5000).tobytes()
 
 
 def test_folder_is_read_sorted_and_recursively_without_hidden_files(tmp_path: Path) -> None:
-    """One text over file borders, read at any offset; an empty file takes no room."""
+    """One text over file borders with the end of text between, read at any offset; an empty file takes no room."""
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name, content in {"c.txt": "CCC", "b/2": "BB", "b/1": "Ä", "a": "", ".hidden": "x", ".git/config": "y"}.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     text = FileText(tmp_path)
-    whole = "ÄBBCCC".encode()
+    whole = "Ä\0BB\0CCC".encode()
     assert text.size == len(whole)
     for start in range(len(whole)):
         for stop in range(start, len(whole) + 1):
-            assert text.read(start, stop) == whole[start:stop]
-    assert FileText(tmp_path / "c.txt").read(1, 3) == b"CC"
+            assert text.read(start, stop).tobytes() == whole[start:stop]
+    assert FileText(tmp_path / "c.txt").read(1, 3).tobytes() == b"CC"
     before = text.fingerprint()
     (tmp_path / "c.txt").write_text("CCCC")
     assert FileText(tmp_path).fingerprint() != before
@@ -124,19 +167,108 @@ def test_folder_is_read_sorted_and_recursively_without_hidden_files(tmp_path: Pa
 def test_text_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Missing, empty, too short, not text, changed under way."""
     with pytest.raises(DatasetError, match=r"no such file or folder; set dataset_config.dataset_dir"):
-        open_text(str(tmp_path / "missing"))
+        FileText(tmp_path / "missing")
     with pytest.raises(DatasetError, match=r"the folder has no files"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)
     (tmp_path / "short").write_text("0123456789")
-    with pytest.raises(DatasetError, match=r"has 10 bytes: one sequence takes 11; .* lower model_config.seq_length"):
-        Sequences(open_text(str(tmp_path / "short")), 10, seed=0, shuffle=True)
-    text = open_text(str(tmp_path / "short"))
+    with pytest.raises(DatasetError, match=r"has 10 tokens: one sequence takes 11; .* lower model_config.seq_length"):
+        count_sequences(FileText(tmp_path / "short"), 10)
+    text = FileText(tmp_path / "short")
     (tmp_path / "short").write_text("01234")
     with pytest.raises(DatasetError, match=r"ends at byte 5, .* changed during training"):
         text.read(0, 10)
     (tmp_path / "picture").write_bytes(b"\x89PNG\0\0")
     with pytest.raises(DatasetError, match=r"picture: holds zero bytes, so it is no text"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)
+
+
+def test_what_is_held_out_is_never_trained_on(small_config: MakeConfig, tmp_path: Path) -> None:
+    """The last share of the sequences, in the same order whatever the seed; without a share nothing is held out."""
+    (tmp_path / "text").write_bytes(bytes(1 + index % 255 for index in range(16 * 40 + 1)))
+    keys = {"dataset_config.dataset_dir": tmp_path / "text"}
+    opened = open_sequences(small_config({**keys, "dataset_config.validation_share": 0.1}))
+    assert opened.held_out is not None and (opened.training.count, opened.held_out.count) == (36, 4)
+    held_out = [opened.held_out.sample(index).tobytes() for index in range(4)]
+    whole = (tmp_path / "text").read_bytes()
+    assert sorted(held_out) == sorted(whole[16 * index : 16 * index + 17] for index in range(36, 40))
+    other = open_sequences(small_config({**keys, "dataset_config.validation_share": 0.1, "training_config.seed": 7}))
+    assert other.held_out is not None and [other.held_out.sample(index).tobytes() for index in range(4)] == held_out
+    trained = {opened.training.sample(index).tobytes() for index in range(72)}
+    assert len(trained) == 36 and not trained & set(held_out)
+    assert open_sequences(small_config({**keys, "dataset_config.validation_share": 0})).held_out is None
+    (tmp_path / "text").write_bytes(b"x" * 17)
+    with pytest.raises(DatasetError, match="nothing is left to train on"):
+        open_sequences(small_config({**keys, "dataset_config.validation_share": 0.1}))
+
+
+def test_token_files_of_every_kind_are_the_same_tokens(small_config: MakeConfig, tmp_path: Path) -> None:
+    """.npy, raw .bin of a said type, .bin with .idx (either name, or none of the ends), and a folder of them."""
+    ids = np.arange(600) % 300
+    np.save(tmp_path / "ids.npy", ids.astype(np.int32))
+    ids.astype(np.uint16).tofile(tmp_path / "raw.bin")
+    writer = IndexedWriter(tmp_path / "text", "int32")
+    for part in (ids[:100], ids[100:]):
+        writer.add(part, ends_document=True)
+    writer.finish()
+    (tmp_path / "folder").mkdir()
+    for name in ("raw.bin", "text.bin", "text.idx", "ids.npy"):
+        (tmp_path / "folder" / name).write_bytes((tmp_path / name).read_bytes())
+    for name in ("ids.npy", "raw.bin", "text", "text.bin", "text.idx"):
+        config = small_config({"dataset_config.dataset_dir": tmp_path / name, "model_config.vocab_size": 300})
+        tokens, tokenizer = open_text(config)
+        assert tokens.read(90, 350).tolist() == ids[90:350].tolist() and tokens.size == 600 and tokenizer is None
+        assert open_sequences(config).training.batch(0, 2)[0].shape == (2, 16)
+    tokens, _ = open_text(small_config({"dataset_config.dataset_dir": tmp_path / "folder"}))
+    assert tokens.size == 1800 and tokens.read(595, 605).tolist() == [*ids[595:], *ids[:5]]
+    np.save(tmp_path / "ids.npy", ids + 1)
+    other, _ = open_text(small_config({"dataset_config.dataset_dir": tmp_path / "ids.npy"}))
+    assert other.fingerprint() != tokens.fingerprint()
+
+
+def test_ids_that_the_model_has_not_are_refused(small_config: MakeConfig, tmp_path: Path) -> None:
+    """Where they are met in a token file; of a tokenizer, before anything is read."""
+    np.save(tmp_path / "ids.npy", np.arange(340))
+    config = small_config({"dataset_config.dataset_dir": tmp_path / "ids.npy", "dataset_config.shuffle": "false"})
+    sequences = open_sequences(config).training
+    sequences.batch(0, 14)
+    with pytest.raises(
+        DatasetError, match=r"has the token ids 240 to 256, and model_config\.vocab_size is 256: raise it"
+    ):
+        sequences.batch(15, 1)
+    train_tokenizer(tmp_path / "tok")
+    with pytest.raises(ConfigError, match=r"vocab_size is 256: wanted \d+ or more, the tokenizer"):
+        open_text(small_config({"dataset_config.tokenizer": tmp_path / "tok"}))
+
+
+@pytest.mark.parametrize(
+    ("array", "wanted"),
+    [
+        (np.zeros(9), "float64 of shape"),
+        (np.zeros((3, 3), np.int32), r"shape \(3, 3\): wanted integers in one dimension"),
+    ],
+)
+def test_arrays_that_are_no_token_ids_are_refused(tmp_path: Path, array: npt.NDArray[Any], wanted: str) -> None:
+    """By type and shape; a file that is no array, too."""
+    np.save(tmp_path / "ids.npy", array)
+    with pytest.raises(DatasetError, match=wanted):
+        ArrayTokens(tmp_path / "ids.npy", "uint16")
+    (tmp_path / "ids.npy").write_bytes(b"nothing")
+    with pytest.raises(DatasetError, match="cannot be read as an array of token ids"):
+        ArrayTokens(tmp_path / "ids.npy", "uint16")
+
+
+def test_the_default_text_is_tokenized_too(small_config: MakeConfig, tmp_path: Path) -> None:
+    """With a tokenizer Python's manual becomes ids, kept where the configuration says."""
+    keys = {
+        "dataset_config.tokenizer": train_tokenizer(tmp_path / "tok"),
+        "dataset_config.cache_dir": tmp_path / "cache",
+        "model_config.vocab_size": 300,
+    }
+    tokens, tokenizer = open_text(small_config(keys))
+    assert tokenizer == str((tmp_path / "tok" / "tokenizer.json").resolve())
+    assert 100_000 < tokens.size < manual().size
+    assert open_text(small_config(keys))[0].fingerprint() == tokens.fingerprint()
+    assert open_tokenizer(tokenizer).decode(tokens.read(0, 2000).tolist()) in manual().read(0, 99999).tobytes().decode()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -145,4 +277,4 @@ def test_unreadable_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("0123456789")
     (tmp_path / "secret").chmod(0)
     with pytest.raises(DatasetError, match=r"secret: cannot be read"):
-        open_text(str(tmp_path))
+        FileText(tmp_path)

@@ -1,0 +1,73 @@
+"""The validation loss under every axis, and through kills; and what a kill under a split model leaves, in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.chaos.test_axes import Axes, run
+from tests.chaos.test_kills import assert_equal, published_steps
+from ttp.chaos.job import Job, read_jsonl
+from ttp.trainer.convert import main as convert
+from ttp.trainer.weights import model_of, open_trained
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+
+EVALUATED = (
+    "--training_config.eval_interval=3",
+    "--training_config.eval_batches=2",
+    "--dataset_config.validation_share=0.1",
+)
+
+
+def validation(job: Job) -> dict[int, str]:
+    """Return the loss by step; every line of a step has the same bits."""
+    found: dict[int, str] = {}
+    for line in read_jsonl(job.output_dir / "validation.jsonl"):
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"], line
+    return found
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(data=2, tensor=2, sequence=True),
+        Axes(data=2, pipeline=2),
+        Axes(data=2, pipeline=2, virtual=2),
+        Axes(data=4, experts=4, expert=2),
+    ],
+    ids=str,
+)
+def test_the_number_is_the_same_under_every_layout_and_after_a_kill(tmp_path: Path, axes: Axes) -> None:
+    """To round-off between layouts; bit for bit after a kill in the step that follows an evaluation."""
+    whole = run(tmp_path / "whole", axes, *EVALUATED)
+    plain = run(tmp_path / "plain", Axes(data=1, experts=axes.experts), *EVALUATED)
+    ours, theirs = validation(whole), validation(plain)
+    assert sorted(ours) == [3, 6, 9, 12]
+    for step, loss in ours.items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(theirs[step]), rel=2e-4), step
+    hurt = run(tmp_path / "hurt", axes, *EVALUATED, faults=f"kill:rank={axes.ranks - 1},step=7,point=backward,round=0")
+    assert published_steps(hurt)[0] == 6
+    assert_equal(hurt, whole)
+    assert validation(hurt) == ours
+
+
+def test_what_a_killed_rank_of_a_split_model_leaves_generates_in_transformers(tmp_path: Path) -> None:
+    """dp 2 x tp 2: the dying gasp alone, exported, has our logits there, and goes on from a prompt."""
+    hurt = run(tmp_path / "hurt", Axes(data=2, tensor=2), faults="kill:rank=3,step=5,point=updating,round=0")
+    step = published_steps(hurt)[0]
+    gasp = hurt.output_dir / "checkpoints" / f"iter_{step:07d}"
+    assert convert(["to-hf", str(gasp), str(tmp_path / "hf")]) == 0
+    trained = open_trained(str(gasp))
+    assert trained.checkpoint.cause != "periodic"
+    model = model_of(trained.config, trained.checkpoint.weights(), torch.device("cpu"), "ours")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens_BT = torch.randint(256, (2, trained.config.seq_length), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        wanted = model(tokens_BT)
+        torch.testing.assert_close(theirs(tokens_BT).logits, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    made = theirs.generate(tokens_BT[:1, :4], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert made.shape == (1, 12)

@@ -1,0 +1,24 @@
+"""A process that prepares a text and stops in the middle until it is told to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ttp.trainer import prepare
+from ttp.trainer.tokenizer import Bytes
+
+
+def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -> None:
+    """Say in `begun` that the work has begun, wait for `go`, and put the fingerprint into `answers`."""
+    write = prepare.write_tokens
+
+    def slow(prefix: Path, *rest: Any) -> int:
+        (prefix.parent / "half").write_text("")
+        begun.set()
+        go.wait(250)
+        (prefix.parent / "half").unlink()
+        return write(prefix, *rest)
+
+    prepare.write_tokens = slow  # type: ignore[assignment]
+    answers.put(prepare.prepared(text, Bytes(), cache, "text").fingerprint())

@@ -1,0 +1,91 @@
+"""The validation loss is the mean over the held-out text, and nothing of the training depends on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer.test_train import Run, bits, final, own_process, run
+from ttp.trainer.config_file import load_config
+from ttp.trainer.data import open_sequences
+from ttp.trainer.metrics import read_lines
+from ttp.trainer.model import token_loss
+from ttp.trainer.weights import model_of, open_trained
+
+__all__ = ["own_process", "run"]  # fixtures
+
+EVALUATED = {
+    "training_config.eval_interval": 2,
+    "training_config.eval_batches": 3,
+    "dataset_config.validation_share": 0.01,
+    "dataset_config.micro_batch_num": 2,
+    "model_config.hidden_dropout": 0.1,
+    "model_config.attention_dropout": 0.1,
+}
+
+
+def validation(output: Path) -> dict[int, str]:
+    """Return the loss by step; every line of a step is the same."""
+    found: dict[int, str] = {}
+    for line in read_lines(output / "validation.jsonl"):
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"]
+    return found
+
+
+def test_the_number_is_the_mean_over_the_first_held_out_sequences(run: Run, small_keys: dict[str, Any]) -> None:
+    """Of the whole model without dropout, at the step it stands beside: 3 batches of 2 x 2 sequences."""
+    output = run("output", {**EVALUATED, "training_config.training_iters": 5, "training_config.save_interval": 1})
+    assert sorted(validation(output)) == [2, 4, 5]
+    config = load_config("gpt_tiny", [(key, str(value)) for key, value in {**small_keys, **EVALUATED}.items()])
+    held_out = open_sequences(config).held_out
+    assert held_out is not None
+    for step, loss in validation(output).items():
+        trained = open_trained(str(output / "checkpoints" / f"iter_{step:07d}"))
+        model = model_of(trained.config, trained.checkpoint.weights(), torch.device("cpu"), "ours")
+        tokens_BT, targets_BT = held_out.batch(0, 12)
+        with torch.no_grad():
+            wanted = float(token_loss(model(tokens_BT), targets_BT))
+        assert float.fromhex(loss) == pytest.approx(wanted, rel=1e-6)
+    assert "validation: step 5, loss" in (output / "log" / "rank_0" / "info.log").read_text()
+
+
+def test_training_is_the_same_with_and_without_it(run: Run) -> None:
+    """Bit for bit, dropout included."""
+    evaluated, plain = run("evaluated", EVALUATED), run("plain", {**EVALUATED, "training_config.eval_interval": "null"})
+    assert bits(evaluated) == bits(plain) and final(evaluated) == final(plain)
+    assert not (plain / "validation.jsonl").exists()
+
+
+def test_a_resumed_run_measures_the_same(run: Run) -> None:
+    """Also the loss of the step that it resumes at, which the process before may not have come to."""
+    parts = {**EVALUATED, "training_config.save_interval": 4, "training_config.training_iters": 4}
+    output = run("parts", {**parts, "optimizer_config.learning_rate_scheduler_kwargs.decay_steps": 50})
+    whole = run("whole", {**EVALUATED, "optimizer_config.learning_rate_scheduler_kwargs.decay_steps": 50})
+    (output / "validation.jsonl").write_text("")
+    output = run("parts", {**EVALUATED, "optimizer_config.learning_rate_scheduler_kwargs.decay_steps": 50})
+    assert sorted(validation(output)) == [4, 6]
+    assert validation(output).items() <= validation(whole).items() and bits(output) == bits(whole)
+
+
+def test_the_sum_of_losses_is_shown_as_the_mean_too(run: Run) -> None:
+    """With loss_reduction: sum, before the first update: the same number."""
+    keys = {**EVALUATED, "training_config.training_iters": 1, "optimizer_config.learning_rate": 0,
+            "optimizer_config.learning_rate_scheduler_kwargs": "null"}  # fmt: skip
+    mean, total = run("mean", keys), run("sum", {**keys, "training_config.loss_reduction": "sum"})
+    (a,), (b,) = validation(mean).values(), validation(total).values()
+    assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-6)
+
+
+def test_too_little_held_out_text_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Less than a batch; or none, which the configuration says by itself."""
+    (tmp_path / "text").write_text("to be or not to be " * 50)
+    keys = {**EVALUATED, "dataset_config.dataset_dir": tmp_path / "text"}
+    run("little", keys, status=2)
+    assert "1 sequences are held out, a batch takes 4: raise dataset_config.validation_share" in capsys.readouterr().err
+    run("none", {**keys, "dataset_config.validation_share": 0}, status=2)
+    assert (
+        "eval_interval is 2, and dataset_config.validation_share is 0: nothing is held out" in capsys.readouterr().err
+    )

@@ -1,0 +1,173 @@
+"""`python -m ttp.trainer.convert {to-hf,from-hf} INPUT OUTPUT`: models to and from Hugging Face `transformers`.
+
+Owns the files of both sides: their config.json, *.safetensors and tokenizer; our checkpoint of step 0 with the configuration to go
+on with. OUTPUT appears whole or not at all. The package safetensors is optional; transformers itself is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import ttp
+from ttp.errors import CheckpointError, ConfigError, TTPError
+
+from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
+from .devices import choose_device
+from .hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
+from .mesh import Mesh
+from .model import DTYPES, build_model
+from .optimizer import build_optimizer
+from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, open_tokenizer
+from .weights import open_trained, put_weights
+from .world import World, joined
+
+
+def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer: str | None = None) -> int:
+    """Write the newest valid checkpoint of `source` as a model of transformers, with its tokenizer; return its step.
+
+    Raises ConfigError for an architecture that they have not, CheckpointError.
+    """
+    trained = open_trained(source)
+    named = tokenizer or trained.tokenizer
+    end = None if named is None else open_tokenizer(named).end_of_text
+    config = to_hf_config(trained.config, dtype, end)
+    weights = to_hf(trained.checkpoint.weights(), trained.config)
+    with _appearing(output) as folder:
+        found = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+        _safetensors().save_file(found, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if named == BYTES:
+            for name, content in byte_level_files().items():
+                (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+        elif named is not None:
+            for file in files_of_tokenizer(Path(named)):
+                shutil.copyfile(file, folder / (file.name if Path(named).is_dir() else "tokenizer.json"))
+    return trained.checkpoint.step
+
+
+def from_hugging_face(source: Path, output: Path) -> ModelConfig:
+    """Write a model of transformers as an output folder that training goes on from: `config.yaml`, and a checkpoint of step 0
+    with fresh optimizer state. Returns its configuration. Raises ConfigError, CheckpointError."""
+    try:
+        theirs = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{source}/config.json cannot be read ({exc}): wanted a folder of save_pretrained") from None
+    model_config = from_hf_config(theirs)
+    weights = from_hf(_read_safetensors(source), model_config)
+    tokenizer = str(source.resolve()) if (source / "tokenizer.json").is_file() else None
+    with _appearing(output) as folder:
+        config = Config(
+            model_config=model_config,
+            training_config=TrainingConfig(output_dir=str(folder)),
+            parallel_config=ParallelConfig(optimizer_replicas=1),
+            # Nothing is read: any folder will do where the vocabulary is smaller than that of bytes.
+            dataset_config=DatasetConfig(dataset_dir=str(source), tokenizer=tokenizer),
+        )
+        _write_step_0(config, weights, folder / "checkpoints", tokenizer)
+        sections = {
+            "training_config": {"output_dir": str(output.resolve())},
+            "model_config": plain(model_config),
+            "dataset_config": {"tokenizer": tokenizer, "dataset_dir": None},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
+    return model_config
+
+
+def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path, tokenizer: str | None) -> None:
+    model_config = dataclasses.replace(config.model_config, params_dtype="float32")  # masters have all bits
+    cpu = torch.device("cpu")
+    with joined(World(0, 1, 0, launched=False), choose_device("cpu"), cpu):
+        model = build_model(model_config, 0, cpu)
+        put_weights(model, weights, "their model")
+        optimizer = build_optimizer(config, [model], Mesh(), replicas=1)
+        layout = {**Mesh().sizes, "model_config": plain(config.model_config), "tokenizer": tokenizer}
+        session = ttp.start(optimizer, save_dirs=[folder], layout=layout, settings=ttp.Settings(enable=False))
+        try:
+            session.set_step_state(0, {"consumed_samples": 0, "epoch": 0, "loss_divisor": 1, "order": {}})
+            session.save(0)
+        finally:
+            session.close()
+
+
+def _read_safetensors(source: Path) -> dict[str, torch.Tensor]:
+    """Return all weights of a folder of save_pretrained, from one file or several."""
+    index = source / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        if not (source / name).is_file():
+            raise CheckpointError(
+                f"{source / name} is missing: wanted the weights as safetensors (model.save_pretrained writes them)"
+            )
+        weights |= _safetensors().load_file(str(source / name))
+    return weights
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as exc:
+        raise ConfigError(f"the package safetensors is not here ({exc}): pip install safetensors") from None
+
+
+@contextlib.contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """Give a folder to write into, which becomes `output` when the block ends well. Raises ConfigError when `output` has
+    something in it."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there and not empty: name a new folder")
+    unfinished = output.with_name(f"{output.name}_tmp_{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        os.replace(unfinished, output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert as the command line says; return the exit status: 0 done, 2 refused. argparse itself exits with 2."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.trainer.convert", description="To and from transformers.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    there = verbs.add_parser("to-hf", help="a checkpoint to a folder for AutoModelForCausalLM.from_pretrained")
+    there.add_argument("input", help="an output folder, a folder of checkpoints (the newest valid one), or one of them")
+    there.add_argument("output", type=Path, help="a new folder")
+    there.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of the weights (default: float32)")
+    there.add_argument("--tokenizer", help="a tokenizer to put beside; default: the one that the checkpoint names")
+    back = verbs.add_parser(
+        "from-hf", help="a folder of save_pretrained to an output folder that training goes on from"
+    )
+    back.add_argument("input", type=Path, help="a folder with config.json and model.safetensors")
+    back.add_argument("output", type=Path, help="a new folder")
+    given = parser.parse_args(argv)
+    try:
+        if given.verb == "to-hf":
+            step = to_hugging_face(given.input, given.output, given.dtype, given.tokenizer)
+            print(f"{given.output}: step {step}, for AutoModelForCausalLM.from_pretrained")
+        else:
+            from_hugging_face(given.input, given.output)
+            print(f"{given.output}: go on with ttprun ... -m ttp.trainer --config {given.output / 'config.yaml'}")
+    except (TTPError, OSError) as exc:
+        print(f"ttp.trainer.convert: {type(exc).__name__}: {exc}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
