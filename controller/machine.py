@@ -15,12 +15,13 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import empty, forgive, hear, hear_unsuspected, sweep
+from .membership import came_back, empty, forgive, hear, hear_unsuspected, sweep
+from .patience import pass_over
 from .presence import die, suspicion
 from .progress import limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
-from .rounds import has_culprit
+from .rounds import half_of_the_rest, has_culprit
 from .settling import abandon_start, give_up, settle
 from .state import ControllerState, Fault, Stage
 from .transitions import TRANSITIONS
@@ -110,7 +111,7 @@ def next_deadline(state: ControllerState) -> float | None:
         if stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
     if stage in _ORDERED and state.dump is not None:
-        moment = min(moment, state.dump.progress_by)
+        moment = min(moment, state.dump.progress_by, state.dump.patience_until)
     return None if moment == inf else moment
 
 
@@ -136,7 +137,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
         return state
     if state.stage is Stage.EXITING:
         return state
-    return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
+    return _grant_time(replace(state, members=came_back(state.members, now, state.settings)), now)
 
 
 def _grant_time(state: ControllerState, now: float) -> ControllerState:
@@ -154,7 +155,8 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
         state = replace(state, fault=fault)
     if state.dump is not None:
         progress_by = max(state.dump.progress_by, now + settings.progress_timeout_s)
-        state = replace(state, dump=replace(state.dump, progress_by=progress_by))
+        patience_until = max(state.dump.patience_until, half_of_the_rest(state, now))
+        state = replace(state, dump=replace(state.dump, progress_by=progress_by, patience_until=patience_until))
     return state
 
 
@@ -222,6 +224,8 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
     state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
         state = _SILENT[state.stage](state, now, out)
+    if state.stage in _ORDERED and state.dump is not None and now >= state.dump.patience_until:
+        state = pass_over(state, now, out)
     return state
 
 

@@ -62,6 +62,8 @@ class Fault:
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
     unfit: frozenset[tuple[str, int]] = frozenset()
     """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
+    unwritable: frozenset[int] = frozenset()
+    """Steps that could be written into no directory: an older one that local copies cover is written instead."""
     errors: tuple[str, ...] = ()
     """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None
@@ -97,6 +99,9 @@ class Dump:
     """Roll-forwards, or write orders, that are not answered."""
     progress_by: float
     """When everything that is not answered counts as failed; moves with every answer."""
+    patience_until: float
+    """When ranks whose work gets on and on are passed over where others can do it: half of what is left of the fault's time
+    after the order, so that those have as long for it."""
     directories: tuple[str, ...]
     work: RankTable[Work]
     attempt: int = 0
@@ -108,6 +113,8 @@ class Dump:
     """Ranks that were told to publish and have not answered: one for each place that is not published yet."""
     published_places: frozenset[str] = frozenset()
     failed_publishers: frozenset[int] = frozenset()
+    doubted: frozenset[int] = frozenset()
+    """Ranks of which a publisher said that a file of this attempt is torn."""
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""
 

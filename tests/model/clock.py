@@ -68,7 +68,9 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
             update_by=ago(fault.update_by, seconds),
         )
     if dump is not None:
-        dump = replace(dump, progress_by=ago(dump.progress_by, seconds))
+        dump = replace(
+            dump, progress_by=ago(dump.progress_by, seconds), patience_until=ago(dump.patience_until, seconds)
+        )
     return replace(
         state,
         members=_later_members(state.members, seconds),
@@ -93,6 +95,7 @@ def _later_members(members: Membership, seconds: float) -> Membership:
         members,
         table=members.table.put_all(heard),
         amnesty=ago(members.amnesty, seconds),
+        away_until=ago(members.away_until, seconds),
         sweep_at=ago(members.sweep_at, seconds),
         empty_since=ago(members.empty_since, seconds),
     )
