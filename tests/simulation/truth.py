@@ -42,10 +42,15 @@ class Snapshot:
         )
 
     def newest(self, job: Job, sound: Collection[int]) -> int:
-        """Return the newest step that sound ranks cover, 0: none."""
-        steps = {step for report in self.reports for step in (report.state_step, report.state_step + 1)}
-        whole = (step for step in steps if covers(job, self.reaching(step, sound)))
-        return max(whole, default=0)
+        """Return the newest step that sound ranks cover whom one of the directories serves; 0: none."""
+        steps = {step for r in self.reports for step in (r.backup_step, r.state_step, r.state_step + 1)}
+        return max((step for step in steps if self._fits_somewhere(job, self.reaching(step, sound))), default=0)
+
+    def _fits_somewhere(self, job: Job, ranks: Collection[int]) -> bool:
+        """True when some directory takes what these ranks have of every shard."""
+        return any(
+            covers(job, [rank for rank in ranks if job.disk.serves(rank, job.root_of(rank, name))]) for name in job.roots
+        )
 
 
 def covers(job: Job, ranks: Collection[int]) -> bool:
