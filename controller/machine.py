@@ -194,7 +194,7 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
     members = state.members
-    return state.stage in _LED and (members.attached == 0 or 1 < members.suspects == members.alive)
+    return state.stage in _LED and (members.attached == 0 or 0 < members.suspects == members.alive)
 
 
 def _is_of_a_rank(event: Event) -> bool:

@@ -187,11 +187,10 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     if (
         run_out
         and welcomed
-        and members.alive > 1
         and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s
     ):
-        # Nobody else is heard either: most likely it is the controller that is cut off. Whom it could order about is silent
-        # anyway, so it gives all of them new leases, until it must be true.
+        # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
+        # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 
