@@ -184,11 +184,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
     quiet_s = now - max(last_heard, members.away_until)
-    if (
-        run_out
-        and welcomed
-        and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s
-    ):
+    if run_out and welcomed and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s:
         # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
         # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)

@@ -49,7 +49,8 @@ class Snapshot:
     def _fits_somewhere(self, job: Job, ranks: Collection[int]) -> bool:
         """True when some directory takes what these ranks have of every shard."""
         return any(
-            covers(job, [rank for rank in ranks if job.disk.serves(rank, job.root_of(rank, name))]) for name in job.roots
+            covers(job, [rank for rank in ranks if job.disk.serves(rank, job.root_of(rank, name))])
+            for name in job.roots
         )
 
 
@@ -69,7 +70,7 @@ def _unhurt(rank: Rank) -> bool:
 
 
 def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
-    """True when between these moments a controller was away, or its clock leapt: whom it does not hear it may take for dead."""
+    """True when between these moments a controller was away, or its clock leapt: what it does then may come late."""
     return any(
         began_s <= to_s and ended_s >= from_s
         for controller in job.controllers

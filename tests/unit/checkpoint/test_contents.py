@@ -86,6 +86,6 @@ def test_where_a_file_is_missing_nobody_is_said_to_have_torn_one(job: Job, tmp_p
     results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
     (tmp_path / "iter_0000042_tmp_a" / "__2_0_0.distcp").unlink()
     os.truncate(tmp_path / "iter_0000042_tmp_a" / "__1_0_0.distcp", 5)
-    with pytest.raises(CorruptCheckpoint, match="is .* the same directory on every node") as caught:
+    with pytest.raises(CorruptCheckpoint, match=r"is .* the same directory on every node") as caught:
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     assert not isinstance(caught.value, TornShare)

@@ -168,7 +168,7 @@ def test_what_is_passed_over_does_not_end_the_dump_when_it_dies() -> None:
 
 def test_a_publish_that_goes_on_is_ordered_from_another_rank_beside_it() -> None:
     """Whichever of both says that it is done, is believed."""
-    job, _, order = publishing()
+    job, _, _ = publishing()
     works(job, TOTAL_S / 2 - 1, 0)
     assert len(job.told("publish_sent")) == 1
     works(job, 1.5, 0)

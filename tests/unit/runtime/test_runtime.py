@@ -382,7 +382,7 @@ def test_a_torn_file_costs_its_writers_share_and_not_the_directory(
         return publish
 
     for rank in ranks:
-        rank.holder.publish = publisher(rank)  # type: ignore[method-assign]
+        rank.holder.publish = publisher(rank)  # type: ignore[method-assign, assignment]
     ranks[2].processor.fault(Cause(CauseKind.EXCEPTION, (2,), "ValueError: x"), "")
     for rank in ranks:
         assert rank.exited.wait(LONG_S)
