@@ -58,7 +58,7 @@ def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = (
         reports[rank] = replace(report, closed=True, state_step=report.step)
     records = {record.step: record for record in fault.records}
     groups, unwritable = state.coverage.groups, fault.unwritable
-    verdict = decide(groups, reports, records, fault.unreachable, unwritable=unwritable)
+    verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
     if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
         return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
     if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
