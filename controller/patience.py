@@ -1,8 +1,9 @@
 """Ranks whose work gets on and on, passed over where others can do it in time (PURE).
 
-Owns the one moment at which that is looked at: half of what is left of the fault's time after an order. Whoever has done
-its own share by then does as much again in the other half. Where nobody can, the rank is waited for until the fault's
-total time is over. Ranks that say nothing are given up much sooner, by the stages themselves.
+Owns the moments at which that is looked at: half of what is left of the fault's time after an order, and half of each rest.
+Whoever has done its own share by the first does as much again in the other half. Where nobody can, the step before is
+taken at the second, if local copies of it are left; else the rank is waited for until the fault's total time is over. Ranks
+that say nothing are given up much sooner, by the stages themselves.
 """
 
 from __future__ import annotations
@@ -11,19 +12,39 @@ from collections.abc import Callable, Collection
 
 from ttp.proto.frozen import replace
 
+from .coverage import named
+from .decision import Refusal
 from .events import Effect, Journal
 from .publishing import others_to_publish, replace_publishers
-from .rolling import able_holders, give_up_rolls
-from .rounds import half_of_the_rest
+from .rolling import able_holders, give_up_rolls, verdict_of
+from .rounds import half_of_the_rest, next_round
 from .state import ControllerState, Stage
 from .writing import failing_here, replace_writers
 
 
 def pass_over(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Half of the time is over: give what is not done to ranks that have nothing left to do, and look again later."""
-    assert state.dump is not None
-    state = replace(state, dump=replace(state.dump, patience_until=half_of_the_rest(state, now)))
-    return _PASS_OVER[state.stage](state, now, out)
+    dump = state.dump
+    assert dump is not None
+    state = replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
+    after = _PASS_OVER[state.stage](state, now, out)
+    return _step_before(state, now, out) if after is state and dump.looked else after
+
+
+def _step_before(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Who cannot be done without at the decided step may be at the one before, where local copies are left."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    if not dump.decision.copies:
+        return state
+    owing = dump.work.ranks(lambda work: bool(work.orders))
+    late = dump.publishers.union(dump.rolling.ranks(bool), owing)
+    verdict = verdict_of(state, replace(fault, stuck=fault.stuck | late))
+    if isinstance(verdict, Refusal) or verdict.step != dump.decision.step - 1:
+        return state
+    passed = _note(state, late, out)
+    why = f"{named('rank', passed)} did not finish with step {dump.decision.step}; step {verdict.step} can be written without"
+    return next_round(_without(state, passed), why, now, out)
 
 
 def _while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

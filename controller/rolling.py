@@ -25,7 +25,7 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     without which no step is covered."""
     fault = state.fault
     assert fault is not None and state.coverage is not None
-    verdict = _verdict(state, fault)
+    verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
     out.append(Journal("frozen", frozen_fields(state)))
@@ -34,7 +34,7 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     return _order_rolls(state, verdict, now, out)
 
 
-def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
+def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
     """Decide from what was reported; `updating`: as if the updates of these ranks had ended."""
     assert state.coverage is not None
     if not state.coverage.groups:
@@ -87,7 +87,7 @@ def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[in
         for report in fault.reports
         if report is not None and not report.closed and not report.torn and is_holder(state, report.rank)
     )
-    return updating if updating and isinstance(_verdict(state, fault, updating), Decision) else ()
+    return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()
 
 
 def _wait_for_updates(

@@ -104,6 +104,8 @@ class Dump:
     after the order, so that those have as long for it."""
     directories: tuple[str, ...]
     work: RankTable[Work]
+    looked: bool = False
+    """It was looked already for who could be passed over."""
     attempt: int = 0
     """Index into `directories`, and the last number of the attempt's name is one more."""
     failed_here: frozenset[int] = frozenset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.unit.protocol.bench import ControllerBench, record, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import fault, killed
+from tests.unit.protocol.test_patience import works
 from ttp.controller.leaving import step_of
 from ttp.controller.state import Stage
 from ttp.proto.messages import CauseKind, Freeze, Phase, Published, RollForward
@@ -113,3 +114,37 @@ def test_the_newest_checkpoint_is_known_by_its_number() -> None:
     """Ten million steps have one digit more than the names are padded to."""
     assert step_of("/a/iter_0000042") == 42 < step_of("/b/iter_10000000")
     assert step_of("") == step_of("/a/iter_x") == step_of("/a/other") == -1
+
+
+def test_the_step_before_is_written_when_nobody_else_can_finish_with_the_decided_one() -> None:
+    """Rank 2 alone has shard 1 of step 7, and writes on and on; at half of the time that does not matter yet, at half of the rest it
+    does: ranks 0 and 1 cover step 6."""
+    job = two_ahead()
+    orders = job.orders()
+    job.say(job.written(0, orders[0]))
+    works(job, 61.0, 2)
+    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    works(job, 30.0, 2)
+    assert job.told("passed_over")[0]["ranks"] == (2,)
+    assert job.told("replanned")[0]["reason"] == "rank 2 did not finish with step 7; step 6 can be written without"
+    all_say_again(job)
+    decided = job.told("decided")[-1]
+    assert (decided["step"], decided["able"]) == (6, (0, 1)) and not job.told("refused")
+
+
+def test_a_rank_that_the_step_before_needs_as_well_is_waited_for() -> None:
+    """Rank 1 has died: only rank 2 has shard 1, of both steps."""
+    job = two_ahead()
+    orders = job.orders()
+    job.say(job.written(0, orders[0]), killed(1))
+    works(job, 118.0, 2)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
+
+
+def test_without_local_copies_no_step_before_is_looked_for() -> None:
+    """Rank 0 stands at step 6 without being READY, as no such job can; its word is not asked for again."""
+    job = ControllerBench(((0, 1),))
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.say(report(0, 1, COMPUTE, 7), report(1, 1, DONE, 7, records=[7]))
+    works(job, 118.0, 1)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
