@@ -15,7 +15,7 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import came_back, empty, forgive, hear, hear_unsuspected, sweep
+from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, sweep
 from .patience import pass_over
 from .presence import die, suspicion
 from .progress import limit, unknown
@@ -75,6 +75,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     else:
         state = replace(state, seen=now)
     state = handler(state, subject, now, out)
+    if state.stage is Stage.GATHERING and _is_of_a_rank(event):
+        state = _heard_while_gathering(state, now)
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
         # It was this controller that was cut off: the others come back as well.
         state = _grant_time(state, now)
@@ -145,7 +147,7 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
     settings = state.settings
     state = rest(replace(state, members=forgive(state.members, now, settings)), now)
     if state.stage is Stage.GATHERING:
-        state = replace(state, deadline=now + settings.lease_s)
+        state = replace(state, deadline=now + settings.lease_s, heard_at=now)
     if state.members.attached == 0 and state.members.empty_since < inf:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
@@ -195,6 +197,13 @@ def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
     members = state.members
     return state.stage in _LED and (members.attached == 0 or 0 < members.suspects == members.alive)
+
+
+def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
+    """Whoever heard nobody for most of a lease was cut off: those that could not come have a lease from now on."""
+    if now - state.heard_at >= SUSPECT_AFTER * state.settings.lease_s:
+        state = replace(state, deadline=now + state.settings.lease_s)
+    return replace(state, heard_at=now)
 
 
 def _is_of_a_rank(event: Event) -> bool:

@@ -1,9 +1,9 @@
 """Ranks whose work gets on and on, passed over where others can do it in time (PURE).
 
 Owns the moments at which that is looked at: half of what is left of the fault's time after an order, and half of each rest.
-Whoever has done its own share by the first does as much again in the other half. Where nobody can, the step before is
-taken at the second, if local copies of it are left; else the rank is waited for until the fault's total time is over. Ranks
-that say nothing are given up much sooner, by the stages themselves.
+Whoever has done its own share by the first does as much again in the other half. Where nobody can, all are asked again if
+others have come to cover the step since, and at the second look if local copies cover the step before; else the rank is waited
+for until the fault's total time is over. Ranks that say nothing are given up much sooner, by the stages themselves.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ def pass_over(state: ControllerState, now: float, out: list[Effect]) -> Controll
     assert dump is not None
     state = replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
     after = _PASS_OVER[state.stage](state, now, out)
-    return _step_before(state, now, out) if after is state and dump.looked else after
+    return _decided_anew(state, dump.looked, now, out) if after is state else after
 
 
-def _step_before(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Who cannot be done without at the decided step may be at the one before, where local copies are left."""
+def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Effect]) -> ControllerState:
+    """Who cannot be done without in this plan may be in another: where a rank has reported since that its update has ended, or,
+    when it is looked at again, at the step before, of which local copies are left."""
     dump, fault = state.dump, state.fault
     assert dump is not None and fault is not None
-    if not dump.decision.copies:
-        return state
-    owing = dump.work.ranks(lambda work: bool(work.orders))
+    step, owing = dump.decision.step, dump.work.ranks(lambda work: bool(work.orders))
     late = dump.publishers.union(dump.rolling.ranks(bool), owing)
     verdict = verdict_of(state, replace(fault, stuck=fault.stuck | late))
-    if isinstance(verdict, Refusal) or verdict.step != dump.decision.step - 1:
+    if isinstance(verdict, Refusal):
+        return state
+    others = verdict.step == step and not dump.able.issuperset(verdict.able)
+    before = verdict.step == step - 1 and dump.decision.copies and again
+    if not (others or before):
         return state
     passed = _note(state, late, out)
-    why = f"{named('rank', passed)} did not finish with step {dump.decision.step}; step {verdict.step} can be written without"
+    why = f"{named('rank', passed)} did not finish with step {step}; step {verdict.step} can be written without"
     return next_round(_without(state, passed), why, now, out)
 
 

@@ -146,6 +146,8 @@ class ControllerState:
     """Live ranks that were without a stream when Exit was sent."""
     early: tuple[Cause, ...] = ()
     """GATHERING: faults that ranks told before the takeover."""
+    heard_at: float = inf
+    """GATHERING: when a rank was heard last."""
     successors: tuple[str, ...] = ()
     """Addresses of all standbys, in the order of their terms."""
     seen: float = -inf

@@ -96,6 +96,7 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         state,
         members=forgive(members, now, settings),
         deadline=inf,
+        heard_at=inf,
         coverage=coverage,
         survives=survives(coverage) if whole else "",
         job_groups=max(known_groups, len(coverage.groups)),

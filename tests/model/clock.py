@@ -76,6 +76,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
         members=_later_members(state.members, seconds),
         pace=unknown(state.settings.world_size),
         deadline=ago(state.deadline, seconds),
+        heard_at=ago(state.heard_at, seconds),
         seen=ago(state.seen, seconds),
         fault=fault,
         dump=dump,

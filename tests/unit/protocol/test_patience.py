@@ -163,6 +163,21 @@ def test_what_is_passed_over_does_not_end_the_dump_when_it_dies() -> None:
     assert job.at(Stage.ROLLING)
 
 
+def test_a_holder_whose_long_update_has_ended_since_is_asked_instead() -> None:
+    """Rank 2 could not close its gate when the step was decided, and rank 0, its partner, rolls forward on and on."""
+    job = ControllerBench()
+    job.say(killed(1))
+    stuck = report(2, 1, Phase.UPDATING, 7, records=[7], closed=False)
+    job.say(report(0, 1, READY, 7), stuck, report(3, 1, DONE, 7, records=[7]))
+    assert job.told("decided")[0]["able"] == (0, 3)
+    works(job, 20.0, 0)
+    job.say(report(2, 1, DONE, 7, records=[7]))
+    works(job, TOTAL_S / 2 - 19.0, 0)
+    assert job.told("passed_over")[0]["ranks"] == (0,) and job.state.freeze_id == 2
+    job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in (2, 3)))
+    assert job.told("decided")[1]["able"] == (2, 3) and sorted(job.orders()) == [2, 3]
+
+
 # --- publishing ---
 
 
