@@ -215,11 +215,11 @@ def publishes_an_older_record(patch: Patch) -> None:
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
-    patch.setattr(publishing, "_without", lambda state, ranks, now, out: _waiting(state))
+    patch.setattr(publishing, "replace_publishers", lambda state, ranks, now, out: _waiting(state))
 
 
 def _waiting(state: Any) -> Any:
-    return replace(state, dump=replace(state.dump, progress_by=float("inf")))
+    return replace(state, dump=replace(state.dump, progress_by=inf, patience_until=inf))
 
 
 def working_renews_nothing(patch: Patch) -> None:
