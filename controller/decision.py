@@ -11,7 +11,7 @@ begun it and all stand at t-1.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ttp.proto.messages import CommitRecord, Phase, StateReport
@@ -32,6 +32,8 @@ class Decision:
     """Holders that stand at step-1 and reach `step` with the record."""
     able: tuple[int, ...]
     """Holders that have `step`, or have it after rolling forward (ascending)."""
+    copies: bool = False
+    """Some rank keeps a local copy: an older step may be covered as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ def decide(
     records: Mapping[int, CommitRecord],
     unreachable: frozenset[tuple[int, int]] = frozenset(),
     absent: Mapping[int, str] | None = None,
+    unwritable: Collection[int] = (),
 ) -> Decision | Refusal:
     """Choose the step to write.
 
@@ -56,17 +59,19 @@ def decide(
     records: by step, from any rank that ever told one, stuck and dead ones too: a record is a proof, not a state.
     unreachable: (rank, step) pairs where rolling forward was tried and failed.
     absent: for people, why a holder is not among the reports.
+    unwritable: steps that no directory took.
     """
     groups = tuple(groups)
     usable = {rank: report for rank, report in reports.items() if report.closed and not report.torn}
     offers = _offers(usable, records, unreachable)
     best: tuple[int, list[Group]] | None = None
-    for step in sorted(offers, reverse=True):
+    for step in sorted(offers.keys() - unwritable, reverse=True):
         having, reaching = offers[step]
         able = having | reaching
         lacking = [group for group in groups if able.isdisjoint(group.holders)]
         if not lacking:
-            return _decision(step, records.get(step), having, able)
+            copies = any(report.backup_step >= 0 for report in usable.values())
+            return _decision(step, records.get(step), having, able, copies)
         if best is None or len(lacking) < len(best[1]):
             best = (step, lacking)
     if best is None:
@@ -100,10 +105,12 @@ def _offers(
     return offers
 
 
-def _decision(step: int, record: CommitRecord | None, having: set[int], able: set[int]) -> Decision | Refusal:
+def _decision(
+    step: int, record: CommitRecord | None, having: set[int], able: set[int], copies: bool
+) -> Decision | Refusal:
     if step == 0:
         return Refusal("no optimizer step was finished yet, so there is nothing to save")
-    return Decision(step, record, tuple(sorted(able - having)), tuple(sorted(able)))
+    return Decision(step, record, tuple(sorted(able - having)), tuple(sorted(able)), copies)
 
 
 def _refusal(step: int, lacking: list[Group], usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> Refusal:

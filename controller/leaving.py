@@ -32,17 +32,22 @@ def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) ->
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
     """Write nothing, say why, and have the job restart from what there is."""
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
-    newest = _newest_checkpoint(state)
+    newest = newest_checkpoint(state)
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
     after = f"the job goes on from {newest}" if newest else "no older checkpoint is known to the ranks that are left"
     return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out)
 
 
-def _newest_checkpoint(state: ControllerState) -> str:
-    """Return the newest checkpoint that any rank told of in this freeze; empty: none. Names of later steps sort later."""
+def newest_checkpoint(state: ControllerState) -> str:
+    """Return the newest checkpoint that any rank told of in this freeze; empty: none."""
     reports = state.fault.reports if state.fault is not None else ()
-    told = [report.checkpoint for report in reports if report is not None and report.checkpoint]
-    return max(told, key=lambda path: path.rpartition("/")[2], default="")
+    return max((report.checkpoint for report in reports if report is not None), key=step_of, default="")
+
+
+def step_of(path: str) -> int:
+    """Return the step that a checkpoint's path names, `.../iter_0000042`; -1: none."""
+    number = path.rpartition("/iter_")[2]
+    return int(number) if number.isdigit() else -1
 
 
 def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:

@@ -15,12 +15,13 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import empty, forgive, hear, hear_unsuspected, sweep
+from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, sweep
+from .patience import pass_over
 from .presence import die, suspicion
 from .progress import limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
-from .rounds import has_culprit
+from .rounds import half_of_the_rest, has_culprit
 from .settling import abandon_start, give_up, settle
 from .state import ControllerState, Fault, Stage
 from .transitions import TRANSITIONS
@@ -74,6 +75,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     else:
         state = replace(state, seen=now)
     state = handler(state, subject, now, out)
+    if state.stage is Stage.GATHERING and _is_of_a_rank(event):
+        state = _heard_while_gathering(state, now)
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
         # It was this controller that was cut off: the others come back as well.
         state = _grant_time(state, now)
@@ -110,7 +113,7 @@ def next_deadline(state: ControllerState) -> float | None:
         if stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
     if stage in _ORDERED and state.dump is not None:
-        moment = min(moment, state.dump.progress_by)
+        moment = min(moment, state.dump.progress_by, state.dump.patience_until)
     return None if moment == inf else moment
 
 
@@ -136,7 +139,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
         return state
     if state.stage is Stage.EXITING:
         return state
-    return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
+    return _grant_time(replace(state, members=came_back(state.members, now, state.settings)), now)
 
 
 def _grant_time(state: ControllerState, now: float) -> ControllerState:
@@ -144,7 +147,7 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
     settings = state.settings
     state = rest(replace(state, members=forgive(state.members, now, settings)), now)
     if state.stage is Stage.GATHERING:
-        state = replace(state, deadline=now + settings.lease_s)
+        state = replace(state, deadline=now + settings.lease_s, heard_at=now)
     if state.members.attached == 0 and state.members.empty_since < inf:
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
@@ -154,7 +157,8 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
         state = replace(state, fault=fault)
     if state.dump is not None:
         progress_by = max(state.dump.progress_by, now + settings.progress_timeout_s)
-        state = replace(state, dump=replace(state.dump, progress_by=progress_by))
+        patience_until = max(state.dump.patience_until, half_of_the_rest(state, now))
+        state = replace(state, dump=replace(state.dump, progress_by=progress_by, patience_until=patience_until))
     return state
 
 
@@ -192,7 +196,14 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
     members = state.members
-    return state.stage in _LED and (members.attached == 0 or 1 < members.suspects == members.alive)
+    return state.stage in _LED and (members.attached == 0 or 0 < members.suspects == members.alive)
+
+
+def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
+    """Whoever heard nobody for most of a lease was cut off: those that could not come have a lease from now on."""
+    if now - state.heard_at >= SUSPECT_AFTER * state.settings.lease_s:
+        state = replace(state, deadline=now + state.settings.lease_s)
+    return replace(state, heard_at=now)
 
 
 def _is_of_a_rank(event: Event) -> bool:
@@ -222,6 +233,8 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
     state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
         state = _SILENT[state.stage](state, now, out)
+    if state.stage in _ORDERED and state.dump is not None and now >= state.dump.patience_until:
+        state = pass_over(state, now, out)
     return state
 
 

@@ -54,6 +54,8 @@ class Membership:
     """Suspects that are not dead."""
     amnesty: float = -inf
     """Silence before this moment is forgiven: the controller itself was away, or everybody was."""
+    away_until: float = -inf
+    """The controller itself was away until then: that nobody was heard before says nothing."""
     sweep_at: float = inf
     """No lease runs out before this moment."""
     empty_since: float = inf
@@ -152,6 +154,11 @@ def forgive(members: Membership, now: float, settings: ControllerSettings) -> Me
     return replace(members, amnesty=now, sweep_at=now + SUSPECT_AFTER * settings.lease_s)
 
 
+def came_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """The controller's own process stood still, or its clock leapt: for how long nobody is heard counts from now on."""
+    return forgive(replace(members, away_until=now), now, settings)
+
+
 def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool) -> Swept:
     """Look at every lease; O(world), but not before `sweep_at`.
 
@@ -176,15 +183,10 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
             next_at = min(next_at, suspect_at)
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
-    quiet_s = now - last_heard
-    if (
-        run_out
-        and welcomed
-        and members.alive > 1
-        and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s
-    ):
-        # Nobody else is heard either: most likely it is the controller that is cut off. Whom it could order about is silent
-        # anyway, so it gives all of them new leases, until it must be true.
+    quiet_s = now - max(last_heard, members.away_until)
+    if run_out and welcomed and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s:
+        # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
+        # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 

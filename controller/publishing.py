@@ -8,15 +8,16 @@ already is kept.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Published, PublishOrder
+from ttp.proto.messages import Published, PublishOrder, StepFailed
 
+from .coverage import named
 from .events import Effect, Fields, Journal, Send
 from .leaving import leave
 from .rolling import is_holder
-from .rounds import cause_fields, next_round, root_cause
+from .rounds import cause_fields, half_of_the_rest, next_round, root_cause
 from .state import ControllerState, Stage
 from .writing import next_directory, results, tmp_name
 
@@ -69,17 +70,26 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
 def _without_node(
     state: ControllerState, place: str, ranks: list[int], now: float, out: list[Effect]
 ) -> ControllerState:
-    """What a node wrote in this directory cannot be published there: its ranks write there no more, and all is written anew.
+    """What a node wrote in this directory cannot be published there."""
+    dump = state.dump
+    assert dump is not None
+    last = dump.errors[-1] if dump.errors else f"{dump.directories[dump.attempt]}: no answer"
+    return _written_anew(state, ranks, f"node {place} could not publish: {last}", now, out)
 
-    One bad node never vetoes a directory; one that nobody can do without has the next directory tried.
+
+def _written_anew(
+    state: ControllerState, unfit: Iterable[int], why: str, now: float, out: list[Effect]
+) -> ControllerState:
+    """These ranks write in this directory no more, and all is written anew.
+
+    One bad rank or node never vetoes a directory; one that nobody can do without has the next directory tried.
     """
     dump, fault = state.dump, state.fault
     assert dump is not None and fault is not None
     directory = dump.directories[dump.attempt]
-    unfit = fault.unfit.union((directory, rank) for rank in ranks)
-    state = replace(state, fault=replace(fault, unfit=unfit, errors=(*fault.errors, *dump.errors)))
-    last = dump.errors[-1] if dump.errors else f"{directory}: no answer"
-    return next_round(state, f"node {place} could not publish: {last}", now, out)
+    pairs = fault.unfit.union((directory, rank) for rank in unfit)
+    state = replace(state, fault=replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)))
+    return next_round(state, why, now, out)
 
 
 def _places(state: ControllerState) -> tuple[str, ...]:
@@ -110,15 +120,24 @@ def _order_publish(state: ControllerState, able: list[int], now: float, out: lis
     out.append(Send((rank,), dump.order))
     fields: Fields = {"rank": rank, "step": dump.order.step, "tmp_name": dump.order.tmp_name}
     out.append(Journal("publish_sent", {**fields, **cause_fields(dump.order.cause)}))
-    progress_by = now + state.settings.progress_timeout_s
-    return replace(state, dump=replace(dump, publishers=dump.publishers | {rank}, progress_by=progress_by))
+    ordered = replace(
+        dump,
+        publishers=dump.publishers | {rank},
+        progress_by=now + state.settings.progress_timeout_s,
+        patience_until=half_of_the_rest(state, now),
+    )
+    return replace(state, dump=ordered)
 
 
 def published(state: ControllerState, answer: Published, now: float, out: list[Effect]) -> ControllerState:
-    """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave."""
+    """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave.
+
+    Where each node has its own directories, another attempt's piece would list other files; but there each attempt has a
+    freeze of its own, and words of an older one never come here.
+    """
     dump, fault = state.dump, state.fault
     assert dump is not None and fault is not None
-    if answer.step != dump.decision.step or not _counts(state, answer):
+    if answer.step != dump.decision.step:
         return state
     place = _place_of(state, answer.rank)
     here = {rank for rank in dump.publishers if _place_of(state, rank) == place}
@@ -133,26 +152,31 @@ def published(state: ControllerState, answer: Published, now: float, out: list[E
     return leave(state, f"step {answer.step} is saved in {answer.path}", now, out)
 
 
-def _counts(state: ControllerState, answer: Published) -> bool:
-    """Where the directory is shared, any publisher's word: what is there is whole. A node's piece must be this attempt's:
-    another one lists other files."""
-    if not state.settings.local_dirs:
-        return True
-    order = state.dump.order if state.dump is not None else None
-    return order is not None and answer.path.rpartition("/")[0] == order.directory
+def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
+    """The publisher could not: the next rank tries, unless it would find the same torn files."""
+    dump, rank = state.dump, answer.rank
+    assert dump is not None
+    if rank not in dump.publishers or answer.tmp_name != tmp_name(state):
+        return state
+    torn = frozenset(answer.torn).intersection(dump.work.ranks(lambda work: bool(work.results)))
+    fields: Fields = {"rank": rank, "tmp_name": answer.tmp_name, "error": answer.error}
+    out.append(Journal("publish_failed", {**fields, "torn": tuple(sorted(torn))} if torn else fields))
+    errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
+    proven = torn if not others_to_publish(state, rank) else torn & dump.doubted
+    state = replace(state, dump=replace(dump, errors=errors, doubted=dump.doubted | torn))
+    if proven:
+        why = f"files of {named('rank', sorted(proven))} ended short: {answer.error}"
+        return _written_anew(state, proven, why, now, out)
+    return replace_publishers(state, {rank}, now, out)
 
 
-def publish_failed(
-    state: ControllerState, rank: int, name: str, error: str, now: float, out: list[Effect]
-) -> ControllerState:
-    """The publisher could not: the next rank tries."""
+def others_to_publish(state: ControllerState, rank: int) -> tuple[int, ...]:
+    """Return the ranks that may publish in a publisher's place when it does not."""
     dump = state.dump
     assert dump is not None
-    if rank not in dump.publishers or name != tmp_name(state):
-        return state
-    out.append(Journal("publish_failed", {"rank": rank, "tmp_name": name, "error": error}))
-    errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
-    return _without(replace(state, dump=replace(dump, errors=errors)), {rank}, now, out)
+    tried, place = dump.failed_publishers | {rank}, _place_of(state, rank)
+    holders = (other for other in range(state.settings.world_size) if is_holder(state, other))
+    return tuple(other for other in holders if other not in tried and _place_of(state, other) == place)
 
 
 def silent_while_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -161,15 +185,16 @@ def silent_while_publishing(state: ControllerState, now: float, out: list[Effect
     late = state.dump.publishers
     out.append(Journal("stuck", {"ranks": tuple(sorted(late)), "stage": "publish"}))
     state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | late))
-    return _without(state, late, now, out)
+    return replace_publishers(state, late, now, out)
 
 
 def lost_while_publishing(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank died: it may have been a publisher, or the last one of its node."""
-    return state if state.dump is None else _without(state, {rank}, now, out)
+    return state if state.dump is None else replace_publishers(state, {rank}, now, out)
 
 
-def _without(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+def replace_publishers(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+    """Others publish where these ranks do not."""
     dump = state.dump
     assert dump is not None
     failed = dump.failed_publishers | (dump.publishers & ranks)

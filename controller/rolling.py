@@ -14,9 +14,9 @@ from ttp.proto.messages import RollForward
 from .coverage import Group, named
 from .decision import Decision, Refusal, decide
 from .events import Effect, Fields, Journal, Send
-from .leaving import refuse
+from .leaving import newest_checkpoint, refuse, step_of
 from .rank_table import RankTable
-from .rounds import frozen_fields
+from .rounds import frozen_fields, half_of_the_rest
 from .state import ControllerState, Dump, Fault, Stage, Work
 
 
@@ -25,16 +25,16 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     without which no step is covered."""
     fault = state.fault
     assert fault is not None and state.coverage is not None
-    verdict = _verdict(state, fault)
+    verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
     out.append(Journal("frozen", frozen_fields(state)))
     if isinstance(verdict, Refusal):
-        return refuse(state, verdict, now, out)
+        return refuse(state, _with_what_failed(fault, verdict), now, out)
     return _order_rolls(state, verdict, now, out)
 
 
-def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
+def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
     """Decide from what was reported; `updating`: as if the updates of these ranks had ended."""
     assert state.coverage is not None
     if not state.coverage.groups:
@@ -57,10 +57,22 @@ def _verdict(state: ControllerState, fault: Fault, updating: tuple[int, ...] = (
         assert report is not None
         reports[rank] = replace(report, closed=True, state_step=report.step)
     records = {record.step: record for record in fault.records}
-    verdict = decide(state.coverage.groups, reports, records, fault.unreachable)
+    groups, unwritable = state.coverage.groups, fault.unwritable
+    verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
     if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
-        verdict = decide(state.coverage.groups, reports, records, fault.unreachable, _absences(state, fault))
+        return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
+    if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
+        return Refusal(f"step {verdict.step}, of which local copies are left, is not newer than {there}")
     return verdict
+
+
+def _with_what_failed(fault: Fault, refusal: Refusal) -> Refusal:
+    """Say why no older step is written either, after what had kept the newer ones from being written."""
+    if not fault.unwritable:
+        return refusal
+    steps = named("step", sorted(fault.unwritable))
+    reason = f"no directory took {steps} ({'; '.join(fault.errors[-4:])}), and then {refusal.reason}"
+    return replace(refusal, reason=reason)
 
 
 def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[int, ...]:
@@ -75,7 +87,7 @@ def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[in
         for report in fault.reports
         if report is not None and not report.closed and not report.torn and is_holder(state, report.rank)
     )
-    return updating if updating and isinstance(_verdict(state, fault, updating), Decision) else ()
+    return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()
 
 
 def _wait_for_updates(
@@ -102,6 +114,7 @@ def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: lis
         rolling=rolling,
         pending=len(verdict.roll_forward),
         progress_by=now + state.settings.progress_timeout_s,
+        patience_until=half_of_the_rest(state, now),
         directories=_directories(state, verdict),
         work=RankTable.filled(state.settings.world_size, Work()),
     )
@@ -153,8 +166,14 @@ def silent_while_rolling(state: ControllerState, now: float, out: list[Effect]) 
     assert state.dump is not None and state.fault is not None
     late = state.dump.rolling.ranks(bool)
     out.append(Journal("stuck", {"ranks": late, "stage": "roll_forward"}))
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
-    for rank in late:
+    return give_up_rolls(state, late, now)
+
+
+def give_up_rolls(state: ControllerState, ranks: tuple[int, ...], now: float) -> ControllerState:
+    """These ranks' roll-forwards are waited for no longer."""
+    assert state.fault is not None
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck.union(ranks)))
+    for rank in ranks:
         state = _answered(state, rank, now)
     return state
 

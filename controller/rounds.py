@@ -84,6 +84,14 @@ def awaited(state: ControllerState) -> tuple[int, ...]:
     return tuple(rank for rank in alive if rank not in stuck)
 
 
+def half_of_the_rest(state: ControllerState, now: float) -> float:
+    """Return when half of what is left of the fault's time is over; inf when too little is left to share it out."""
+    fault, settings = state.fault, state.settings
+    assert fault is not None
+    half_s = (fault.began + settings.total_timeout_s - now) / 2
+    return now + half_s if half_s > settings.heartbeat_s else inf
+
+
 def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerState:
     """Note what became known during a fault. A rank's later, better text replaces `exiting`."""
     fault = state.fault

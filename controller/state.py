@@ -62,6 +62,8 @@ class Fault:
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
     unfit: frozenset[tuple[str, int]] = frozenset()
     """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
+    unwritable: frozenset[int] = frozenset()
+    """Steps that could be written into no directory: an older one that local copies cover is written instead."""
     errors: tuple[str, ...] = ()
     """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None
@@ -97,8 +99,13 @@ class Dump:
     """Roll-forwards, or write orders, that are not answered."""
     progress_by: float
     """When everything that is not answered counts as failed; moves with every answer."""
+    patience_until: float
+    """When ranks whose work gets on and on are passed over where others can do it: half of what is left of the fault's time
+    after the order, so that those have as long for it."""
     directories: tuple[str, ...]
     work: RankTable[Work]
+    looked: bool = False
+    """It was looked already for who could be passed over."""
     attempt: int = 0
     """Index into `directories`, and the last number of the attempt's name is one more."""
     failed_here: frozenset[int] = frozenset()
@@ -108,6 +115,8 @@ class Dump:
     """Ranks that were told to publish and have not answered: one for each place that is not published yet."""
     published_places: frozenset[str] = frozenset()
     failed_publishers: frozenset[int] = frozenset()
+    doubted: frozenset[int] = frozenset()
+    """Ranks of which a publisher said that a file of this attempt is torn."""
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""
 
@@ -137,6 +146,8 @@ class ControllerState:
     """Live ranks that were without a stream when Exit was sent."""
     early: tuple[Cause, ...] = ()
     """GATHERING: faults that ranks told before the takeover."""
+    heard_at: float = inf
+    """GATHERING: when a rank was heard last."""
     successors: tuple[str, ...] = ()
     """Addresses of all standbys, in the order of their terms."""
     seen: float = -inf

@@ -79,7 +79,7 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         return state
     if not members.attached:
         return state  # all have gone again: they come back, or the orphan timeout ends this
-    last_heard = max(member.heard for member in members.table if member.attached)
+    last_heard = max(members.away_until, *(member.heard for member in members.table if member.attached))
     if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:
         # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
         return replace(state, deadline=now + settings.lease_s)
@@ -96,6 +96,7 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         state,
         members=forgive(members, now, settings),
         deadline=inf,
+        heard_at=inf,
         coverage=coverage,
         survives=survives(coverage) if whole else "",
         job_groups=max(known_groups, len(coverage.groups)),

@@ -81,7 +81,7 @@ def step_failed(state: ControllerState, message: StepFailed, now: float, out: li
         case Stage.WRITING, "write":
             return write_failed(state, message.rank, message.tmp_name, message.error, now, out)
         case Stage.PUBLISHING, "publish":
-            return publish_failed(state, message.rank, message.tmp_name, message.error, now, out)
+            return publish_failed(state, message, now, out)
     return state
 
 

@@ -15,7 +15,7 @@ from .leaving import refuse
 from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
 from .rolling import able_holders, holders
-from .rounds import next_round
+from .rounds import half_of_the_rest, next_round
 from .state import ControllerState, Dump, Work
 
 SLOW_DISK_BYTES_PER_S = 50e6
@@ -40,7 +40,7 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
     if lacking is not None:
         return next_round(state, f"{lacking.label}: no holder is left that has step {dump.decision.step}", now, out)
     directory = dump.directories[dump.attempt]
-    if unfit := _unfit(state, directory):
+    if unfit := failing_here(state):
         able -= unfit
         if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
             return next_directory(state, now, out)
@@ -63,7 +63,8 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
         changed[rank] = Work((*mine.orders, order), mine.results)
     work = known.put_all(changed)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
-    return replace(state, dump=replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by))
+    dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by)
+    return replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now)))
 
 
 def _writing_s(state: ControllerState, plan: Plan) -> float:
@@ -137,7 +138,7 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     if not parts:
         return state
     capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
-    failed = dump.failed_here | _unfit(state, dump.directories[dump.attempt])
+    failed = failing_here(state)
     able_here = {key: tuple(r for r in ranks if r not in failed) for key, ranks in capable.items()}
     loads = {rank: len(work[rank].orders) for ranks in able_here.values() for rank in ranks}
     plan = hand_over(parts, able_here, loads)
@@ -149,33 +150,42 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     return next_round(state, "a shard lost its last writer", now, out)
 
 
-def _unfit(state: ControllerState, directory: str) -> frozenset[int]:
-    """Return the ranks whose node could not publish in this directory."""
-    assert state.fault is not None
-    return frozenset(rank for where, rank in state.fault.unfit if where == directory)
+def failing_here(state: ControllerState) -> frozenset[int]:
+    """Return the ranks that are given nothing to write in this attempt's directory."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    directory = dump.directories[dump.attempt]
+    return dump.failed_here.union(rank for where, rank in fault.unfit if where == directory)
 
 
 def next_directory(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Start again in the next directory of the list; refuse at its end."""
+    """Start again in the next directory of the list."""
     dump = state.dump
     assert dump is not None
     if dump.attempt + 1 >= len(dump.directories):
-        assert state.fault is not None
-        errors = (*state.fault.errors, *dump.errors)
-        reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
-        return refuse(state, Refusal(reason), now, out)
+        return _no_directory(state, dump, now, out)
     dump = replace(
         dump,
         attempt=dump.attempt + 1,
         failed_here=frozenset(),
         failed_publishers=frozenset(),
+        doubted=frozenset(),
         work=RankTable.filled(state.settings.world_size, Work()),
         pending=0,
-        order=None,
-        publishers=frozenset(),
-        published_places=frozenset(),
     )
     return start_writing(replace(state, dump=dump), now, out)
+
+
+def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effect]) -> ControllerState:
+    """No directory took the step. An older one of which local copies are left is worth more than none; else refuse."""
+    fault = state.fault
+    assert fault is not None
+    errors = (*fault.errors, *dump.errors)
+    reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
+    if not dump.decision.copies:
+        return refuse(state, Refusal(reason), now, out)
+    fault = replace(fault, unwritable=fault.unwritable | {dump.decision.step}, errors=errors)
+    return next_round(replace(state, fault=fault), reason, now, out)
 
 
 def results(dump: Dump) -> tuple[ShareResult, ...]:

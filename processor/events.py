@@ -88,6 +88,8 @@ class WorkFailed:
     stage: str
     tmp_name: str
     error: str
+    torn: tuple[int, ...] = ()
+    """A publisher found files of these ranks that are not what they told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def outlived(
 def work_failed(state: ProcessorState, event: WorkFailed, now: float, out: list[Effect]) -> ProcessorState:
     """An order raised. Whether a failed roll-forward tore the state, the next report says."""
     out.append(Log(f"{event.stage} failed: {event.error}"))
-    failure = StepFailed(state.settings.rank, event.freeze_id, event.stage, event.tmp_name, event.error)
+    failure = StepFailed(state.settings.rank, event.freeze_id, event.stage, event.tmp_name, event.error, event.torn)
     if event.stage == "roll_forward":
         if state.applying is None:
             raise ProtocolError(f"rank {state.settings.rank}: a roll-forward failed that was not ordered")

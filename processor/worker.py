@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
+from ttp.errors import TornShare
 from ttp.processor.events import (
     ApplyUpdate,
     Event,
@@ -115,7 +116,8 @@ class Worker:
             return work()
         except Exception as error:
             self._voice.say(logging.ERROR, f"freeze {freeze_id}: {stage} failed: {traceback.format_exc()}")
-            return WorkFailed(freeze_id, stage, tmp_name, f"{type(error).__name__}: {error}")
+            torn = error.ranks if isinstance(error, TornShare) else ()
+            return WorkFailed(freeze_id, stage, tmp_name, f"{type(error).__name__}: {error}", torn)
 
     def _roll_forward(self, freeze_id: int, record: CommitRecord) -> Event:
         gate = self._gate

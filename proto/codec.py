@@ -140,8 +140,9 @@ def _encode_up(message: m.Upward) -> pb.Upward:
             return pb.Upward(written=written)
         case m.Published(rank, freeze_id, step, path):
             return pb.Upward(published=pb.Published(rank=rank, freeze_id=freeze_id, step=step, path=path))
-        case m.StepFailed(rank, freeze_id, stage, tmp_name, error):
+        case m.StepFailed(rank, freeze_id, stage, tmp_name, error, torn):
             failed = pb.StepFailed(rank=rank, freeze_id=freeze_id, stage=stage, tmp_name=tmp_name, error=clean(error))
+            failed.torn.extend(torn)
             return pb.Upward(step_failed=failed)
         case m.Working(rank, freeze_id):
             return pb.Upward(working=pb.Working(rank=rank, freeze_id=freeze_id))
@@ -181,7 +182,8 @@ def _decode_up(wire: pb.Upward) -> m.Upward:
             return m.Published(published.rank, published.freeze_id, published.step, published.path)
         case "step_failed":
             failed = wire.step_failed
-            return m.StepFailed(failed.rank, failed.freeze_id, failed.stage, failed.tmp_name, failed.error)
+            torn = tuple(failed.torn)
+            return m.StepFailed(failed.rank, failed.freeze_id, failed.stage, failed.tmp_name, failed.error, torn)
         case "working":
             return m.Working(wire.working.rank, wire.working.freeze_id)
         case _:

@@ -341,18 +341,20 @@ class Working(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ...) -> None: ...
 
 class StepFailed(_message.Message):
-    __slots__ = ("rank", "freeze_id", "stage", "tmp_name", "error")
+    __slots__ = ("rank", "freeze_id", "stage", "tmp_name", "error", "torn")
     RANK_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     TMP_NAME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TORN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     freeze_id: int
     stage: str
     tmp_name: str
     error: str
-    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., stage: _Optional[str] = ..., tmp_name: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    torn: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., stage: _Optional[str] = ..., tmp_name: _Optional[str] = ..., error: _Optional[str] = ..., torn: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "term", "heartbeat_s", "lease_s", "survives", "successors", "job_groups", "overview", "warnings")

@@ -335,6 +335,8 @@ class StepFailed:
     """`roll_forward`, `write` or `publish`."""
     tmp_name: str
     error: str
+    torn: tuple[int, ...] = ()
+    """Ranks of which a file of this attempt is there and is not what they told: it ended short, and nobody had said so."""
 
 
 @dataclass(frozen=True, slots=True)

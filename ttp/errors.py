@@ -5,6 +5,7 @@
     ├── LayoutError        the state cannot be split over this world                   (also a ValueError)
     ├── CheckpointError    a checkpoint cannot be read or written
     │   ├── CorruptCheckpoint      truncated, altered or incomplete
+    │   │   └── TornShare          files that are not what their writers told
     │   ├── CheckpointMismatch     it belongs to another model or optimizer
     │   └── NotWritable            the directory cannot take a checkpoint
     ├── DatasetError       the training text cannot be read or is too small
@@ -39,6 +40,17 @@ class CheckpointError(TTPError):
 
 class CorruptCheckpoint(CheckpointError):
     """A checkpoint is truncated, altered or incomplete."""
+
+
+class TornShare(CorruptCheckpoint):
+    """Files of an attempt are there and are not what their writers told; `ranks` are those writers.
+
+    A file that is missing is another matter: perhaps the directory is not the same for all.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
 
 
 class CheckpointMismatch(CheckpointError):

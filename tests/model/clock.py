@@ -68,12 +68,15 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
             update_by=ago(fault.update_by, seconds),
         )
     if dump is not None:
-        dump = replace(dump, progress_by=ago(dump.progress_by, seconds))
+        dump = replace(
+            dump, progress_by=ago(dump.progress_by, seconds), patience_until=ago(dump.patience_until, seconds)
+        )
     return replace(
         state,
         members=_later_members(state.members, seconds),
         pace=unknown(state.settings.world_size),
         deadline=ago(state.deadline, seconds),
+        heard_at=ago(state.heard_at, seconds),
         seen=ago(state.seen, seconds),
         fault=fault,
         dump=dump,
@@ -93,6 +96,7 @@ def _later_members(members: Membership, seconds: float) -> Membership:
         members,
         table=members.table.put_all(heard),
         amnesty=ago(members.amnesty, seconds),
+        away_until=ago(members.away_until, seconds),
         sweep_at=ago(members.sweep_at, seconds),
         empty_since=ago(members.empty_since, seconds),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 from tests.simulation import test_hangs
 from tests.simulation.job import OwnDirectories
+from tests.simulation.network import UP
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.staged import PartialCollectives
 from tests.simulation.test_failover import two_standbys
@@ -294,4 +296,51 @@ def back_and_forth(seed: int) -> Scenario:
     job.hook("took_over", 1, lambda rank: job.scheduler.after(until_dead_s, job.controllers[1].kill))
     job.hook("took_over", 1, lambda rank: job.scheduler.after(until_cut_s, lambda: job.controllers[2].cut(cut_s)))
     job.hook("DONE 30", 1, job.kill)
+    return scenario
+
+
+def work_goes_on(seed: int) -> Scenario:
+    """A step of one rank's work gets on for longer than a fault may take; the others are done soon."""
+    scenario = build(seed, even(4), faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+    job.ranks[0].slow_work[("write", "manifest")[seed % 2]] = 60.0
+    job.hook("DONE 3", 1, lambda rank: job.ranks[1].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    return scenario
+
+
+def torn_in_the_only_directory(seed: int) -> Scenario:
+    """One rank's files end short in the directory that is not full, shared or each host's own."""
+    own = OwnDirectories(("/a", "/b")) if seed % 2 else None
+    scenario = build(seed, even(4), faults=False, steps=5, own=own)
+    scenario.harmless = False
+    job = scenario.job
+    job.disk.tearing.add((0, job.root_of(0, "/a")))
+    job.disk.full |= {job.root_of(rank, "/b") for rank in range(4)}
+    job.hook("DONE 3", 2, job.kill)
+    return scenario
+
+
+def only_the_step_before_fits(seed: int) -> Scenario:
+    """Rank 2 alone has its shard of the newest step, and no disk takes it; the others have copies of the step before."""
+    scenario = build(seed, ring(3), faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+    job.training = replace(job.training, local_copy=True)
+    for process in job.ranks:
+        process.gate.training = job.training
+    job.ranks[1].slow_compute[3] = 1.0
+    job.disk.broken_for |= {(2, "/a"), (2, "/b")}
+    job.hook("DONE 3", 2, lambda rank: job.ranks[0].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    return scenario
+
+
+def deaf_while_its_clock_leaps(seed: int) -> Scenario:
+    """The controller hears nobody for less than the orphan timeout, and its clock leaps meanwhile."""
+    scenario = build(seed, even(4), faults=False, steps=5)
+    scenario.harmless = False
+    job, controller = scenario.job, scenario.job.controllers[0]
+    job.hook("DONE 3", 1, lambda rank: job.ranks[1].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    job.hook("stage writing", 1, lambda rank: controller.cut_one_way(UP, 2.2))
+    job.hook("stage writing", 1, lambda rank: job.scheduler.after(0.1, partial(controller.jump, 2.2)))
     return scenario

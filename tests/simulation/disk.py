@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ttp.proto.messages import CommitRecord
+from ttp.proto.messages import CommitRecord, FileEntry
 
 WrittenPart = tuple[str, int, int, int]
 """What a file says about one part: (group id, index, count, value)."""
@@ -44,11 +45,21 @@ class Directory:
 
 
 class DiskError(Exception):
-    """The simulated disk refuses. `kind`: the injected fault that it comes from; empty: another process was faster."""
+    """The simulated disk refuses. `kind`: the injected fault that it comes from; empty: another process was faster. `torn`: ranks
+    whose files are there and ended short."""
 
-    def __init__(self, text: str, kind: str = "") -> None:
+    def __init__(self, text: str, kind: str = "", torn: tuple[int, ...] = ()) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.kind, self.torn = kind, torn
+
+
+def look_at(files: dict[str, File], entries: Sequence[FileEntry]) -> None:
+    """Raise DiskError when a file is missing, or has not the size that its writer told."""
+    wrong = [entry for entry in entries if entry.name not in files or files[entry.name].nbytes != entry.nbytes]
+    if wrong:
+        torn = () if any(entry.name not in files for entry in wrong) else tuple(sorted({e.rank for e in wrong}))
+        error = f"{wrong[0].name} is missing or has not the {wrong[0].nbytes} bytes that its writer told"
+        raise DiskError(error, torn=torn)
 
 
 class Trackers(dict[str, int]):
@@ -101,9 +112,8 @@ class Disk:
             raise DiskError("fsync: input/output error", "failed fsync")
 
     def serves(self, rank: int, root: str) -> bool:
-        """True when nothing is wrong with a save directory for this rank, and no rank's files end short there."""
-        torn = any(where == root for _, where in self.tearing)
-        return not (torn or root in self.full or any((rank, root) in pairs for pairs in self._by_rank()))
+        """True when nothing is wrong with a save directory for this rank."""
+        return not (root in self.full or any((rank, root) in pairs for pairs in self._by_rank()))
 
     def spoiled(self) -> frozenset[str]:
         """Return the save directories that something was wrong with, for whatever rank."""

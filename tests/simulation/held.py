@@ -60,7 +60,6 @@ class Hold:
                 process.later(job.times.heartbeat_s, say)
 
         if self.gets_on:
-            process.endless = True
             say()
         self.began(process.rank)
 

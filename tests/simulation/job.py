@@ -91,6 +91,8 @@ class Job:
         self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, self.hosts)
         self.beats_relayed = False
         """A host's heartbeats come to the controller in one envelope."""
+        self.slow = False
+        """Some of its work takes long and gets on: no fault, and it holds a dump up."""
         self.calm_until = inf
         """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)

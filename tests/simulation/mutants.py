@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     *(f"controller.{name}" for name in (
         "decision", "rounds", "settling", "machine", "rolling", "writing", "publishing", "planning", "membership", "presence",
-        "takeover", "leaving", "hangs", "progress", "transitions", "rank_table",
+        "takeover", "leaving", "patience", "hangs", "progress", "transitions", "rank_table",
     )),
     *(f"processor.{name}" for name in ("orders", "transitions", "machine", "succession")),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from tests.simulation.arranged import (
     another_publishes_later,
     back_and_forth,
     calm_with_relayed_beats,
+    deaf_while_its_clock_leaps,
     died_in_a_dump,
     disk_full_at_publish,
     each_publishes_its_piece,
@@ -29,6 +30,7 @@ from tests.simulation.arranged import (
     host_dies_with_its_files,
     idle_controller_dies,
     late_reports,
+    only_the_step_before_fits,
     order_said_again,
     pauses_for_longer_than_a_hang,
     preempted_on_a_slow_network,
@@ -43,6 +45,8 @@ from tests.simulation.arranged import (
     stopped_about_a_lease,
     stuck_and_alone,
     told_and_died,
+    torn_in_the_only_directory,
+    work_goes_on,
 )
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario, build
@@ -93,6 +97,11 @@ MUTATIONS = (
     Mutation("the parts of a writer that died are written by nobody", controllers.lost_writers_parts_are_dropped, ("I5",)),
     Mutation("a publisher that died is not replaced", controllers.failed_publisher_is_not_replaced, ("I9", "I11"), publisher_dies),
     Mutation("an order that gets on slowly counts as stuck", controllers.working_renews_nothing, ("I9",), slow_disks, within=20),
+    # What is given up, and what not.
+    Mutation("work that gets on and on is never passed over", controllers.nobody_is_passed_over, ("I9",), work_goes_on, within=20),
+    Mutation("one torn file costs its directory", controllers.torn_file_costs_its_directory, ("I9",), torn_in_the_only_directory, within=20),
+    Mutation("no older step is tried when no directory takes the newer", controllers.no_older_step_is_tried, ("I9",), only_the_step_before_fits, within=20),
+    Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
     # Directories of each host's own.
     Mutation("published when the first of several hosts has", controllers.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
     Mutation("what a lost host had written is written by nobody", controllers.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),

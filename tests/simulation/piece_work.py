@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.simulation.disk import DiskError, Manifest, final_name
+from tests.simulation.disk import DiskError, Manifest, final_name, look_at
 from tests.simulation.pieces import Key, OwnDisks, key_of
 from tests.simulation.work import Worker
 from ttp.proto.messages import FileEntry, PublishOrder
@@ -66,10 +66,7 @@ class PieceWorker(Worker):
         here = self.disks.directories.get((self._root(order), claim))
         if here is None:
             raise DiskError(f"{claim} is gone")
-        for entry in self._mine(order):
-            file = here.files.get(entry.name)
-            if file is None or file.nbytes != entry.nbytes:
-                raise DiskError(f"{entry.name} is missing or has not the {entry.nbytes} bytes that its writer told")
+        look_at(here.files, self._mine(order))
         host_state = self.gate.host_states.get(order.step)
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")

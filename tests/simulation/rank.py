@@ -63,8 +63,6 @@ class Rank:
         self.waiting = False
         self.break_roll = False
         self.hang_work = False
-        self.endless = False
-        """Its work goes on and on."""
         self.fence = 0
         """The highest term of a controller that was reached."""
         self.state = machine.initial(

@@ -127,6 +127,7 @@ def _slow_down(scenario: Scenario, rng: random.Random) -> None:
     longest_s = 2 * job.times.progress_timeout_s
     slow = [process for process in job.ranks if shared or rng.random() < 0.4]
     steps = rng.sample(_SLOW_STEPS, rng.randint(1, 2))
+    job.slow = bool(slow)
     for process in slow:
         process.slow_work |= {step: rng.uniform(job.times.progress_timeout_s, longest_s) for step in steps}
         if rng.random() < 0.3:

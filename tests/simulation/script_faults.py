@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from tests.simulation.network import UP
 from tests.simulation.staged import StagedJob
 from ttp.proto.messages import CauseKind
 
@@ -139,12 +140,21 @@ def _break_directory(job: StagedJob, directory: str, rank: str) -> None:
     job.disk.broken_for.add((int(rank), job.root_of(int(rank), directory)))
 
 
+def _tear(job: StagedJob, directory: str, rank: str) -> None:
+    job.disk.tearing.add((int(rank), job.root_of(int(rank), directory)))
+
+
 def _let_fit(job: StagedJob, rank: str, attribute: str, value: Any) -> None:
     setattr(job.ranks[int(rank)], attribute, value)
 
 
 def _take(job: StagedJob, rank: str, seconds: float, step: str) -> None:
     job.ranks[int(rank)].slow_compute[int(step)] = seconds
+
+
+def _work_on(job: StagedJob, rank: str, seconds: str, step: str) -> None:
+    """It gets on all the while."""
+    job.ranks[int(rank)].slow_work[step] = float(seconds)
 
 
 _ACTS: dict[str, Callable[..., None]] = {
@@ -155,6 +165,8 @@ _ACTS: dict[str, Callable[..., None]] = {
     "stop rank N for good": lambda job, rank: job.stop(int(rank), None),
     "stop controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].pause(float(seconds)),
     "cut controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].cut(float(seconds)),
+    "controller cN hears nobody for S s": lambda job, place, s: job.controllers[int(place)].cut_one_way(UP, float(s)),
+    "clock of controller cN leaps by S s": lambda job, place, seconds: job.controllers[int(place)].jump(float(seconds)),
     "break stream of rank N": _break_stream,
     "hold stream of rank N for S s": _hold_stream,
     "rank N raises": _raise,
@@ -164,10 +176,14 @@ _ACTS: dict[str, Callable[..., None]] = {
     "rank N hangs in update N": lambda job, rank, step: _let_fit(job, rank, "hang_update_at", int(step)),
     "rank N hangs in its next order": lambda job, rank: _let_fit(job, rank, "hang_work", True),
     "rank N fails to roll forward": lambda job, rank: _let_fit(job, rank, "break_roll", True),
+    "rank N takes S s to roll forward": lambda job, rank, seconds: _work_on(job, rank, seconds, "roll"),
+    "rank N takes S s to write": lambda job, rank, seconds: _work_on(job, rank, seconds, "write"),
+    "rank N takes S s to publish": lambda job, rank, seconds: _work_on(job, rank, seconds, "manifest"),
     "rank N misses record N": lambda job, rank, step: job.partial.missed.add((int(rank), int(step))),
     "fill D": _fill,
     "fill D of host N": _fill_node,
     "break D for rank N": _break_directory,
+    "tear D for rank N": _tear,
     "tear next write of rank N": lambda job, rank: job.disk.torn_next.add(int(rank)),
 }
 """What may be said. N: a number; S: seconds; D: a directory."""

@@ -11,6 +11,7 @@ from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
 from tests.simulation.truth import events
 from tests.simulation.work import FREEZE_TIMEOUT_S
+from ttp.proto.messages import CauseKind
 
 STEP = 3
 
@@ -69,14 +70,31 @@ def test_a_holder_that_dies_in_its_long_update_is_not_waited_for() -> None:
         assert "UPDATING" not in str(refused["reason"]), f"seed {seed}: {refused}"
 
 
-def test_a_write_that_gets_on_and_on_is_refused_when_the_total_time_is_over() -> None:
+def writes_on(seed: int, layout_of: int) -> tuple[Scenario, Job]:
+    """A rank raises, and the first that writes does so for longer than a fault may take."""
+    scenario = build(seed, ring(3) if layout_of == 3 else even(layout_of), faults=False, steps=6)
+    job = scenario.job
+    scenario.harmless = False
+    job.holds["write"] = Hold(longest_s=1.5 * job.times.total_timeout_s, gets_on=True)
+    job.hook(f"DONE {STEP}", 2, lambda rank: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    return scenario, job
+
+
+def test_a_write_that_gets_on_and_on_is_done_by_another_holder_when_half_of_the_time_is_over() -> None:
+    """Nothing is lost, and the other half is enough."""
+    for seed in range(8):
+        scenario, job = writes_on(seed, 3 if seed % 2 else 4)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        (passed,) = events(job, "passed_over")
+        assert passed["stage"] == "writing" and events(job, "published"), f"seed {seed}"
+
+
+def test_a_write_that_gets_on_and_on_is_refused_when_the_total_time_is_over_if_nobody_else_can_do_it() -> None:
     """Progress extends the wait for an answer, never the fault's total."""
     for seed in range(8):
-        scenario = build(seed, even(4), faults=False, steps=6)
-        job = scenario.job
-        scenario.harmless = False
-        job.holds["write"] = Hold(longest_s=1.5 * job.times.total_timeout_s, gets_on=True)
-        job.hook(f"DONE {STEP}", 2, partial(lambda job, rank: job.kill(rank), job))
+        scenario, job = writes_on(seed, 2)
+        job.hook("decided", 1, partial(lambda job, rank: job.kill(0), job))
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
         (refused,) = events(job, "refused")

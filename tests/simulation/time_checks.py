@@ -77,7 +77,9 @@ def _decided_late(job: Job, verdict_s: float) -> list[str]:
     """Where nothing held the job up, the word comes soon after the first death."""
     if not job.killed or any(strike.kind not in _SUDDEN for strike in job.strikes):
         return []
-    held = any(r.was_stopped or r.slow_update or r.hang_update_at or r.hang_work or r.late_results for r in job.ranks)
+    held = job.slow or any(
+        r.was_stopped or r.slow_update or r.hang_update_at or r.hang_work or r.late_results for r in job.ranks
+    )
     first_s = min(job.killed.values())
     if held or verdict_s < first_s or controllers_hurt(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
         return []

@@ -42,10 +42,16 @@ class Snapshot:
         )
 
     def newest(self, job: Job, sound: Collection[int]) -> int:
-        """Return the newest step that sound ranks cover, 0: none."""
-        steps = {step for report in self.reports for step in (report.state_step, report.state_step + 1)}
-        whole = (step for step in steps if covers(job, self.reaching(step, sound)))
-        return max(whole, default=0)
+        """Return the newest step that sound ranks cover whom one of the directories serves; 0: none."""
+        steps = {step for r in self.reports for step in (r.backup_step, r.state_step, r.state_step + 1)}
+        return max((step for step in steps if self._fits_somewhere(job, self.reaching(step, sound))), default=0)
+
+    def _fits_somewhere(self, job: Job, ranks: Collection[int]) -> bool:
+        """True when some directory takes what these ranks have of every shard."""
+        return any(
+            covers(job, [rank for rank in ranks if job.disk.serves(rank, job.root_of(rank, name))])
+            for name in job.roots
+        )
 
 
 def covers(job: Job, ranks: Collection[int]) -> bool:
@@ -64,7 +70,7 @@ def _unhurt(rank: Rank) -> bool:
 
 
 def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
-    """True when between these moments a controller was away, or its clock leapt: whom it does not hear it may take for dead."""
+    """True when between these moments a controller was away, or its clock leapt: what it does then may come late."""
     return any(
         began_s <= to_s and ended_s >= from_s
         for controller in job.controllers

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name
+from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name, look_at
 from ttp.processor import events as ev
 from ttp.proto.messages import CommitRecord, FileEntry, Part, PublishOrder, ShareResult, WriteOrder
 
@@ -184,7 +184,7 @@ class Worker:
     def _failed(self, order: WriteOrder | PublishOrder, stage: str, error: DiskError) -> None:
         if error.kind:
             self.job.struck(error.kind, self.rank)
-        self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, str(error)))
+        self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, str(error), error.torn))
 
     # --- publishing: manifest, rename, tracker; each a moment of its own, so that death may come between ---
 
@@ -213,10 +213,7 @@ class Worker:
         if here is None:
             raise DiskError(f"{order.tmp_name} is gone")
         entries = [file for result in order.results for file in result.files]
-        for entry in entries:
-            file = here.files.get(entry.name)
-            if file is None or file.nbytes != entry.nbytes:
-                raise DiskError(f"{entry.name} is missing or has not the {entry.nbytes} bytes that its writer told")
+        look_at(here.files, entries)
         host_state = self.gate.host_states.get(order.step)
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from ttp.controller import transitions as tables
 from ttp.controller.coverage import Coverage, coverage_of
 from ttp.controller.decision import Decision, Refusal, decide
 from ttp.controller.events import ControllerSettings, Effect, Journal, Send
-from ttp.controller.leaving import leave
+from ttp.controller.leaving import leave, refuse
 from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
@@ -214,11 +215,11 @@ def publishes_an_older_record(patch: Patch) -> None:
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
-    patch.setattr(publishing, "_without", lambda state, ranks, now, out: _waiting(state))
+    patch.setattr(publishing, "replace_publishers", lambda state, ranks, now, out: _waiting(state))
 
 
 def _waiting(state: Any) -> Any:
-    return replace(state, dump=replace(state.dump, progress_by=float("inf")))
+    return replace(state, dump=replace(state.dump, progress_by=inf, patience_until=inf))
 
 
 def working_renews_nothing(patch: Patch) -> None:
@@ -375,6 +376,39 @@ def one_lease_for_a_hang(patch: Patch) -> None:
 def hang_without_proof(patch: Patch) -> None:
     """Nothing disproves a hang: whoever got on since is dumped all the same."""
     patch.setattr(hangs, "_disproved", lambda state, rank, order, now, out: state)
+
+
+# --- what is given up, and what not ---
+
+
+def nobody_is_passed_over(patch: Patch) -> None:
+    """What gets on is waited for until the total time is over."""
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        return replace(state, dump=replace(state.dump, patience_until=inf))
+
+    patch.setattr(machine, "pass_over", wrong)
+
+
+def torn_file_costs_its_directory(patch: Patch) -> None:
+    """Whose files are torn is not listened to."""
+    publish_failed = publishing.publish_failed
+    wrong: Any = lambda state, answer, now, out: publish_failed(state, replace(answer, torn=()), now, out)  # noqa: E731
+    patch.setattr(tables, "publish_failed", wrong)
+
+
+def no_older_step_is_tried(patch: Patch) -> None:
+    """For a disk's sake the job does not go back to its local copies."""
+
+    def wrong(state: Any, dump: Any, now: float, out: Any) -> Any:
+        return refuse(state, Refusal("none of the directories could be written"), now, out)
+
+    patch.setattr(writing, "_no_directory", wrong)
+
+
+def a_leap_of_the_clock_counts_as_silence(patch: Patch) -> None:
+    """Of a controller that hears nobody."""
+    patch.setattr(machine, "came_back", membership.forgive)
 
 
 # --- takeovers ---

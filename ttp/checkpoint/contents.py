@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.errors import CorruptCheckpoint
+from ttp.errors import CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry, ShareResult
 
 MAGIC = b"TTPTOC01"
@@ -86,7 +86,8 @@ def read_contents(
 ) -> Contents:
     """Read the tables of all files of these shares; `advance` is told of each file (one reader's thread at a time).
 
-    Raises CorruptCheckpoint for a file without a sound table, FileNotFoundError for one that is gone.
+    Raises TornShare for a file without a sound table, CorruptCheckpoint for a table that cannot be understood,
+    FileNotFoundError for a file that is gone.
     """
     files = [file for result in results for file in result.files]
     tensors: list[TensorEntry] = []
@@ -95,6 +96,21 @@ def read_contents(
         _parse(body, directory / file.name, file, tensors, blobs)
         advance(1)
     return Contents(tuple(files), tuple(tensors), tuple(blobs))
+
+
+def wrong_files(text: str, folder: Path, files: Sequence[FileEntry]) -> CorruptCheckpoint:
+    """Return the error for files of an attempt that are not what was told.
+
+    TornShare, with their writers, where all are there and some have another size: then it is not the directory that is wrong.
+    """
+    torn = set()
+    for file in files:
+        try:
+            if (folder / file.name).stat().st_size != file.nbytes:
+                torn.add(file.rank)
+        except FileNotFoundError:
+            return CorruptCheckpoint(text)
+    return TornShare(text, tuple(sorted(torn))) if torn else CorruptCheckpoint(text)
 
 
 def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]:
@@ -109,20 +125,21 @@ def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]
 
 
 def _read_table(path: Path, file: FileEntry) -> bytes:
-    """Return the checked table of one file. Raises CorruptCheckpoint, OSError."""
+    """Return the checked table of one file. Raises TornShare, OSError."""
+    told = f"{path}, written by rank {file.rank}"
     with open(path, "rb") as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         if nbytes != file.nbytes:
-            raise CorruptCheckpoint(f"{path}, written by rank {file.rank}, has {nbytes} bytes, wanted {file.nbytes}")
+            raise TornShare(f"{told}, has {nbytes} bytes, wanted {file.nbytes}", (file.rank,))
         stream.seek(max(0, nbytes - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES)
         length = int.from_bytes(tail[32:40], "little")
         if len(tail) < _TAIL_BYTES or tail[40:] != MAGIC or length > nbytes - _TAIL_BYTES:
-            raise CorruptCheckpoint(f"{path}, written by rank {file.rank}, has no table of contents at its end")
+            raise TornShare(f"{told}, has no table of contents at its end", (file.rank,))
         stream.seek(nbytes - _TAIL_BYTES - length)
         body = stream.read(length)
     if hashlib.sha256(body).digest() != tail[:32]:
-        raise CorruptCheckpoint(f"{path}, written by rank {file.rank}: its table of contents was altered")
+        raise TornShare(f"{told}: its table of contents was altered", (file.rank,))
     return body
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import ttp
-from ttp.checkpoint.contents import read_contents
+from ttp.checkpoint.contents import read_contents, wrong_files
 from ttp.checkpoint.durable import (
     advance_tracker,
     fsync_directory,
@@ -67,8 +67,8 @@ def publish_piece(
 
     results: of the ranks of all nodes; hosts: every rank's node; start: this start's number, `term` its controller's;
     advance: told that the work gets on. Called by one rank of every node that wrote something, without a collective; may be
-    called again by another one. Raises CorruptCheckpoint (a file is not there), CheckpointError (the attempt is gone, or a
-    later term's is published), NotWritable. Nothing is visible then.
+    called again by another one. Raises CorruptCheckpoint (a file is not there; TornShare: it ended short), CheckpointError
+    (the attempt is gone, or a later term's is published), NotWritable. Nothing is visible then.
     """
     root = Path(directory)
     final = root / step_directory_name(step)
@@ -222,7 +222,7 @@ def _complete(
 ) -> None:
     """Remove what no writer reported; add the blobs and the manifest, all durable."""
     if wrong := _wrong_file(claim, mine):
-        raise CorruptCheckpoint(f"{wrong}; is TTP_SHARED_DIRS the same on every node? Write the step again")
+        raise wrong_files(f"{wrong}; is TTP_SHARED_DIRS the same on every node? Write the step again", claim, mine)
     for name in sorted(set(os.listdir(claim)) - {file.name for file in mine}):
         os.unlink(claim / name)
     contents = read_contents(claim, [ShareResult(tuple(mine))], advance)

@@ -27,7 +27,7 @@ import torch
 
 import ttp
 from ttp.checkpoint import dcp
-from ttp.checkpoint.contents import Contents, read_contents
+from ttp.checkpoint.contents import Contents, read_contents, wrong_files
 from ttp.checkpoint.durable import (
     TRACKER_NAME,
     advance_tracker,
@@ -72,9 +72,9 @@ def publish(
     trusted: published checkpoints that this run has written or verified itself; advance: told that the work gets on.
     Called by one rank, without a collective; after a failure it may be called again by any rank. A valid checkpoint of
     the same step and tensors that is there already is kept and its path returned; a broken one is moved aside.
-    Raises CorruptCheckpoint (the shares do not make a whole), CheckpointMismatch (the step is taken by another model's
-    checkpoint), NotWritable (the file system refused), CheckpointError (the attempt is gone). Nothing is visible then, or
-    the checkpoint is whole.
+    Raises CorruptCheckpoint (the shares do not make a whole; TornShare: and whose it is, is known), CheckpointMismatch (the
+    step is taken by another model's checkpoint), NotWritable (the file system refused), CheckpointError (the attempt is
+    gone). Nothing is visible then, or the checkpoint is whole.
     """
     root = Path(directory)
     final = root / step_directory_name(step)
@@ -155,9 +155,8 @@ def _claim(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -
     # What was listed may have been renamed by another publisher before it was looked at: only what stays put is broken.
     if not found or os.path.lexists(final) or not all((root / name).is_dir() for name in found):
         return None
-    raise CorruptCheckpoint(
-        f"{_missing(root / found[0], files)}; is {root} the same directory on every node? Write the step again"
-    )
+    text = f"{_missing(root / found[0], files)}; is {root} the same directory on every node? Write the step again"
+    raise wrong_files(text, root / found[0], files)
 
 
 def _missing(path: Path, files: Sequence[FileEntry]) -> str | None:

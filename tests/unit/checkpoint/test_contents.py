@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from ttp.checkpoint import load, writer
 from ttp.checkpoint.contents import TensorEntry, read_contents
-from ttp.errors import CorruptCheckpoint
+from ttp.errors import CorruptCheckpoint, TornShare
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -63,6 +64,28 @@ def test_a_damaged_table_of_contents_is_refused_and_its_writer_named(job: Job, t
     content = bytearray(file.read_bytes())
     content[where] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match=r"__1_0_0\.distcp, written by rank 1.* table of contents"):
+    with pytest.raises(TornShare, match=r"__1_0_0\.distcp, written by rank 1.* table of contents") as caught:
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    assert caught.value.ranks == (1,)
     assert load.list_checkpoints([tmp_path]) == []
+
+
+def test_a_file_that_ended_short_is_told_with_its_writers(job: Job, tmp_path: Path) -> None:
+    """Every one of them, so that one round is enough to do without them."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 4)
+    for rank in (1, 3):
+        file = tmp_path / "iter_0000042_tmp_a" / f"__{rank}_0_0.distcp"
+        os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(TornShare, match=r"__1_0_0\.distcp, written by rank 1, has \d+ bytes, wanted") as caught:
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    assert caught.value.ranks == (1, 3)
+
+
+def test_where_a_file_is_missing_nobody_is_said_to_have_torn_one(job: Job, tmp_path: Path) -> None:
+    """Perhaps it is the directory that is not the same for all: then no writer is at fault."""
+    results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
+    (tmp_path / "iter_0000042_tmp_a" / "__2_0_0.distcp").unlink()
+    os.truncate(tmp_path / "iter_0000042_tmp_a" / "__1_0_0.distcp", 5)
+    with pytest.raises(CorruptCheckpoint, match=r"is .* the same directory on every node") as caught:
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
+    assert not isinstance(caught.value, TornShare)

@@ -20,7 +20,7 @@ from ttp.checkpoint.load import Found, verify
 from ttp.checkpoint.manifest import read_manifest
 from ttp.checkpoint.pieces import list_pieces, remove_superseded
 from ttp.directories import RunDirectories
-from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
+from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry, ShareResult
 
 HOSTS = ("a", "a", "b", "b")
@@ -410,6 +410,17 @@ def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job
     with pytest.raises(CorruptCheckpoint, match="TTP_SHARED_DIRS"):
         cluster.publish(0, name, 7, results)
     assert not (cluster.root / "a" / "iter_0000007").exists()
+
+
+def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is_told(
+    cluster: Cluster, job: Job
+) -> None:
+    name = "iter_0000007_tmp_x"
+    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    os.truncate(cluster.root / "a" / name / results[1].files[0].name, 5)
+    with pytest.raises(TornShare, match="written by rank 1, has 5 bytes") as caught:
+        cluster.publish(0, name, 7, results)
+    assert caught.value.ranks == (1,) and not (cluster.root / "a" / "iter_0000007").exists()
 
 
 def test_a_claim_with_the_files_is_taken_before_an_attempt_made_anew(cluster: Cluster, job: Job) -> None:

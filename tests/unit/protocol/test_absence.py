@@ -311,6 +311,29 @@ def test_a_controller_that_was_stopped_gives_an_update_its_whole_time_again() ->
     assert job.told("refused")
 
 
+def test_a_deaf_controller_whose_clock_leaps_takes_nobody_for_dead() -> None:
+    """What the leap adds to the silence is its own; only after the orphan timeout without another leap it must be true."""
+    job = writing(orphan_timeout_s=15.0, progress_timeout_s=100.0)
+    job.wait(8.0, heard=())
+    job.take(Tick(), after=10.0)
+    job.wait(14.0, heard=())
+    assert len(job.told("death_seen")) == 1 and job.at(Stage.WRITING)
+    job.wait(2.0 + LEASE_S, heard=())
+    assert len(job.told("death_seen")) == 4 and job.told("refused")[0]["reason"] == "all ranks are dead"
+
+
+def test_a_standby_whose_clock_leaps_goes_on_to_wait_for_those_that_have_not_come() -> None:
+    """Rank 0 came and is silent like the others: it is the standby that is cut off, for as long as that may last."""
+    job = ControllerBench(assembled=False, standby=1, address="c1", orphan_timeout_s=15.0)
+    job.say(registration(0))
+    job.wait(8.0, heard=())
+    job.take(Tick(), after=10.0)
+    job.wait(14.0, heard=())
+    assert job.at(Stage.GATHERING)
+    job.wait(2.0 + LEASE_S, heard=())
+    assert job.told("took_over")[0]["absent"] == (1, 2, 3)
+
+
 def test_a_standby_that_was_stopped_waits_a_lease_again_for_those_that_have_not_come() -> None:
     job = ControllerBench(assembled=False, standby=1, address="c1")
     job.say(registration(0))

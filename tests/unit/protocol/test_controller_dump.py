@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.protocol.bench import MIB, ControllerBench, only, registration, report
@@ -28,17 +30,17 @@ from ttp.proto.messages import (
 READY, DONE, COMPUTE, UPDATING = Phase.READY, Phase.DONE, Phase.COMPUTE, Phase.UPDATING
 
 
-def dying(step: int = 7) -> ControllerBench:
+def dying(step: int = 7, **settings: Any) -> ControllerBench:
     """Rank 3 is dead; all others are frozen in COMPUTE of `step`, and the write orders are out."""
-    job = ControllerBench()
+    job = ControllerBench(**settings)
     job.say(killed(3))
     job.all_report(step, ranks=(0, 1, 2))
     assert job.at(Stage.WRITING)
     return job
 
 
-def publishing() -> tuple[ControllerBench, int, PublishOrder]:
-    job = dying()
+def publishing(**settings: Any) -> tuple[ControllerBench, int, PublishOrder]:
+    job = dying(**settings)
     job.all_write(job.orders())
     return job, *job.publish_order()
 
@@ -319,7 +321,7 @@ def test_a_write_that_falls_silent_is_done_by_others() -> None:
 def test_a_large_share_gets_the_time_that_a_slow_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer answers once, when all is durable: its silence counts from when a slow disk would be done."""
     monkeypatch.setattr("ttp.controller.writing.SLOW_DISK_BYTES_PER_S", MIB / 60.0)
-    job = dying()
+    job = dying(total_timeout_s=600.0)
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
     job.wait(31.0)

@@ -65,15 +65,15 @@ def test_a_rank_in_compute_does_not_roll_forward() -> None:
     """Its gradients are not final; with local copies the job falls back to the step that all have."""
     done = report(1, 1, DONE, 7, records=[7], backup_step=6)
     found = verdict(done, report(0, 1, COMPUTE, 7), report(2, 1, READY, 7, backup_step=5))
-    assert found == Decision(7, record(7), (2,), (1, 2))
+    assert found == Decision(7, record(7), (2,), (1, 2), copies=True)
     found = verdict(done, report(0, 1, COMPUTE, 7))
-    assert found == Decision(6, None, (), (0, 1))
+    assert found == Decision(6, None, (), (0, 1), copies=True)
 
 
 def test_a_failed_roll_forward_is_not_tried_again() -> None:
     reports = (report(0, 1, READY, 7, backup_step=5), report(1, 1, DONE, 7, records=[7], backup_step=6))
-    assert verdict(*reports) == Decision(7, record(7), (0,), (0, 1))
-    assert verdict(*reports, unreachable=frozenset({(0, 7)})) == Decision(6, None, (), (0, 1))
+    assert verdict(*reports) == Decision(7, record(7), (0,), (0, 1), copies=True)
+    assert verdict(*reports, unreachable=frozenset({(0, 7)})) == Decision(6, None, (), (0, 1), copies=True)
 
 
 def test_skipped_steps_count_as_steps() -> None:

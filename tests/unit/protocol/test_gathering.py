@@ -229,3 +229,23 @@ def test_a_second_standby_numbers_its_freezes_above_the_firsts() -> None:
     for rank in range(4):
         job.say(coming(rank))
     assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2 * FREEZES_OF_A_TERM + 1}
+
+
+def test_a_standby_that_was_cut_off_while_it_gathered_gives_the_others_a_lease_from_its_return() -> None:
+    """Rank 0 came before, rank 1 comes right after; ranks 2 and 3 are on their way when the time would be over."""
+    job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
+    job.say(registration(0))
+    job.wait(5.9, heard=())
+    assert job.at(Stage.GATHERING)
+    job.say(registration(1))
+    job.wait(2.0, heard=(0, 1))
+    assert job.at(Stage.GATHERING)
+    job.say(registration(2), registration(3))
+    assert job.told("took_over")[0]["absent"] == ()
+
+
+def test_ranks_that_are_heard_all_the_while_do_not_prolong_the_gathering() -> None:
+    job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
+    job.say(registration(0))
+    job.wait(3.1, heard=(0,))
+    assert job.told("took_over")[0]["absent"] == (1, 2, 3)

@@ -366,7 +366,7 @@ def test_a_failure_to_publish_counts_from_its_publisher_and_about_its_attempt_on
 
 
 def test_publishers_have_their_whole_time_from_the_order_on() -> None:
-    job, _, _ = publishing()
+    job, _, _ = publishing(total_timeout_s=600.0)
     job.wait(29.0)
     job.say(killed(0))
     assert job.publish_order()[0] == 1

@@ -101,6 +101,13 @@ def test_a_failed_order_that_is_said_again_is_answered_with_its_failure() -> Non
     assert rank.said(StepFailed) == [failure] and not only(rank.effects, WriteShare)
 
 
+def test_a_publisher_tells_whose_files_are_torn() -> None:
+    rank = frozen()
+    rank.hear(publish_order())
+    rank.take(WorkFailed(1, "publish", TMP, "r2_0 is short", torn=(2, 3)))
+    assert [failure.torn for failure in rank.said(StepFailed)] == [(2, 3)]
+
+
 def test_a_failed_publish_leaves_the_write_of_the_same_attempt_as_it_is() -> None:
     rank = frozen()
     rank.hear(write_order())

@@ -162,15 +162,6 @@ def test_a_node_that_has_published_is_not_found_stuck_with_the_others() -> None:
     assert job.told("stuck")[0]["ranks"] == (0,)
 
 
-def test_a_piece_in_another_directory_than_the_ordered_one_does_not_count() -> None:
-    """All pieces of a step are in directories of one name."""
-    job = publishing(3)
-    job.say(Published(0, 1, 6, "/b/iter_0000006"))
-    assert job.at(Stage.PUBLISHING) and not job.told("place_published")
-    job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.told("place_published")[0]["host"] == "a"
-
-
 def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:
     """The rank that wrote them is gone, the disk is not."""
     job, orders = writing(3)

@@ -224,8 +224,23 @@ def test_what_a_launcher_says_gives_silent_ranks_no_new_lease() -> None:
     assert job.state.members.suspects == 2
     job.say(killed(1))
     assert job.state.members.amnesty < job.now
-    job.wait(0.6, heard=())
-    assert job.told("death_seen")[-1]["rank"] == 0
+
+
+def test_the_last_rank_is_not_taken_for_dead_before_a_controller_that_is_cut_off_would_be() -> None:
+    """A lease of silence of the only rank that is left may be the controller's own; the orphan timeout decides."""
+    job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
+    job.say(killed(1))
+    job.wait(14.0, heard=())
+    assert len(job.told("death_seen")) == 1 and job.at(Stage.FREEZING)
+    job.say(report(0, 1, READY, 7))
+    assert job.told("decided")[0]["able"] == (0,)
+
+
+def test_the_last_rank_is_dead_when_the_orphan_timeout_is_over() -> None:
+    job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
+    job.say(killed(1))
+    job.wait(15.0 + 3.1, heard=())
+    assert job.told("death_seen")[-1]["rank"] == 0 and job.told("refused")[0]["reason"] == "all ranks are dead"
 
 
 # --- how long a culprit is looked for ---

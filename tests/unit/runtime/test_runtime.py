@@ -19,8 +19,8 @@ from ttp.controller.events import Journal as JournalEffect
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
 from ttp.controller.machine import transition
 from ttp.controller.process import ControllerProcess, start_controller
-from ttp.errors import ControllerError
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase
+from ttp.errors import ControllerError, TornShare
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
 from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record
@@ -360,6 +360,34 @@ def test_a_writer_that_fails_says_so_and_the_job_goes_another_way(
     for rank in ranks:
         assert rank.exited.wait(LONG_S)
     assert [order.step for rank in ranks for order in rank.holder.published] == [1]
+
+
+def test_a_torn_file_costs_its_writers_share_and_not_the_directory(
+    new_controller: StartController, new_ranks: StartRanks
+) -> None:
+    """Whoever publishes finds rank 1's file torn: the job's only directory takes the step all the same, without rank 1."""
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(1)
+
+    def publisher(rank: Rank) -> Callable[[PublishOrder], str]:
+        def publish(order: PublishOrder) -> str:
+            writers = {file.rank for result in order.results for file in result.files}
+            if 1 in writers:
+                raise TornShare("rank1.distcp, written by rank 1, has 50 bytes, wanted 100", (1,))
+            rank.holder.published.append(order)
+            return f"{order.directory}/iter_{order.step:07d}"
+
+        return publish
+
+    for rank in ranks:
+        rank.holder.publish = publisher(rank)  # type: ignore[method-assign, assignment]
+    ranks[2].processor.fault(Cause(CauseKind.EXCEPTION, (2,), "ValueError: x"), "")
+    for rank in ranks:
+        assert rank.exited.wait(LONG_S)
+    (order,) = [order for rank in ranks for order in rank.holder.published]
+    assert {file.rank for result in order.results for file in result.files} == {0, 2}
 
 
 def test_a_lost_parent_is_the_ranks_own_fault(new_controller: StartController, tmp_path: Path) -> None:

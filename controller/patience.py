@@ -1,0 +1,108 @@
+"""Ranks whose work gets on and on, passed over where others can do it in time (PURE).
+
+Owns the moments at which that is looked at: half of what is left of the fault's time after an order, and half of each rest.
+Whoever has done its own share by the first does as much again in the other half. Where nobody can, all are asked again if
+others have come to cover the step since, and at the second look if local copies cover the step before; else the rank is waited
+for until the fault's total time is over. Ranks that say nothing are given up much sooner, by the stages themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ttp.proto.frozen import replace
+
+from .coverage import named
+from .decision import Refusal
+from .events import Effect, Journal
+from .publishing import others_to_publish, replace_publishers
+from .rolling import able_holders, give_up_rolls, verdict_of
+from .rounds import half_of_the_rest, next_round
+from .state import ControllerState, Stage
+from .writing import failing_here, replace_writers
+
+
+def pass_over(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Half of the time is over: give what is not done to ranks that have nothing left to do, and look again later."""
+    dump = state.dump
+    assert dump is not None
+    state = replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
+    after = _PASS_OVER[state.stage](state, now, out)
+    return _decided_anew(state, dump.looked, now, out) if after is state else after
+
+
+def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Effect]) -> ControllerState:
+    """Who cannot be done without in this plan may be in another: where a rank has reported since that its update has ended, or,
+    when it is looked at again, at the step before, of which local copies are left."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    step, owing = dump.decision.step, dump.work.ranks(lambda work: bool(work.orders))
+    late = dump.publishers.union(dump.rolling.ranks(bool), owing)
+    verdict = verdict_of(state, replace(fault, stuck=fault.stuck | late))
+    if isinstance(verdict, Refusal):
+        return state
+    others = verdict.step == step and not dump.able.issuperset(verdict.able)
+    before = verdict.step == step - 1 and dump.decision.copies and again
+    if not (others or before):
+        return state
+    passed = _note(state, late, out)
+    why = f"{named('rank', passed)} did not finish with step {step}; step {verdict.step} can be written without"
+    return next_round(_without(state, passed), why, now, out)
+
+
+def _while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Who holds no shard that others have not got at the decided step is not needed."""
+    assert state.dump is not None and state.coverage is not None
+    late = frozenset(state.dump.rolling.ranks(bool))
+    done = able_holders(state) - late
+    needed = {rank for group in state.coverage.groups if done.isdisjoint(group.holders) for rank in group.holders}
+    passed = _note(state, late - needed, out)
+    return give_up_rolls(state, passed, now) if passed else state
+
+
+def _while_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Whose every part has another holder that is done with its own writing is replaced."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    late = dump.work.ranks(lambda work: bool(work.orders))
+    free = able_holders(state) - failing_here(state) - frozenset(late)
+    others = {group.group_id: not free.isdisjoint(group.holders) for group in state.coverage.groups}
+    replaceable = {
+        rank for rank in late if all(others[part.group_id] for order in dump.work[rank].orders for part in order.parts)
+    }
+    passed = _note(state, replaceable, out)
+    return replace_writers(_without(state, passed), passed, now, out) if passed else state
+
+
+def _while_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Another rank publishes beside one that goes on; where there is no other, its node is done without if that can be."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    alone = frozenset(rank for rank in dump.publishers if not others_to_publish(state, rank))
+    left = able_holders(state) - alone
+    if any(left.isdisjoint(group.holders) for group in state.coverage.groups):
+        passed, alone = _note(state, dump.publishers - alone, out), frozenset[int]()
+    else:
+        passed = _note(state, dump.publishers, out)
+    return replace_publishers(_without(state, alone), frozenset(passed), now, out) if passed else state
+
+
+def _note(state: ControllerState, ranks: Collection[int], out: list[Effect]) -> tuple[int, ...]:
+    passed = tuple(sorted(ranks))
+    if passed:
+        out.append(Journal("passed_over", {"ranks": passed, "stage": state.stage.value}))
+    return passed
+
+
+def _without(state: ControllerState, ranks: Collection[int]) -> ControllerState:
+    """These ranks are holders no more in this fault."""
+    fault = state.fault
+    assert fault is not None
+    return replace(state, fault=replace(fault, stuck=fault.stuck.union(ranks)))
+
+
+_PASS_OVER: dict[Stage, Callable[[ControllerState, float, list[Effect]], ControllerState]] = {
+    Stage.ROLLING: _while_rolling,
+    Stage.WRITING: _while_writing,
+    Stage.PUBLISHING: _while_publishing,
+}

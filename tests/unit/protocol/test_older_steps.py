@@ -1,0 +1,150 @@
+"""A step that no directory takes: an older one of which local copies are left is written, where that gains something."""
+
+from __future__ import annotations
+
+from tests.unit.protocol.bench import ControllerBench, record, report
+from tests.unit.protocol.test_controller_dump import failed
+from tests.unit.protocol.test_controller_members import fault, killed
+from tests.unit.protocol.test_patience import works
+from ttp.controller.leaving import step_of
+from ttp.controller.state import Stage
+from ttp.proto.messages import CauseKind, Freeze, Phase, Published, RollForward
+
+COMPUTE, DONE = Phase.COMPUTE, Phase.DONE
+RING = ((0, 1), (1, 2), (0, 2))
+
+
+def two_ahead(checkpoint: str = "") -> ControllerBench:
+    """Ranks 0 and 2 have step 7 and a copy of 6, rank 1 stands at 6: rank 2 alone has shard 1 of step 7. Orders are out."""
+    job = ControllerBench(RING)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    all_say_again(job, checkpoint)
+    assert job.told("decided")[-1]["step"] == 7 and job.told("decided")[-1]["able"] == (0, 2)
+    return job
+
+
+def all_say_again(job: ControllerBench, checkpoint: str = "") -> None:
+    freeze_id = job.state.freeze_id
+    for rank in (0, 2):
+        job.say(report(rank, freeze_id, DONE, 7, records=[6, 7], backup_step=6, checkpoint=checkpoint))
+    job.say(report(1, freeze_id, COMPUTE, 7, records=[5, 6], backup_step=5))
+
+
+def fails_in_both_directories(job: ControllerBench, rank: int = 2) -> None:
+    for _ in range(2):
+        job.say(failed(rank, job.orders()[rank]))
+
+
+def test_local_copies_of_the_step_before_are_written_when_no_directory_takes_the_decided_step() -> None:
+    job = two_ahead()
+    fails_in_both_directories(job)
+    assert "none of 2 directories could be written" in job.told("replanned")[0]["reason"]
+    assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
+    all_say_again(job)
+    decided = job.told("decided")[-1]
+    assert (decided["step"], decided["able"]) == (6, (0, 1, 2)) and not job.told("refused")
+    assert not job.sent(RollForward)
+    orders = job.orders()
+    assert {(order.step, order.directory) for order in orders.values()} == {(6, "/a")}
+    job.say(failed(2, orders[2]))
+    moved = job.orders()
+    assert sorted(moved) == [0, 1]
+    job.all_write({rank: orders[rank] for rank in (0, 1)})
+    job.all_write(moved)
+    rank, order = job.publish_order()
+    assert (order.step, order.record) == (6, record(6))
+    job.say(Published(rank, 2, 6, "/a/iter_0000006"))
+    assert job.told("published")[0]["step"] == 6 and job.at(Stage.EXITING)
+
+
+def test_without_local_copies_nobody_is_asked_again() -> None:
+    """There is no older step to be had: it is refused at once."""
+    job = ControllerBench(RING)
+    job.say(killed(1))
+    job.say(report(0, 1, DONE, 7, records=[7]), report(2, 1, DONE, 7, records=[7]))
+    fails_in_both_directories(job)
+    assert job.told("refused")[0]["reason"].startswith("none of 2 directories could be written: /a: rank 2:")
+    assert job.state.freeze_id == 1
+
+
+def test_an_older_step_that_nobody_covers_is_refused_with_what_failed_before() -> None:
+    job = two_ahead()
+    fails_in_both_directories(job)
+    job.say(killed(1))
+    for rank in (0, 2):
+        job.say(report(rank, 2, DONE, 7, records=[6, 7], backup_step=-1))
+    reason = job.told("refused")[0]["reason"]
+    assert reason.startswith("no directory took step 7 (/a: rank 2: no space left on device; /b: rank 2: no space left")
+    assert "and then no live rank can write" in reason
+
+
+def test_each_step_is_tried_once() -> None:
+    """Where the disks take no step at all, it ends with the oldest."""
+    job = two_ahead()
+    fails_in_both_directories(job)
+    all_say_again(job)
+    for _ in range(2):
+        orders = job.orders()
+        job.say(failed(0, orders[0]))
+        job.say(failed(1, job.orders().get(1) or orders[1]))
+    all_say_again(job)
+    assert [line["step"] for line in job.told("decided")] == [7, 6]
+    reason = job.told("refused")[0]["reason"]
+    assert reason.startswith("no directory took steps 6, 7 (")
+
+
+def test_an_older_step_that_is_published_already_is_not_written_again() -> None:
+    """The ranks know a checkpoint of step 6: going back to it needs no dump."""
+    job = two_ahead("/c/iter_0000006")
+    fails_in_both_directories(job)
+    all_say_again(job, "/c/iter_0000006")
+    refused = job.told("refused")[0]
+    assert "step 6, of which local copies are left, is not newer than /c/iter_0000006" in refused["reason"]
+    assert refused["goes_on_from"] == "/c/iter_0000006" and job.at(Stage.EXITING)
+
+
+def test_an_older_step_that_is_newer_than_what_is_published_is_written() -> None:
+    job = two_ahead("/c/iter_0000005")
+    fails_in_both_directories(job)
+    all_say_again(job, "/c/iter_0000005")
+    assert job.told("decided")[-1]["step"] == 6 and job.at(Stage.WRITING)
+
+
+def test_the_newest_checkpoint_is_known_by_its_number() -> None:
+    """Ten million steps have one digit more than the names are padded to."""
+    assert step_of("/a/iter_0000042") == 42 < step_of("/b/iter_10000000")
+    assert step_of("") == step_of("/a/iter_x") == step_of("/a/other") == -1
+
+
+def test_the_step_before_is_written_when_nobody_else_can_finish_with_the_decided_one() -> None:
+    """Rank 2 alone has shard 1 of step 7, and writes on and on; at half of the time that does not matter yet, at half of the rest it
+    does: ranks 0 and 1 cover step 6."""
+    job = two_ahead()
+    orders = job.orders()
+    job.say(job.written(0, orders[0]))
+    works(job, 61.0, 2)
+    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    works(job, 30.0, 2)
+    assert job.told("passed_over")[0]["ranks"] == (2,)
+    assert job.told("replanned")[0]["reason"] == "rank 2 did not finish with step 7; step 6 can be written without"
+    all_say_again(job)
+    decided = job.told("decided")[-1]
+    assert (decided["step"], decided["able"]) == (6, (0, 1)) and not job.told("refused")
+
+
+def test_a_rank_that_the_step_before_needs_as_well_is_waited_for() -> None:
+    """Rank 1 has died: only rank 2 has shard 1, of both steps."""
+    job = two_ahead()
+    orders = job.orders()
+    job.say(job.written(0, orders[0]), killed(1))
+    works(job, 118.0, 2)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
+
+
+def test_without_local_copies_no_step_before_is_looked_for() -> None:
+    """Rank 0 stands at step 6 without being READY, as no such job can; its word is not asked for again."""
+    job = ControllerBench(((0, 1),))
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.say(report(0, 1, COMPUTE, 7), report(1, 1, DONE, 7, records=[7]))
+    works(job, 118.0, 1)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)

@@ -1,0 +1,239 @@
+"""Work that gets on and on: when it is passed over, for whom, and when it is waited for to the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, registration, report
+from tests.unit.protocol.test_controller_dump import dying, failed, publishing
+from tests.unit.protocol.test_controller_members import fault, killed
+from ttp.controller import machine
+from ttp.controller.events import Tick
+from ttp.controller.state import Stage
+from ttp.proto.messages import CauseKind, Phase, Published, PublishOrder, RolledForward, Working
+
+READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE
+TOTAL_S = 120.0
+
+
+def works(job: ControllerBench, seconds: float, *ranks: int) -> None:
+    """These ranks say every few seconds that their work gets on, for so long."""
+    until = job.now + seconds
+    while job.now < until and not job.at(Stage.OVER):
+        job.wait(min(4.0, until - job.now))
+        for rank in ranks:
+            if job.state.stage in (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING):
+                job.say(Working(rank, job.state.freeze_id))
+
+
+def rolling() -> ControllerBench:
+    """All live; ranks 0 and 3 roll forward to step 7, which 1 and 2 have."""
+    job = ControllerBench()
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, READY, 7))
+    return job
+
+
+# --- writing ---
+
+
+def all_alive_write() -> ControllerBench:
+    """Rank 0 raised; every shard has two holders, which write half of it each."""
+    job = ControllerBench()
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.all_report(7)
+    assert sorted(job.orders()) == [0, 1, 2, 3]
+    return job
+
+
+def test_a_write_that_goes_on_for_half_of_the_time_is_given_to_a_holder_that_is_done() -> None:
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
+    works(job, TOTAL_S / 2 - 1, 0)
+    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    works(job, 1.5, 0)
+    assert job.told("passed_over")[0] == {"ranks": (0,), "stage": "writing"}
+    assert job.told("write_moved")[0] == {"from": (0,), "ranks": (2,), "parts": 1}
+    assert job.state.fault is not None and job.state.fault.stuck == {0}
+
+
+def test_a_write_that_nobody_else_can_do_is_waited_for_until_the_total_time_is_over() -> None:
+    """Rank 3 is dead, and rank 1 has its shard alone."""
+    job = dying()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (0, 2)))
+    works(job, TOTAL_S - 1, 1)
+    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    job.say(job.written(1, orders[1]))
+    assert job.at(Stage.PUBLISHING)
+
+
+def test_where_all_disks_are_slow_nobody_is_passed_over_at_half_time() -> None:
+    """The other holder is no faster: it has not finished its own share."""
+    job = all_alive_write()
+    works(job, TOTAL_S / 2 + 5, 0, 1, 2, 3)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
+
+
+def test_it_is_looked_at_again_when_half_of_the_rest_is_over() -> None:
+    """Rank 2 finishes its own share at 70 s of 120; at 90 s rank 0's goes to it."""
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 3)))
+    works(job, 70.0, 0, 2)
+    job.say(job.written(2, orders[2]))
+    works(job, 19.0, 0)
+    assert not job.told("passed_over")
+    works(job, 2.0, 0)
+    assert job.told("write_moved")[0]["ranks"] == (2,)
+
+
+def test_who_gets_the_work_has_half_of_the_rest_for_it() -> None:
+    """The replacement goes on and on as well: nobody is left, and it is waited for."""
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
+    works(job, TOTAL_S / 2 + 1, 0)
+    works(job, TOTAL_S / 2 - 2, 2)
+    assert len(job.told("passed_over")) == 1 and job.at(Stage.WRITING)
+
+
+def test_a_holder_whose_disk_failed_it_takes_nothing_over() -> None:
+    """Rank 2 cannot write in this directory: rank 0 is waited for, however long it takes."""
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(failed(2, orders[2]))
+    moved = job.orders()
+    assert sorted(moved) == [0]
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 3)))
+    works(job, TOTAL_S - 2, 0)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
+
+
+def test_an_answer_of_one_that_was_passed_over_counts_no_more() -> None:
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
+    works(job, TOTAL_S / 2 + 1, 0)
+    job.say(job.written(0, orders[0]))
+    assert job.at(Stage.WRITING), "its part is rank 2's now"
+
+
+def test_a_controller_that_was_away_at_half_time_passes_nobody_over_before_it_has_heard_them() -> None:
+    """The answer may wait in its queue."""
+    job = all_alive_write()
+    orders = job.orders()
+    job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
+    works(job, 50.0, 0)
+    job.now += 20.0
+    job.take(Tick())
+    assert not job.told("passed_over")
+    job.say(job.written(0, orders[0]))
+    assert job.at(Stage.PUBLISHING)
+
+
+# --- rolling forward ---
+
+
+def test_a_roll_forward_that_goes_on_is_done_without_where_another_holder_has_the_step() -> None:
+    """Rank 1 has rank 3's shard at step 7; rank 0 answers."""
+    job = rolling()
+    job.say(RolledForward(0, 1, 7))
+    works(job, TOTAL_S / 2 - 1, 3)
+    assert job.at(Stage.ROLLING)
+    works(job, 1.5, 3)
+    assert job.told("passed_over")[0] == {"ranks": (3,), "stage": "rolling"} and job.at(Stage.WRITING)
+    assert job.told("write_sent")[0]["ranks"] == (0, 1)
+
+
+def test_a_roll_forward_that_nobody_can_do_without_is_waited_for() -> None:
+    """Rank 0 has its shard alone since rank 2 died; rank 3 is passed over all the same."""
+    job = rolling()
+    works(job, TOTAL_S / 2 + 1, 0, 3)
+    assert job.told("passed_over")[0]["ranks"] == (3,) and job.at(Stage.ROLLING)
+    job.say(RolledForward(0, 1, 7))
+    assert job.at(Stage.WRITING)
+
+
+def test_what_is_passed_over_does_not_end_the_dump_when_it_dies() -> None:
+    job = rolling()
+    works(job, TOTAL_S / 2 + 1, 0, 3)
+    job.say(killed(3), RolledForward(3, 1, 7))
+    assert job.at(Stage.ROLLING)
+
+
+def test_a_holder_whose_long_update_has_ended_since_is_asked_instead() -> None:
+    """Rank 2 could not close its gate when the step was decided, and rank 0, its partner, rolls forward on and on."""
+    job = ControllerBench()
+    job.say(killed(1))
+    stuck = report(2, 1, Phase.UPDATING, 7, records=[7], closed=False)
+    job.say(report(0, 1, READY, 7), stuck, report(3, 1, DONE, 7, records=[7]))
+    assert job.told("decided")[0]["able"] == (0, 3)
+    works(job, 20.0, 0)
+    job.say(report(2, 1, DONE, 7, records=[7]))
+    works(job, TOTAL_S / 2 - 19.0, 0)
+    assert job.told("passed_over")[0]["ranks"] == (0,) and job.state.freeze_id == 2
+    job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in (2, 3)))
+    assert job.told("decided")[1]["able"] == (2, 3) and sorted(job.orders()) == [2, 3]
+
+
+# --- publishing ---
+
+
+def test_a_publish_that_goes_on_is_ordered_from_another_rank_beside_it() -> None:
+    """Whichever of both says that it is done, is believed."""
+    job, _, _ = publishing()
+    works(job, TOTAL_S / 2 - 1, 0)
+    assert len(job.told("publish_sent")) == 1
+    works(job, 1.5, 0)
+    assert job.told("passed_over")[0] == {"ranks": (0,), "stage": "publishing"}
+    assert [line["rank"] for line in job.told("publish_sent")] == [0, 1]
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
+
+
+def test_the_last_publisher_there_is_is_waited_for() -> None:
+    job, _, order = publishing()
+    job.say(killed(0), failed(1, order))
+    assert job.publish_order()[0] == 2
+    job.say(killed(1))
+    works(job, TOTAL_S - 2, 2)
+    assert job.at(Stage.PUBLISHING) and not job.told("passed_over")
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_node_whose_only_publisher_goes_on_is_done_without_unless_it_is_needed(needed: bool) -> None:
+    """Each node has its own directories; node b has rank 2 alone, whose shard rank 0 holds too."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(("a", "a", "b", "b")):
+        job.say(registration(rank, host=host))
+    job.say(killed(3))
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in (0, 1, 2)))
+    job.all_write(job.orders())
+    assert sorted(job.sent(PublishOrder)) == [0, 2]
+    job.say(Published(0, 1, 6, "/a/iter_0000006"))
+    if needed:
+        job.say(killed(0))
+        assert not job.told("replanned"), "rank 1 keeps node a's files"
+    works(job, TOTAL_S / 2 + 1, 2)
+    if needed:
+        assert not job.told("passed_over") and job.at(Stage.PUBLISHING)
+        return
+    assert job.told("passed_over")[0]["ranks"] == (2,) and job.at(Stage.FREEZING)
+    job.say(*(report(rank, 2, COMPUTE, 7) for rank in (0, 1)))
+    assert sorted(job.orders()) == [0, 1]
+
+
+def test_the_total_time_is_never_moved() -> None:
+    job = all_alive_write()
+    works(job, TOTAL_S + 1, 0, 1, 2, 3)
+    assert "was not over after 120 s, in stage writing" in job.told("refused")[0]["reason"]
+
+
+def test_when_little_is_left_nothing_is_shared_out_any_more() -> None:
+    """Half of the rest, and half of that, would be asked for without end."""
+    job = all_alive_write()
+    works(job, TOTAL_S - 0.5, 0, 1, 2, 3)
+    assert job.state.dump is not None and job.state.dump.patience_until == float("inf")
+    assert machine.next_deadline(job.state) is not None

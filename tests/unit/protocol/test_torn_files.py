@@ -1,0 +1,122 @@
+"""Files that ended short, and nobody but a publisher finds it: their writers are done without, and the directory is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, registration, report
+from tests.unit.protocol.test_controller_dump import publishing
+from tests.unit.protocol.test_controller_members import killed
+from ttp.controller.state import Stage
+from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, StepFailed
+
+COMPUTE = Phase.COMPUTE
+
+
+def torn(rank: int, order: PublishOrder, *writers: int) -> StepFailed:
+    """Rank `rank` finds files of these writers that are not what they told."""
+    error = "r2_0 has 5 bytes, wanted 10"
+    return StepFailed(rank, order.freeze_id, "publish", order.tmp_name, error, torn=writers)
+
+
+def asked_again(job: ControllerBench, *ranks: int) -> None:
+    job.say(*(report(rank, job.state.freeze_id, COMPUTE, 7) for rank in ranks))
+
+
+def test_what_two_publishers_found_torn_is_written_by_another_holder_in_the_same_directory() -> None:
+    """Rank 0 also holds rank 2's shard: the directory is kept, and rank 2 writes no more in it."""
+    job, rank, order = publishing()
+    job.say(torn(rank, order, 2))
+    rank, again = job.publish_order()
+    assert (rank, again) == (1, order), "one word may be that of a bad mount"
+    job.say(torn(1, order, 2))
+    assert job.told("publish_failed")[1]["torn"] == (2,)
+    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: r2_0 has 5 bytes, wanted 10"
+    assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
+    asked_again(job, 0, 1, 2)
+    orders = job.orders()
+    assert sorted(orders) == [0, 1] and {order.directory for order in orders.values()} == {"/a"}
+    job.all_write(orders)
+    rank, order = job.publish_order()
+    job.say(Published(rank, 2, 6, "/a/iter_0000006"))
+    assert job.told("published") and not job.told("refused")
+
+
+def test_another_publisher_that_finds_nothing_wrong_publishes() -> None:
+    job, rank, order = publishing()
+    job.say(torn(rank, order, 1, 2))
+    rank, _ = job.publish_order()
+    job.say(Published(rank, 1, 6, "/a/iter_0000006"))
+    assert job.at(Stage.EXITING) and not job.told("replanned")
+
+
+def test_only_what_both_found_torn_counts() -> None:
+    """Each had a doubt of its own about a file; about one they agree."""
+    job, _, order = publishing()
+    job.say(torn(0, order, 0, 2), torn(1, order, 1, 2))
+    asked_again(job, 0, 1, 2)
+    assert sorted(job.orders()) == [0, 1]
+
+
+def test_publishers_that_find_different_files_torn_are_followed_by_the_next() -> None:
+    job, _, order = publishing()
+    job.say(torn(0, order, 1), torn(1, order, 2))
+    assert job.publish_order() == (2, order)
+
+
+def test_the_only_publisher_there_is_is_believed() -> None:
+    """Partners 0 and 1 are left; rank 1 cannot publish, and rank 0 finds its file torn."""
+    job = ControllerBench(((0, 1),))
+    job.say(report(0, 1, COMPUTE, 7))
+    job.say(killed(1))
+    job.say(report(0, 1, COMPUTE, 7))
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    job.say(torn(0, order, 0))
+    asked_again(job, 0)
+    assert {order.directory for order in job.orders().values()} == {"/b"}, "nobody else has it: the next directory"
+
+
+def test_a_torn_writer_that_nobody_can_do_without_writes_in_the_next_directory() -> None:
+    """Rank 1 alone holds its shard since rank 3 died."""
+    job, _, order = publishing()
+    job.say(torn(0, order, 1), torn(1, order, 1))
+    asked_again(job, 0, 1, 2)
+    orders = job.orders()
+    assert sorted(orders) == [0, 1, 2] and {order.directory for order in orders.values()} == {"/b"}
+
+
+def test_words_about_ranks_that_wrote_nothing_are_no_news() -> None:
+    """Rank 3 is dead, and there is no rank 9."""
+    job, _, order = publishing()
+    job.say(torn(0, order, 3, 9), torn(1, order, 3, 9))
+    assert job.publish_order() == (2, order) and not job.told("replanned")
+
+
+def test_doubts_about_one_directory_are_none_about_the_next() -> None:
+    job, _, order = publishing()
+    job.say(torn(0, order, 2), torn(1, order), torn(2, order))
+    job.all_write(job.orders())
+    rank, order = job.publish_order()
+    assert (rank, order.directory) == (0, "/b")
+    job.say(torn(0, order, 2))
+    assert job.publish_order() == (1, order)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_torn_file_does_not_cost_its_node(writer: int) -> None:
+    """Each node has its own directories. Rank 3 is dead, so what rank 1 writes nobody else on another node can."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(("a", "a", "b", "b")):
+        job.say(registration(rank, host=host))
+    job.say(killed(3))
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in (0, 1, 2)))
+    job.all_write(job.orders())
+    order = job.sent(PublishOrder)[0]
+    job.say(torn(0, order, writer), torn(1, order, writer))
+    asked_again(job, 0, 1, 2)
+    orders = job.orders()
+    if writer == 0:  # rank 2 has its shard too
+        assert sorted(orders) == [1, 2] and {order.directory for order in orders.values()} == {"/a"}
+    else:
+        assert sorted(orders) == [0, 1, 2] and {order.directory for order in orders.values()} == {"/b"}
