@@ -119,7 +119,10 @@ def main() -> int:
         printed(tallies, time.monotonic() - began)
         failed[0] = any(tally.survivors or tally.not_tried for tally in tallies.values())
 
-    with_checks(arguments.tests, arguments.seeds, work)
+    try:
+        with_checks(arguments.tests, arguments.seeds, work)
+    except RuntimeError as error:
+        print(f"no mutant was tried: {error}", file=sys.stderr)
     return 1 if failed[0] else 0
 
 

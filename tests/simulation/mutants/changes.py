@@ -157,9 +157,7 @@ def _variants(node: ast.AST) -> Iterator[tuple[ast.AST, str, Change]]:
                 yield from _statements(field, getattr(node, field, []), set())
 
 
-def _statements(
-    field: str, body: list[ast.stmt], arguments: set[str]
-) -> Iterator[tuple[ast.AST, str, Change]]:
+def _statements(field: str, body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[ast.AST, str, Change]]:
     """Yield the removal of every statement that only acts: an effect, or a state that is carried on."""
     for place, statement in enumerate(body):
         match statement:
@@ -174,7 +172,11 @@ def _statements(
             case ast.AugAssign():
                 yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
             case ast.Return(value=ast.Call()) if "state" in arguments:
-                yield statement, f"instead of {ast.unparse(statement)}: return state", _set_item(field, place, _RETURN_STATE)
+                yield (
+                    statement,
+                    f"instead of {ast.unparse(statement)}: return state",
+                    _set_item(field, place, _RETURN_STATE),
+                )
 
 
 def _set(field: str, value: object) -> Change:

@@ -34,6 +34,8 @@ def with_checks(tests: Sequence[str], seeds: int, work: Callable[[list[Check]], 
     plugin = _Collected(seeds, work)
     quiet = ["-qq", "-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     status = pytest.main([*quiet, *(str(ROOT / name) for name in tests)], plugins=[plugin])
+    if plugin.error is not None:
+        raise plugin.error
     if status:
         raise RuntimeError(f"pytest could not collect {', '.join(tests)}: status {status}")
 
@@ -44,12 +46,17 @@ class _Collected:
     def __init__(self, seeds: int, work: Callable[[list[Check]], None]) -> None:
         self._seeds = seeds
         self._work = work
+        self.error: RuntimeError | None = None
+        """What the work raised: pytest would tell it as an error of its own."""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         checks = [Check(item.nodeid.removeprefix("tests/"), partial(_passes, item)) for item in session.items]
         checks += [Check(f"seed {seed}", partial(_job_is_right, seed)) for seed in range(self._seeds)]
         gc.freeze()  # what is here now stays: the forked processes need not look through it
-        self._work(checks)
+        try:
+            self._work(checks)
+        except RuntimeError as error:
+            self.error = error
         return True
 
 

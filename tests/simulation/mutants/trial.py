@@ -148,7 +148,11 @@ def _forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any]
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
             with os.fdopen(write_end, "wb", buffering=0) as pipe:
-                work(lambda value: pipe.write(pickle.dumps(value)) and None)
+
+                def tell(value: object) -> None:
+                    pipe.write(pickle.dumps(value))
+
+                work(tell)
             status = 0
         finally:
             os._exit(status)
