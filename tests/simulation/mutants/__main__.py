@@ -7,6 +7,7 @@ What survives the protocol's tests and the simulated jobs is printed with its pl
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -94,6 +95,7 @@ def main() -> int:
     parser.add_argument("--mutant", action="append", default=[], help="only this one (controller.rounds:12); likewise")
     parser.add_argument("--seeds", type=int, default=300, help="simulated jobs of each mutant (default: 300)")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
+    parser.add_argument("--longest-s", type=float, default=math.inf, help="leave out checks that take longer than this")
     parser.add_argument("--sample", type=int, default=0, help="only so many, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="tell of every mutant, and try the equivalent ones as well")
@@ -112,9 +114,9 @@ def main() -> int:
     began, failed = time.monotonic(), [True]
 
     def work(checks: list[Check]) -> None:
-        bench = measured(checks)
+        bench = measured(checks, arguments.longest_s)
         took = sum(one.cpu_s for one in bench.checks)
-        print(f"{len(checks)} checks in {took:.0f} s of processor time; {len(chosen)} mutants to try", flush=True)
+        print(f"{len(bench.checks)} checks in {took:.0f} s of processor time; {len(chosen)} mutants to try", flush=True)
         tallies = tallied(bench, chosen, arguments.all)
         printed(tallies, time.monotonic() - began)
         failed[0] = any(tally.survivors or tally.not_tried for tally in tallies.values())

@@ -58,6 +58,7 @@ class Bench:
     """All checks, and what was learned of them."""
 
     checks: list[Measured]
+    """The short ones first."""
     quick: dict[tuple[str, str], list[Measured]] = field(default_factory=dict)
     """By function, the checks that caught a mutant of it, the latest first: they are likely to catch the next one."""
 
@@ -93,8 +94,11 @@ class Bench:
         return f"{caught.check.name}{'' if status == 0 else ' (did not end)'}"
 
 
-def measured(checks: Iterable[Check]) -> Bench:
-    """Run every check on the shipped code, in a process of its own. Raises RuntimeError when one fails there."""
+def measured(checks: Iterable[Check], longest_s: float = math.inf) -> Bench:
+    """Run every check on the shipped code, in a process of its own, and leave out those that take longer.
+
+    Raises RuntimeError when one fails there.
+    """
     listed = list(checks)
 
     def trial(tell: Callable[[object], None]) -> None:
@@ -117,7 +121,8 @@ def measured(checks: Iterable[Check]) -> Bench:
     failed = [listed[place].name for place, _, _, held in told if not held]
     if failed or len(told) < len(listed):
         raise RuntimeError(f"the shipped code fails {failed or listed[len(told)].name}, status {status}")
-    return Bench([Measured(listed[place], cpu_s, entered) for place, cpu_s, entered, _ in told])
+    known = [Measured(listed[place], cpu_s, entered) for place, cpu_s, entered, _ in told]
+    return Bench(sorted((one for one in known if one.cpu_s <= longest_s), key=lambda one: one.cpu_s))
 
 
 def _holds(check: Check) -> bool:
