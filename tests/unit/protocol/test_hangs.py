@@ -280,6 +280,14 @@ def test_a_heartbeat_of_a_later_place_that_crossed_the_freeze_thaws() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_a_rank_that_never_said_where_it_was_disproves_no_hang() -> None:
+    job = ControllerBench(hang_start_s=20.0, hang_floor_s=1.0, lease_s=1000.0, heartbeat_s=500.0)
+    stand(job, (COMPUTE, 1, False), (COMPUTE, 1, False), (COMPUTE, 1, False))
+    hang(job)
+    job.say(report(3, 1, READY, 1))
+    assert job.at(Stage.FREEZING) and not job.told("not_hung")
+
+
 def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
     job = trained()
     stand(job, *((COMPUTE, 12, False),) * 4)
