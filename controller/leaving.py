@@ -41,7 +41,7 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
 def _newest_checkpoint(state: ControllerState) -> str:
     """Return the newest checkpoint that any rank told of in this freeze; empty: none. Names of later steps sort later."""
     reports = state.fault.reports if state.fault is not None else ()
-    told = [report.checkpoint for report in reports if report is not None and report.checkpoint]
+    told = [report.checkpoint for report in reports if report is not None]
     return max(told, key=lambda path: path.rpartition("/")[2], default="")
 
 
