@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -63,10 +64,13 @@ def file_of(module: str) -> Path:
 def mutants_of(module: str) -> tuple[Mutant, ...]:
     """Return every mutant of a module."""
     lines = file_of(module).read_text(encoding="utf-8").splitlines()
-    return tuple(
-        Mutant(module, index, place.function, at.lineno, lines[at.lineno - 1].strip(), text)
-        for index, (place, at, text, _) in enumerate(_changes(module))
-    )
+    made, seen = [], Counter[tuple[int, str]]()
+    for index, (place, at, text, _) in enumerate(_changes(module)):
+        seen[at.lineno, text] += 1
+        count = seen[at.lineno, text]
+        change = text if count == 1 else f"{text} (no. {count} in the line)"
+        made.append(Mutant(module, index, place.function, at.lineno, lines[at.lineno - 1].strip(), change))
+    return tuple(made)
 
 
 def changed(mutant: Mutant) -> ast.Module:

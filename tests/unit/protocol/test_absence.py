@@ -9,6 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.events import Beats, Finish, Tick
+from ttp.controller.machine import next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import AgentHello, CauseKind, Heartbeat, Phase, Thaw, WriteOrder
 
@@ -200,6 +201,27 @@ def test_a_death_is_waited_out_from_then_on_when_it_was_the_last_rank_attached()
     assert job.at(Stage.FREEZING)
     job.wait(0.2, heard=())
     assert job.at(Stage.OVER)
+
+
+def test_a_leftover_of_a_broken_stream_does_not_make_the_wait_longer() -> None:
+    """Nobody is heard through it now."""
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2, 3)
+    job.wait(10.0, heard=())
+    job.say(Heartbeat(1, COMPUTE, 1))
+    job.wait(5.1, heard=())
+    assert job.at(Stage.OVER)
+
+
+def test_a_controller_that_nobody_is_attached_to_is_not_called_before_something_is_due() -> None:
+    """There is no heartbeat that could be late."""
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.close(0, 1, 2, 3)
+    job.wait(5.0, heard=())
+    assert next_deadline(job.state) == 15.0
+    job = assembling(0)
+    job.wait(5.0, heard=())
+    assert next_deadline(job.state) == job.state.settings.register_timeout_s
 
 
 def test_nobody_is_an_orphan_once_somebody_is_back() -> None:

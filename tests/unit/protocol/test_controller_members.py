@@ -294,7 +294,7 @@ def test_what_is_over_remembers_nothing_but_why(end: str) -> None:
         job.say(*(killed(rank) for rank in (0, 2, 3)))
     else:
         job.close(0, 2, 3)
-        job.wait(15.0, heard=())
+        job.wait(15.1, heard=())
     assert job.at(Stage.OVER)
     assert ("all ranks are dead" if end == "all die" else "no rank was attached") in job.state.reason
     assert (job.state.fault, job.state.dump, job.state.deadline) == (None, None, inf)

@@ -109,6 +109,9 @@ def test_a_rank_says_that_its_work_gets_on_only_while_it_does_and_an_order_is_op
     assert said_at(30) == [Working(1, 1)]
     rank.take(WriteDone(order, share(1)))
     assert said_at(40) == [], "it was answered"
+    rank.hear(write_order(index=1))
+    rank.freeze(2, phase=Phase.DONE)
+    assert said_at(50) == [], "it was asked afresh: an older freeze's order is owed to nobody"
 
 
 def test_a_rank_whose_update_outlasts_the_freeze_says_that_it_gets_on_and_reports_its_end() -> None:
