@@ -213,6 +213,14 @@ def test_a_leftover_of_a_broken_stream_does_not_make_the_wait_longer() -> None:
     assert job.at(Stage.OVER)
 
 
+def test_while_ranks_are_attached_the_driver_comes_once_a_heartbeat() -> None:
+    """So that the machine sees when the driver was stopped."""
+    job = ControllerBench(heartbeat_s=0.3)
+    assert next_deadline(job.state) == 0.3
+    job.say(killed(3), after=0.1)
+    assert next_deadline(job.state) == pytest.approx(0.4)
+
+
 def test_a_controller_that_nobody_is_attached_to_is_not_called_before_something_is_due() -> None:
     """There is no heartbeat that could be late."""
     job = ControllerBench(orphan_timeout_s=15.0)

@@ -122,6 +122,8 @@ def test_the_limit_is_doubled_while_step_times_vary() -> None:
     even, _ = stepping([1.0] * 20)
     uneven, _ = stepping([1.0, 1.0, 1.0, 4.0] * 5)
     assert even.limit_s == 10.0 and uneven.limit_s == 80.0
+    little, much = (stepping([1.0, 1.0, 1.0, slow_s] * 5)[0].limit_s for slow_s in (2.0, 2.5))
+    assert (little, much) == (20.0, 50.0), "more than twice the median is uneven"
 
 
 def test_one_slow_step_in_many_moves_the_limit_little() -> None:
@@ -143,6 +145,16 @@ def test_the_starts_own_standstill_is_no_habit() -> None:
 def test_old_step_times_are_forgotten() -> None:
     pace, _ = stepping([5.0] * 20 + [0.5] * progress.KEPT)
     assert pace.durations == (0.5,) * progress.KEPT
+
+
+def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
+    """The first seven are the start's; what was before the newest sixty-four is forgotten."""
+    early, _ = stepping([30.0] * 7)
+    known, _ = stepping([30.0] * 8)
+    assert (early.limit_s, known.limit_s) == (1800.0, 300.0)
+    long, _ = stepping([30.0] * 80)
+    assert len(long.durations) == 64
+    assert len(progress.taught(unknown(4), (1.0,) * 80, SETTINGS).durations) == 64
 
 
 def test_steps_between_two_heartbeats_share_the_time() -> None:

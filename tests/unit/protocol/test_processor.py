@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
@@ -209,6 +211,7 @@ def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
     assert only(rank.hear(Dismiss()), Release)
+    assert rank.state.standing is Standing.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
     assert rank.deadline() is None
 
 
