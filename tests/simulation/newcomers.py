@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 from tests.simulation.disk import OLDER_STEP
 from tests.simulation.job import Job
@@ -57,5 +58,9 @@ def replace_process(job: Job, rng: random.Random, rank: int) -> bool:
     if job.controller.gone or known is None or not job.ranks[rank].alive:
         return False
     job.kill(rank, quiet=True)
-    job.scheduler.after(rng.uniform(0.0, 0.1), lambda: Newcomer(job, rank))
+    job.scheduler.after(rng.uniform(0.0, 0.1), partial(_come, job, rank))
     return True
+
+
+def _come(job: Job, rank: int) -> None:
+    Newcomer(job, rank)

@@ -121,7 +121,11 @@ def _replace_a_process(scenario: Scenario, rng: random.Random) -> None:
     moment = in_training if rng.random() < 0.7 else rng.choice(_DUMP_MOMENTS)
     scenario.harmless = False
     scenario.faults.append(f"another process in the place of rank {rank}, after '{moment}'")
-    job.hook(moment, 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.01), lambda: replace_process(job, rng, rank)))
+
+    def act() -> None:
+        replace_process(job, rng, rank)
+
+    job.hook(moment, 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.01), act))
 
 
 def _pause(job: Job, rng: random.Random) -> None:

@@ -35,6 +35,10 @@ class Mutant:
     function: str
     """The outermost function that it is in, `Class.method` for a method; empty: in none, or in a default argument."""
     line: int
+    first: int
+    """The first line of its statement."""
+    last: int
+    """The last line of its statement; of one with a body, of what stands before the body."""
     source: str
     """That line as it is written."""
     change: str
@@ -54,6 +58,9 @@ class _Node:
 
     node: ast.AST
     function: str
+    first: int
+    last: int
+    """Lines of the statement that it is in."""
 
 
 def file_of(module: str) -> Path:
@@ -69,7 +76,9 @@ def mutants_of(module: str) -> tuple[Mutant, ...]:
         seen[at.lineno, text] += 1
         count = seen[at.lineno, text]
         change = text if count == 1 else f"{text} (no. {count} in the line)"
-        made.append(Mutant(module, index, place.function, at.lineno, lines[at.lineno - 1].strip(), change))
+        first, last = _lines(at) if isinstance(at, ast.stmt) else (place.first, place.last)
+        source = lines[at.lineno - 1].strip()
+        made.append(Mutant(module, index, place.function, at.lineno, first, last, source, change))
     return tuple(made)
 
 
@@ -89,10 +98,18 @@ def _tree(module: str) -> ast.Module:
 @cache
 def _changes(module: str) -> tuple[tuple[_Node, Any, str, Change], ...]:
     """Return (node, the node that is told as the place, what is changed, how) of every mutant of a module."""
-    return tuple((place, *variant) for place in _nodes(_tree(module), "") for variant in _variants(place.node))
+    return tuple((place, *variant) for place in _nodes(_tree(module), "", (0, 0)) for variant in _variants(place.node))
 
 
-def _nodes(node: ast.AST, function: str) -> Iterator[_Node]:
+def _lines(statement: ast.stmt) -> tuple[int, int]:
+    body = getattr(statement, "body", None)
+    last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
+    if isinstance(statement, ast.While):
+        last = statement.body[0].lineno  # the line of `while True` itself is never run
+    return statement.lineno, max(statement.lineno, last or 0)
+
+
+def _nodes(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[_Node]:
     """Yield the nodes that may be changed: annotations, decorators, texts and what only a journal tells are left alone."""
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return
@@ -104,13 +121,15 @@ def _nodes(node: ast.AST, function: str) -> Iterator[_Node]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not function.endswith("()"):
         inner = f"{function}{'.' if function else ''}{node.name}"
         inner += "()" if isinstance(node, ast.FunctionDef) else ""
-    yield _Node(node, inner.removesuffix("()") if inner.endswith("()") else "")
+    if isinstance(node, ast.stmt):
+        lines = _lines(node)
+    yield _Node(node, inner.removesuffix("()") if inner.endswith("()") else "", *lines)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _nodes(child, function if name == "args" else inner)
+                yield from _nodes(child, function if name == "args" else inner, lines)
 
 
 _FLIPPED: dict[type, tuple[type[ast.cmpop], ...]] = {

@@ -1,7 +1,7 @@
 """Trying a mutant: what is run on it, and how it is put in the place of the shipped code.
 
 Everything is imported, collected and measured once. Each mutant is tried in a process that is forked from that: the functions
-that it changes get its code, and then the checks run that enter its function, the short ones first, until one fails. Owns the
+that it changes get its code, and then the checks run that come to the changed line, the short ones first, until one fails. Owns the
 order and the limits; never says what is right: the tests and the invariants do.
 """
 
@@ -49,8 +49,14 @@ class Measured:
 
     check: Check
     cpu_s: float
-    entered: frozenset[tuple[str, str]]
-    """(module, function) that it runs through."""
+    lines: dict[str, frozenset[int]]
+    """The lines that it runs, by module."""
+
+    def comes_to(self, mutant: Mutant) -> bool:
+        """True when it runs the statement that is changed; outside of all functions every check may see it."""
+        if not mutant.function:
+            return True
+        return not self.lines.get(mutant.module, frozenset()).isdisjoint(range(mutant.first, mutant.last + 1))
 
 
 @dataclass
@@ -66,8 +72,8 @@ class Bench:
         """Return what caught a mutant; empty: it survived. Raises RuntimeError when it could not be put in."""
         key = (mutant.module, mutant.function)
         known = self.quick.setdefault(key, [])
-        entering = [m for m in self.checks if not mutant.function or key in m.entered]
-        order = known + [measured for measured in entering if measured not in known]
+        order = [one for one in known if one.comes_to(mutant)]
+        order += [one for one in self.checks if one.comes_to(mutant) and one not in known]
 
         def trial(tell: Callable[[object], None]) -> None:
             if not put_in(mutant):
@@ -102,27 +108,49 @@ def measured(checks: Iterable[Check], longest_s: float = math.inf) -> Bench:
     listed = list(checks)
 
     def trial(tell: Callable[[object], None]) -> None:
-        known = {id(code): key for key, code in _codes()}
+        modules = {id(code): module for module, code in _codes()}
         for place, check in enumerate(listed):
-            seen: set[int] = set()
-
-            def enter(frame: FrameType, event: str, arg: object, seen: set[int] = seen) -> None:
-                seen.add(id(frame.f_code))
-
+            seen: dict[str, set[int]] = {module: set() for module in MODULES}
             began = time.process_time()
-            sys.settrace(enter)
+            sys.settrace(_tracer(modules, seen))
             try:
                 held = _holds(check)
             finally:
                 sys.settrace(None)
-            tell((place, time.process_time() - began, frozenset(known[code] for code in seen if code in known), held))
+            tell(
+                (
+                    place,
+                    time.process_time() - began,
+                    {name: frozenset(lines) for name, lines in seen.items() if lines},
+                    held,
+                )
+            )
 
     told, status = _forked(trial)
     failed = [listed[place].name for place, _, _, held in told if not held]
     if failed or len(told) < len(listed):
         raise RuntimeError(f"the shipped code fails {failed or listed[len(told)].name}, status {status}")
-    known = [Measured(listed[place], cpu_s, entered) for place, cpu_s, entered, _ in told]
+    known = [Measured(listed[place], cpu_s, lines) for place, cpu_s, lines, _ in told]
     return Bench(sorted((one for one in known if one.cpu_s <= longest_s), key=lambda one: one.cpu_s))
+
+
+def _tracer(modules: dict[int, str], seen: dict[str, set[int]]) -> Callable[[FrameType, str, object], Any]:
+    """Return a trace function that notes the lines of these codes."""
+
+    def enter(frame: FrameType, event: str, arg: object) -> Any:
+        module = modules.get(id(frame.f_code))
+        if module is None:
+            return None
+        lines = seen[module]
+        lines.add(frame.f_lineno)
+
+        def line(frame: FrameType, event: str, arg: object) -> Any:
+            lines.add(frame.f_lineno)
+            return line
+
+        return line
+
+    return enter
 
 
 def _holds(check: Check) -> bool:
@@ -190,14 +218,14 @@ def _functions(module: ModuleType) -> dict[str, FunctionType]:
     return found
 
 
-def _codes() -> Iterable[tuple[tuple[str, str], CodeType]]:
-    """Yield the code of every function that can be changed, and of what is nested in it."""
+def _codes() -> Iterable[tuple[str, CodeType]]:
+    """Yield (module, code) of every function that can be changed, and of what is nested in it."""
     for module in MODULES:
-        for name, function in _functions(importlib.import_module(f"ttp.{module}")).items():
+        for function in _functions(importlib.import_module(f"ttp.{module}")).values():
             todo = [function.__code__]
             while todo:
                 code = todo.pop()
-                yield (module, name), code
+                yield module, code
                 todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 

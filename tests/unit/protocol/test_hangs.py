@@ -157,6 +157,13 @@ def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
     assert len(progress.taught(unknown(4), (1.0,) * 80, SETTINGS).durations) == 64
 
 
+def test_as_many_step_times_as_were_seen_here_teach_nothing() -> None:
+    """What a controller saw itself is the newer."""
+    pace, _ = stepping([1.0] * 10)
+    assert progress.taught(pace, (9.0,) * 10, SETTINGS) is pace
+    assert progress.taught(pace, (9.0,) * 11, SETTINGS).limit_s == 90.0
+
+
 def test_steps_between_two_heartbeats_share_the_time() -> None:
     pace = unknown(4)
     for beat in range(12):
