@@ -191,10 +191,10 @@ def _forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any]
             os._exit(status)
     os.close(write_end)
     told = []
-    with os.fdopen(read_end, "rb") as pipe:
+    with os.fdopen(read_end, "rb") as answers:
         while True:
             try:
-                told.append(pickle.load(pipe))
+                told.append(pickle.load(answers))
             except EOFError:
                 break
     _, status = os.waitpid(pid, 0)

@@ -346,6 +346,22 @@ def test_a_pause_that_was_announced_is_no_standstill() -> None:
     hang(job)  # what comes after it counts again
 
 
+def test_a_step_with_a_pause_in_it_is_not_measured() -> None:
+    pace, now = stepping([1.0] * 10)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 11, paused=True), now + 0.5, SETTINGS)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 12), now + 300.0, SETTINGS)
+    assert pace.durations == (1.0,) * 10
+
+
+def test_a_standstill_after_a_pause_is_noted_anew() -> None:
+    job = trained()
+    stand(job, *((DONE, 12, False),) * 4)
+    job.take(Tick(), after=2.5)
+    job.say(Heartbeat(0, DONE, 12, False, paused=True))
+    job.take(Tick(), after=2.5)
+    assert len(job.told("stalled")) == 2 and job.at(Stage.RUNNING)
+
+
 def test_finished_ranks_are_no_suspects() -> None:
     job = trained()
     stand(job, (DONE, 12, False), (DONE, 12, False), (DONE, 13, True), (DONE, 13, True))

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller import events as ev
-from ttp.controller.machine import FREEZES_OF_A_TERM
+from ttp.controller.machine import FREEZES_OF_A_TERM, next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     AgentHello,
@@ -184,6 +184,13 @@ def test_a_rank_that_does_not_answer_the_freeze_makes_a_dump_necessary() -> None
     job.wait(10.1)
     assert not job.told("thawed")
     assert job.told("decided")[0]["able"] == (0, 1, 2)
+
+
+def test_the_driver_comes_when_the_time_for_answers_is_over() -> None:
+    job = frozen()
+    job.all_report(7, ranks=(0, 1, 2))
+    job.wait(9.6)
+    assert next_deadline(job.state) == job.state.settings.freeze_timeout_s == 10.0
 
 
 def test_shards_that_nobody_told_of_are_refused() -> None:
