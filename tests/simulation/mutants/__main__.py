@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--module", action="append", choices=MODULES, help="only this one; may be said several times")
     parser.add_argument("--mutant", action="append", default=[], help="only this one (controller.rounds:12); likewise")
     parser.add_argument("--seeds", type=int, default=300, help="simulated jobs of each mutant (default: 300)")
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="files and folders; none: simulated jobs alone")
     parser.add_argument("--longest-s", type=float, default=math.inf, help="leave out checks that take longer than this")
     parser.add_argument("--sample", type=int, default=0, help="only so many, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)

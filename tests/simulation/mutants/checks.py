@@ -31,6 +31,9 @@ TESTS = tuple(
 
 def with_checks(tests: Sequence[str], seeds: int, work: Callable[[list[Check]], None]) -> None:
     """Collect the tests of these files or folders, add the simulated jobs of so many seeds, and do the work with them."""
+    if not tests:
+        work(_jobs(seeds))
+        return
     plugin = _Collected(seeds, work)
     quiet = ["-qq", "-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     status = pytest.main([*quiet, *(str(ROOT / name) for name in tests)], plugins=[plugin])
@@ -51,13 +54,17 @@ class _Collected:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         checks = [Check(item.nodeid.removeprefix("tests/"), partial(_passes, item)) for item in session.items]
-        checks += [Check(f"seed {seed}", partial(_job_is_right, seed)) for seed in range(self._seeds)]
+        checks += _jobs(self._seeds)
         gc.freeze()  # what is here now stays: the forked processes need not look through it
         try:
             self._work(checks)
         except RuntimeError as error:
             self.error = error
         return True
+
+
+def _jobs(seeds: int) -> list[Check]:
+    return [Check(f"seed {seed}", partial(_job_is_right, seed)) for seed in range(seeds)]
 
 
 def _passes(item: pytest.Item) -> bool:

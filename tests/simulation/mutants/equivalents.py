@@ -5,27 +5,64 @@ A row is found by its module, its line as it is written, and the change; a test 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tests.simulation.mutants.changes import Mutant
 
+Row = tuple[str, str, str]
+"""(module, line, change)."""
 
-@dataclass(frozen=True)
-class Equivalent:
-    """One row of the list."""
+EQUIVALENT: dict[str, tuple[Row, ...]] = {
+    "the types want to be told; the stage, or who calls, proves it": (
+        ("controller.hangs", "if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:", "fault is None or fault.unproven is None or fault.causes or (known is None) or (order <= known.order): without fault is None"),
+        ("controller.settling", "return [registration.standby for registration in registrations if registration is not None and registration.standby]", "registration is not None and registration.standby: without registration is not None"),
+        ("controller.settling", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: Or"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: without state.stage in _ORDERED"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: without state.dump is not None"),
+    ),
+    "what it leaves out is looked at again further on: only time is lost": (
+        ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
+        ("controller.machine", "if deadline is not None and now >= deadline:", "if deadline is not None and now >= deadline: always True"),
+        ("controller.machine", "if deadline is not None and now >= deadline:", "deadline is not None and now >= deadline: without now >= deadline"),
+        ("controller.progress", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at > pace.longest: GtE"),
+        ("controller.progress", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at: Add"),
+    ),
+    "in this stage nobody looks at the field; it is put right so that equal situations are equal states": (
+        ("controller.leaving", "return replace(", "replace(state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)): forgets dump"),
+        ("controller.takeover", "state = replace(", "replace(state, members=forgive(members, now, settings), deadline=inf, coverage=coverage, survives=survives(coverage) if whole else '', job_groups=max(known_groups, len(coverage.groups))): forgets deadline"),
+        ("controller.settling", "state = replace(", "replace(state, stage=Stage.RUNNING, deadline=inf, coverage=coverage, survives=survives(coverage), job_groups=len(coverage.groups), members=forgive(members, now, state.settings)): forgets deadline"),
+    ),
+    "in RUNNING whoever is dead has finished": (
+        ("controller.hangs", "living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)", "member.dead is None and (not member.finished): without member.dead is None"),
+    ),
+    "digits that people read": (
+        ("controller.hangs", 'fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}', "3: 4"),
+    ),
+    "a rank that never registered has no stream that could count as closed": (
+        ("controller.takeover", "members = bury(members, rank, cause, False, now)", "False: True"),
+    ),
+    "a rank that never registered is waited for anyway": (
+        ("controller.takeover", "came = [member for member in state.members.table if member.registration is not None and member.dead is None]", "member.registration is not None and member.dead is None: without member.registration is not None"),
+    ),
+    "a freeze without a cause and without suspects, in which no takeover is judged, is thawed at once": (
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
+    ),
+    "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
+        ("processor.transitions", "if state.faults or state.standing is not Standing.TRAINING or state.finished or not state.loss_logged:", "state.faults or state.standing is not Standing.TRAINING or state.finished or (not state.loss_logged): without state.standing is not Standing.TRAINING"),
+    ),
+    "terms begin at 1": (
+        ("processor.transitions", "if state.term < 0:", "state.term < 0: LtE"),
+        ("processor.transitions", "if state.term < 0:", "0: 1"),
+    ),
+    "a torn state counts behind a closed gate only, and whoever reports a closed gate says it anew": (
+        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False): forgets torn"),
+        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "False: True (no. 2 in the line)"),
+    ),
+}  # fmt: skip
+"""By the reason."""
 
-    module: str
-    source: str
-    change: str
-    why: str
-
-    def __contains__(self, mutant: Mutant) -> bool:
-        return (mutant.module, mutant.source, mutant.change) == (self.module, self.source, self.change)
-
-
-EQUIVALENT: tuple[Equivalent, ...] = ()
+_REASONS = {row: why for why, rows in EQUIVALENT.items() for row in rows}
 
 
 def reason(mutant: Mutant) -> str:
     """Return why a mutant changes nothing that matters; empty: nobody says so."""
-    return next((row.why for row in EQUIVALENT if mutant in row), "")
+    return _REASONS.get((mutant.module, mutant.source, mutant.change), "")
