@@ -15,9 +15,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.hangs", "if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:", "fault is None or fault.unproven is None or fault.causes or (known is None) or (order <= known.order): without fault is None"),
         ("controller.settling", "return [registration.standby for registration in registrations if registration is not None and registration.standby]", "registration is not None and registration.standby: without registration is not None"),
         ("controller.settling", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
-        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: Or"),
-        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: without state.stage in _ORDERED"),
-        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None:", "state.stage in _ORDERED and state.dump is not None: without state.dump is not None"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: Or"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without stage in _ORDERED"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without state.dump is not None"),
     ),
     "what it leaves out is looked at again further on: only time is lost": (
         ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
@@ -47,7 +47,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
     ),
     "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
-        ("processor.transitions", "if state.faults or state.standing is not Standing.TRAINING or state.finished or not state.loss_logged:", "state.faults or state.standing is not Standing.TRAINING or state.finished or (not state.loss_logged): without state.standing is not Standing.TRAINING"),
+        ("processor.transitions", "if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:", "state.loss_logged and standing is _TRAINING and (not state.faults) and (not state.finished): without standing is _TRAINING"),
     ),
     "terms begin at 1": (
         ("processor.transitions", "if state.term < 0:", "state.term < 0: LtE"),
@@ -56,6 +56,20 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "a torn state counts behind a closed gate only, and whoever reports a closed gate says it anew": (
         ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False): forgets torn"),
         ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "False: True (no. 2 in the line)"),
+    ),
+    "nobody asks it while the stream is down": (
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
+    ),
+    "of two equal values either is the smaller": (
+        ("controller.machine", "moment = members.sweep_at if members.sweep_at < moment else moment", "members.sweep_at < moment: LtE"),
+        ("controller.machine", "moment = look_at if look_at < moment else moment", "look_at < moment: LtE"),
+        ("controller.machine", "moment = due if due < moment else moment", "due < moment: LtE"),
+        ("processor.machine", "moment = going_on if going_on < moment else moment", "going_on < moment: LtE"),
+        ("processor.machine", "moment = giving_up if giving_up < moment else moment", "giving_up < moment: LtE"),
+        ("processor.machine", "moment = state.heartbeat_at if state.heartbeat_at < moment else moment", "state.heartbeat_at < moment: LtE"),
+        ("processor.machine", "moment = state.notice_by if state.notice_by < moment else moment", "state.notice_by < moment: LtE"),
+        ("processor.transitions", "return lost if lost < state.answer_by else state.answer_by", "lost < state.answer_by: LtE"),
     ),
 }  # fmt: skip
 """By the reason."""
