@@ -71,6 +71,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.machine", "moment = state.notice_by if state.notice_by < moment else moment", "state.notice_by < moment: LtE"),
         ("processor.transitions", "return lost if lost < state.answer_by else state.answer_by", "lost < state.answer_by: LtE"),
     ),
+    "the same standstill again teaches the same": (
+        ("controller.progress", "if len(pace.durations) < ENOUGH or gap <= pace.longest:", "gap <= pace.longest: Lt"),
+    ),
 }  # fmt: skip
 """By the reason."""
 

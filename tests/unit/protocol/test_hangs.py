@@ -136,6 +136,14 @@ def test_a_longer_standstill_that_ended_by_itself_doubles_what_is_allowed() -> N
     assert pace.limit_s == 18.0
 
 
+def test_a_standstill_counts_from_the_eighth_step_on_and_only_if_it_is_the_longest() -> None:
+    early, _ = stepping([1.0] * 7 + [9.0] + [1.0] * 20)
+    pace, now = stepping([1.0] * 8 + [9.0] + [1.0] * 20)
+    assert (early.limit_s, pace.limit_s) == (10.0, 18.0)
+    assert progress.outlived(pace, now + 8.0, SETTINGS) is pace
+    assert progress.outlived(unknown(4), now, SETTINGS) == unknown(4), "before the first heartbeat nothing stood still"
+
+
 def test_the_starts_own_standstill_is_no_habit() -> None:
     """Loading and compiling take minutes once."""
     pace, _ = stepping([600.0] + [1.0] * 40)
