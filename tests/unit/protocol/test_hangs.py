@@ -144,6 +144,15 @@ def test_a_standstill_counts_from_the_eighth_step_on_and_only_if_it_is_the_longe
     assert progress.outlived(unknown(4), now, SETTINGS) == unknown(4), "before the first heartbeat nothing stood still"
 
 
+def test_a_rank_that_gets_on_within_the_newest_step_or_behind_it_gets_on() -> None:
+    """The job does not stand still while anybody moves."""
+    pace, now = stepping([1.0] * 10)
+    for rank, phase, step in ((0, READY, 11), (1, COMPUTE, 10), (1, READY, 10), (0, UPDATING, 11)):
+        now += 4.0
+        pace = advance(pace, Heartbeat(rank, phase, step), now, SETTINGS)
+        assert (pace.moved_at, pace.front) == (now, 11)
+
+
 def test_the_starts_own_standstill_is_no_habit() -> None:
     """Loading and compiling take minutes once."""
     pace, _ = stepping([600.0] + [1.0] * 40)
