@@ -126,6 +126,14 @@ def test_the_limit_is_doubled_while_step_times_vary() -> None:
     assert (little, much) == (20.0, 50.0), "more than twice the median is uneven"
 
 
+def test_the_limit_is_made_of_the_ninth_tenth_and_the_median() -> None:
+    """Of ten steps the ninth in order stands for a slow one, and the sixth for the usual."""
+    pace, _ = stepping([1.0] * 8 + [1.5, 1.6])
+    assert pace.limit_s == 15.0
+    pace, _ = stepping([1.0] * 4 + [1.9] * 4 + [2.5] * 2)
+    assert pace.limit_s == 25.0, "2.5 is less than twice 1.9"
+
+
 def test_one_slow_step_in_many_moves_the_limit_little() -> None:
     pace, _ = stepping([1.0] * 40 + [4.0] + [1.0] * 10)
     assert pace.limit_s == 10.0
@@ -234,6 +242,7 @@ def places(*told: tuple[Phase, int, bool]) -> Pace:
         ([(READY, 9, False), (COMPUTE, 9, False), (READY, 9, False)], (1,)),  # a trainer that never says `waiting`
         ([(COMPUTE, 9, False), (COMPUTE, 9, False), (READY, 9, True)], (0, 1)),
         ([(COMPUTE, 9, False), (UPDATING, 8, False), (READY, 9, True)], (1,)),  # the one furthest behind
+        ([(COMPUTE, 10, False), (READY, 9, False)], (0,)),  # READY waits, wherever it is
         ([(COMPUTE, 9, False)] * 3, ()),  # tells nothing
         ([(READY, 9, True)] * 3, ()),  # the network itself
     ],
@@ -242,6 +251,12 @@ def test_the_suspects_are_those_that_wait_for_nobody(
     told: list[tuple[Phase, int, bool]], named: tuple[int, ...]
 ) -> None:
     assert suspects(places(*told), tuple(range(len(told)))) == named
+
+
+@pytest.mark.parametrize(("busy", "wanted"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
+def test_of_many_suspects_eight_are_named(busy: int, wanted: str) -> None:
+    pace = replace(places(*[(COMPUTE, 9, False)] * busy, (READY, 9, True)), moved_at=0.0)
+    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {wanted} of step 9" in progress.standstill(pace, tuple(range(busy + 1)), 5.0)
 
 
 # --- the machine ---
