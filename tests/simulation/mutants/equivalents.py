@@ -74,6 +74,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "the same standstill again teaches the same": (
         ("controller.progress", "if len(pace.durations) < ENOUGH or gap <= pace.longest:", "gap <= pace.longest: Lt"),
     ),
+    "one entry a rank is in both": (
+        ("controller.rolling", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),
+    ),
 }  # fmt: skip
 """By the reason."""
 

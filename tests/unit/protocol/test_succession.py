@@ -132,6 +132,15 @@ def test_a_rank_that_was_stopped_itself_does_not_blame_the_controller() -> None:
     assert tried(bench) == [] and bench.state.link is Link.UP
 
 
+@pytest.mark.parametrize(("late_s", "stopped"), [(1.4, False), (1.5, False), (1.6, True)])
+def test_a_driver_that_comes_one_and_a_half_heartbeats_later_was_stopped(late_s: float, stopped: bool) -> None:
+    bench = rank()
+    bench.tick(after=1.0)
+    bench.tick(after=1.0)
+    bench.tick(after=late_s)
+    assert (bench.state.link is Link.UP) is stopped
+
+
 def test_a_standby_that_does_not_answer_is_left_after_a_lease_too() -> None:
     bench = rank()
     bench.take(Disconnected("refused", refused=True))
