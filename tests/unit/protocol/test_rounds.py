@@ -146,6 +146,15 @@ def test_a_false_alarm_leaves_nothing_behind() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
+    """Only that of rank 1 can make a state whole."""
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(report(0, 1, UPDATING, 7, closed=False, torn=True), report(2, 1, READY, 7))
+    job.say(report(1, 1, UPDATING, 7, closed=False, records=[7]))
+    assert job.told("awaiting_updates")[0]["ranks"] == (1,)
+
+
 def test_the_line_of_what_was_found_names_who_was_silent_and_who_did_not_close() -> None:
     """The dead are neither."""
     job = ControllerBench(((0, 1, 2, 3, 4),), freeze_timeout_s=2.0)
