@@ -79,6 +79,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "one entry a rank is in both": (
         ("controller.rolling", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),
     ),
+    "a rank whose report can be used is told by its step, and never by its absence": (
+        ("controller.rolling", "elif not report.closed:", "if not report.closed: always True"),
+    ),
 }  # fmt: skip
 """By the reason."""
 

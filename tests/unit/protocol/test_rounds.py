@@ -146,6 +146,16 @@ def test_a_false_alarm_leaves_nothing_behind() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_a_rank_that_is_not_heard_any_more_counts_as_one_that_did_not_answer() -> None:
+    """Whatever it had reported before its stream broke."""
+    job = ControllerBench(freeze_timeout_s=2.0)
+    job.say(killed(3), report(1, 1, DONE, 7))
+    job.close(1)
+    job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7))
+    job.wait(2.1, heard=(0, 2))
+    assert "rank 1, which did not answer" in job.told("refused")[0]["reason"]
+
+
 def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
     """Only that of rank 1 can make a state whole."""
     job = ControllerBench()
