@@ -47,6 +47,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "a freeze without a cause and without suspects, in which no takeover is judged, is thawed at once": (
         ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.takeover"),
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.awaiting"),
+        ("controller.machine", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
     ),
     "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
         ("processor.transitions", "if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:", "state.loss_logged and standing is _TRAINING and (not state.faults) and (not state.finished): without standing is _TRAINING"),
@@ -81,6 +84,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "a rank whose report can be used is told by its step, and never by its absence": (
         ("controller.rolling", "elif not report.closed:", "if not report.closed: always True"),
+    ),
+    "a byte a second": (
+        ("controller.writing", "SLOW_DISK_BYTES_PER_S = 50e6", "50000000.0: 50000001.0"),
     ),
 }  # fmt: skip
 """By the reason."""

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, record, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.events import Tick
+from ttp.controller.machine import next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     CauseKind,
@@ -144,6 +145,13 @@ def test_a_false_alarm_leaves_nothing_behind() -> None:
     assert job.at(Stage.RUNNING) and job.state.fault is None
     job.wait(30.0)
     assert job.at(Stage.RUNNING)
+
+
+def test_the_driver_comes_when_a_rounds_time_is_over() -> None:
+    """A death needs no other culprit, who would be looked for during a lease."""
+    job = ControllerBench(freeze_timeout_s=0.5, lease_s=3.0)
+    job.say(killed(3))
+    assert next_deadline(job.state) == 0.5
 
 
 def test_a_rank_that_is_not_heard_any_more_counts_as_one_that_did_not_answer() -> None:
