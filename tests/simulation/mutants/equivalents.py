@@ -27,6 +27,8 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.progress", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at: Add"),
         ("controller.rolling", "if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads", "if isinstance(verdict, Refusal): always True"),
         ("controller.rolling", "return updating if updating and isinstance(_verdict(state, fault, updating), Decision) else ()", "updating and isinstance(_verdict(state, fault, updating), Decision): without updating"),
+        ("controller.machine", "if now - state.seen <= late_s:", "now - state.seen <= late_s: Lt"),
+        ("controller.machine", "if now - state.seen <= late_s:", "now - state.seen: Add"),
     ),
     "in this stage nobody looks at the field; it is put right so that equal situations are equal states": (
         ("controller.leaving", "return replace(", "replace(state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)): forgets dump"),

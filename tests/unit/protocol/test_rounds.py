@@ -154,6 +154,15 @@ def test_the_driver_comes_when_a_rounds_time_is_over() -> None:
     assert next_deadline(job.state) == 0.5
 
 
+def test_the_driver_comes_when_no_culprit_was_found_within_a_lease() -> None:
+    """All have reported: nothing else is waited for."""
+    job = ControllerBench(freeze_timeout_s=10.0, lease_s=3.0)
+    job.say(fault(1, CauseKind.PEER_ERROR))
+    job.all_report(7)
+    job.wait(2.6)
+    assert job.at(Stage.FREEZING) and next_deadline(job.state) == 3.0
+
+
 def test_a_rank_that_is_not_heard_any_more_counts_as_one_that_did_not_answer() -> None:
     """Whatever it had reported before its stream broke."""
     job = ControllerBench(freeze_timeout_s=2.0)
