@@ -136,7 +136,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
         return state
     if state.stage is Stage.EXITING:
         return state
-    return _grant_time(replace(state, members=forgive(state.members, now, state.settings)), now)
+    return _grant_time(state, now)
 
 
 def _grant_time(state: ControllerState, now: float) -> ControllerState:
@@ -145,7 +145,7 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
     state = rest(replace(state, members=forgive(state.members, now, settings)), now)
     if state.stage is Stage.GATHERING:
         state = replace(state, deadline=now + settings.lease_s)
-    if state.members.attached == 0 and state.members.empty_since < inf:
+    if state.members.empty_since < inf:  # nobody is attached, and somebody was
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
         fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))
