@@ -18,6 +18,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: Or"),
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without stage in _ORDERED"),
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without state.dump is not None"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
     ),
     "what it leaves out is looked at again further on: only time is lost": (
         ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
@@ -89,6 +90,12 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "a byte a second": (
         ("controller.writing", "SLOW_DISK_BYTES_PER_S = 50e6", "50000000.0: 50000001.0"),
+    ),
+    "what is done to nothing leaves nothing": (
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "if state.fault is not None and state.fault.updating: always True"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: Or"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault.updating"),
+        ("controller.machine", "if fault.update_by < inf:", "fault.update_by < inf: LtE"),
     ),
 }  # fmt: skip
 """By the reason."""

@@ -305,8 +305,8 @@ def test_a_wrong_world_or_rank_is_a_protocol_error_and_changes_nothing() -> None
     before = job.state
     with pytest.raises(ProtocolError, match="world of 2 ranks, job job has 4"):
         job.say(registration(0, ((0, 1),)))
-    with pytest.raises(ProtocolError, match="rank 9"):
-        job.say(Finished(9))
+    with pytest.raises(ProtocolError, match="of rank 4, the world has ranks 0 to 3"):
+        job.say(Finished(4))
     assert job.state is before
 
 
