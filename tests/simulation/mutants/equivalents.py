@@ -97,6 +97,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault.updating"),
         ("controller.machine", "if fault.update_by < inf:", "fault.update_by < inf: LtE"),
     ),
+    "after the start the deadline is inf until the ranks leave": (
+        ("controller.machine", "if state.stage is Stage.ASSEMBLING and now >= state.deadline:", "state.stage is Stage.ASSEMBLING and now >= state.deadline: without state.stage is Stage.ASSEMBLING"),
+    ),
 }  # fmt: skip
 """By the reason."""
 

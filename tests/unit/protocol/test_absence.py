@@ -167,6 +167,31 @@ def test_orders_have_their_whole_time_again_after_the_controller_was_cut_off() -
     assert not job.told("stuck") and [line["rank"] for line in job.told("death_seen")] == [3]
 
 
+@pytest.mark.parametrize(("ranks", "excused"), [(1, False), (2, True)])
+def test_only_of_several_ranks_that_were_silent_at_once_is_the_silence_the_controllers(
+    ranks: int, excused: bool
+) -> None:
+    """Then what they owe an answer to, they have the whole time for again."""
+    job = ControllerBench((tuple(range(ranks)),), freeze_timeout_s=10.0)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.wait(2.5, heard=())
+    assert job.state.members.suspects == ranks
+    job.say(*(Heartbeat(rank, COMPUTE, 1) for rank in range(ranks)))
+    job.wait(7.6)
+    assert job.at(Stage.FREEZING) is excused
+
+
+def test_a_rank_that_alone_is_left_has_its_whole_time_again_when_it_comes_back() -> None:
+    job = ControllerBench(((0,),), freeze_timeout_s=10.0)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.close(0)
+    job.say(registration(0, ((0,),)), after=9.5)
+    job.wait(9.9)
+    assert job.at(Stage.FREEZING)
+    job.wait(0.2)
+    assert job.told("refused")
+
+
 # --- nobody is attached ---
 
 
