@@ -19,6 +19,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without stage in _ORDERED"),
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without state.dump is not None"),
         ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
+        ("controller.machine", "if state.fault is not None and state.members.attached == 0:", "state.fault is not None and state.members.attached == 0: without state.fault is not None"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.stage in _ORDERED"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.dump is not None"),
     ),
     "what it leaves out is looked at again further on: only time is lost": (
         ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
