@@ -322,7 +322,8 @@ def test_nobody_is_dismissed_when_all_have_left_in_peace() -> None:
     """There is nobody to be told."""
     job = standby()
     job.say(coming(3), Finished(3))
-    for rank in range(4):
+    for rank in (3, 0, 1, 2):
+        assert job.at(Stage.GATHERING)
         job.say(killed(rank, "exit code 0"))
     assert job.at(Stage.OVER) and job.told("finished")
     assert not only(job.effects, ev.Send)
