@@ -68,10 +68,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False): forgets torn"),
         ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "False: True (no. 2 in the line)"),
     ),
-    "nobody asks it while the stream is down": (
-        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
-        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
-    ),
     "of two equal values either is the smaller": (
         ("controller.machine", "moment = members.sweep_at if members.sweep_at < moment else moment", "members.sweep_at < moment: LtE"),
         ("controller.machine", "moment = look_at if look_at < moment else moment", "look_at < moment: LtE"),
@@ -102,6 +98,11 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "after the start the deadline is inf until the ranks leave": (
         ("controller.machine", "if state.stage is Stage.ASSEMBLING and now >= state.deadline:", "state.stage is Stage.ASSEMBLING and now >= state.deadline: without state.stage is Stage.ASSEMBLING"),
+    ),
+    "what is down is left by nobody: each of two looks at the link is enough": (
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
+        ("processor.transitions", "if state.link is not Link.DOWN and now >= go_on_at(state):", "state.link is not Link.DOWN and now >= go_on_at(state): without state.link is not Link.DOWN"),
     ),
 }  # fmt: skip
 """By the reason."""

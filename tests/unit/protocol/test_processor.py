@@ -208,6 +208,7 @@ def test_a_frozen_rank_without_a_controller_leaves_with_75() -> None:
 
 def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank = ProcessorBench()
+    rank.hear(WELCOME)
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
     assert only(rank.hear(Dismiss()), Release)
