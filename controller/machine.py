@@ -148,7 +148,7 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
     state = rest(replace(state, members=forgive(state.members, now, settings)), now)
     if state.stage is Stage.GATHERING:
         state = replace(state, deadline=now + settings.lease_s, heard_at=now)
-    if state.members.attached == 0 and state.members.empty_since < inf:
+    if state.members.empty_since < inf:  # nobody is attached, and somebody was
         state = replace(state, members=replace(state.members, empty_since=now))
     if state.fault is not None:
         fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))

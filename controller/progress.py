@@ -126,7 +126,7 @@ def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
     Before enough steps were seen it is the start's: loading and compiling are no habit.
     """
     gap = now - pace.moved_at
-    if len(pace.durations) < ENOUGH or pace.moved_at == inf or gap <= pace.longest:
+    if len(pace.durations) < ENOUGH or gap <= pace.longest:
         return pace
     pace = replace(pace, longest=gap)
     return replace(pace, limit_s=limit(pace, settings))

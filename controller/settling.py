@@ -50,7 +50,7 @@ def _nobody_left(state: ControllerState, now: float, out: list[Effect]) -> Contr
 def _assemble(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Once every rank is registered and attached, the job's coverage is known and training may begin."""
     members, world_size = state.members, state.settings.world_size
-    if members.registered < world_size or members.attached < world_size:
+    if members.attached < world_size:
         return state
     coverage = coverage_of(member.registration for member in members.table if member.registration is not None)
     state = replace(

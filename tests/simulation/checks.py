@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection
+from math import inf
 from pathlib import Path
 
 from tests.simulation.contents import wrong_parts, wrong_record, wrong_step
@@ -13,7 +14,7 @@ from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
 from tests.simulation.time_checks import late
-from tests.simulation.truth import events, sound
+from tests.simulation.truth import covers, events, sound
 from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
@@ -38,6 +39,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     if job.own is None:
         found += _older_and_newest(job)
     found += _lost_steps(job)
+    found += _vetoed(job)
     found += _outcome(scenario)
     return found
 
@@ -243,3 +245,20 @@ def _lost_steps(job: Job) -> list[str]:
     if published >= newest or _kept_apart(job, last.at_s):
         return []
     return [f"I6: step {published} was published, step {newest} was covered by ranks that nothing happened to"]
+
+
+def _vetoed(job: Job) -> list[str]:
+    """I9: one rank's disk vetoes no directory: a step is published in the first one of the list that serves ranks that cover it
+    and that nothing happened to. A directory with a file that ended short unnoticed serves nobody, as for a refusal."""
+    said = next((at for at, line in job.story if line.event == "published"), inf)
+    decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
+    if said == inf or not decided or job.own is not None:
+        return []
+    first = min(job.roots.index(str(fields["path"]).rsplit("/", 1)[0]) for fields in events(job, "published"))
+    step = int(str(events(job, "published")[0]["step"]))
+    reaching = decided[-1].reaching(step, sound(job, said))
+    for name in job.roots[:first]:
+        served = {rank for rank in reaching if job.disk.serves(rank, name)}
+        if covers(job, served) and (name, step) not in job.disk.published:
+            return [f"I9: {name} serves ranks {sorted(served)}, who cover step {step}, yet it is not published there"]
+    return []

@@ -102,6 +102,7 @@ MUTATIONS = (
     Mutation("one torn file costs its directory", controllers.torn_file_costs_its_directory, ("I9",), torn_in_the_only_directory, within=20),
     Mutation("no older step is tried when no directory takes the newer", controllers.no_older_step_is_tried, ("I9",), only_the_step_before_fits, within=20),
     Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
+    Mutation("one rank's disk vetoes the directory", controllers.one_ranks_disk_vetoes_the_directory, ("I9: /a serves",), within=600),
     # Directories of each host's own.
     Mutation("published when the first of several hosts has", controllers.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
     Mutation("what a lost host had written is written by nobody", controllers.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
@@ -120,6 +121,7 @@ MUTATIONS = (
     Mutation("a hang is not disproved by a rank that got on", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
     Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_not_heard_of, ("I7",), pauses_for_longer_than_a_hang, within=20),
     Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),
+    Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), within=600),
     # Takeovers.
     Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
     Mutation("a standby thaws ranks that were rolled forward", controllers.thaws_what_another_ordered, ("I11",), silent_until_the_roll_forward),

@@ -231,7 +231,7 @@ class Rank:
             self.step(ev.Disconnected("it is fenced", refused=True))
             return
         self.fence = stream.controller.term
-        self.step(ev.Connected(self._registration()))
+        self.step(ev.Connected(self.registration()))
         self.job.happened("registers", self.rank)
 
     def disconnected(self, stream: Stream) -> None:
@@ -240,7 +240,7 @@ class Rank:
             self._current = None
             self.step(ev.Disconnected("stream broke"))
 
-    def _registration(self) -> Registration:
+    def registration(self) -> Registration:
         groups = tuple(ShardGroup(g, f"shard {g}", GROUP_BYTES) for g in self.job.training.groups_of(self.rank))
         world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(

@@ -10,6 +10,7 @@ from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_
 from tests.simulation.held import Hold
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.matrix import DUMP, TRAINING, possible
+from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
 
@@ -106,7 +107,25 @@ def build(
         _add_aimed(scenario, rng, kind, place)
     for _ in range(apart.choice((0, 1, 1, 2, 3)) if own is not None and not aimed else 0):
         _hook(scenario, apart, apart.choice(_OF_PIECES), apart.choice(_PIECE_MOMENTS))
+    _replace_a_process(scenario, random.Random(f"newcomers {seed}"))
     return scenario
+
+
+def _replace_a_process(scenario: Scenario, rng: random.Random) -> None:
+    """In some jobs another process comes in the place of a rank that ended unseen, mostly while training is on."""
+    if rng.random() >= REPLACED:
+        return
+    job = scenario.job
+    rank = rng.randrange(job.training.layout.world_size)
+    in_training = f"{rng.choice(_PHASES)} {rng.randint(1, job.training.steps)}"
+    moment = in_training if rng.random() < 0.7 else rng.choice(_DUMP_MOMENTS)
+    scenario.harmless = False
+    scenario.faults.append(f"another process in the place of rank {rank}, after '{moment}'")
+
+    def act() -> None:
+        replace_process(job, rng, rank)
+
+    job.hook(moment, 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.01), act))
 
 
 def _pause(job: Job, rng: random.Random) -> None:
@@ -144,6 +163,8 @@ def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | Non
     return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
 
 
+REPLACED = 0.02
+"""Part of the jobs in which a rank's process is replaced."""
 RELAYED = 0.3
 """Part of the jobs in which a host's heartbeats come together."""
 SLOW = 0.06

@@ -222,9 +222,31 @@ def _waiting(state: Any) -> Any:
     return replace(state, dump=replace(state.dump, progress_by=inf, patience_until=inf))
 
 
+def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
+    """When a write fails, nobody else writes there either."""
+    replace_writers = writing.replace_writers
+
+    def wrong(state: Any, lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
+        if state.dump.failed_here.isdisjoint(lost) or state.settings.local_dirs:
+            return replace_writers(state, lost, now, out)
+        return writing.next_directory(state, now, out)
+
+    patch.setattr(writing, "replace_writers", wrong)
+
+
 def working_renews_nothing(patch: Patch) -> None:
     """Only an answer proves that an order is carried out."""
     patch.setattr(tables, "got_on", lambda state, rank, now: state)
+
+
+def new_process_is_taken_for_the_old(patch: Patch) -> None:
+    """A rank that registers with another pid is only there again."""
+    die = presence.die
+
+    def wrong(state: ControllerState, rank: int, cause: Cause, *rest: Any) -> ControllerState:
+        return state if "was replaced by" in cause.text else die(state, rank, cause, *rest)
+
+    patch.setattr(presence, "die", wrong)
 
 
 def launchers_never_learn_of_the_standbys(patch: Patch) -> None:

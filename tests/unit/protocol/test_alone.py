@@ -100,6 +100,20 @@ def test_a_rank_that_no_controller_ever_welcomed_is_released() -> None:
     assert len(effects) == 1 and rank.state.standing is Standing.LEAVING and rank.deadline() is None
 
 
+@pytest.mark.parametrize("loss", ["is new", "was told"])
+def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss: str) -> None:
+    """Once: after its time is over nobody is asked anything any more."""
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    rank.take(Disconnected("reset"))
+    if loss == "was told":
+        assert any(UNPROTECTED in line for line in alone_for(rank, 60.0))
+    rank.take(TrainReturned())
+    rank.tick(after=0.1 if loss == "was told" else 15.1)
+    assert only(rank.effects, Release) and rank.state.standing is Standing.LEAVING
+    assert rank.tick(after=1.0) == ()
+
+
 def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
     rank = ProcessorBench()
     rank.hear(WELCOME)

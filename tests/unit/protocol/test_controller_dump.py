@@ -360,7 +360,9 @@ def test_the_total_timeout_bounds_it_all() -> None:
     job = ControllerBench(total_timeout_s=120.0, freeze_timeout_s=500.0)
     job.say(killed(3))
     job.wait(121.0)
-    assert "not over after 120 s" in job.told("refused")[0]["reason"] and job.state.stage in (Stage.EXITING, Stage.OVER)
+    reason = job.told("refused")[0]["reason"]
+    assert reason.endswith("not over after 120 s, in stage freezing"), "no update was waited for"
+    assert job.state.stage in (Stage.EXITING, Stage.OVER)
 
 
 def test_a_fault_during_the_dump_only_adds_a_cause() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
@@ -269,13 +271,42 @@ def test_a_finished_rank_that_left_in_peace_is_no_fault() -> None:
     assert job.at(Stage.OVER)
 
 
+def test_leases_begin_when_the_job_has_assembled() -> None:
+    """Nobody sends heartbeats before the welcome: the first to come was silent for minutes."""
+    job = ControllerBench(assembled=False)
+    job.say(registration(0), registration(1), registration(2))
+    job.wait(50.0, heard=())
+    job.say(registration(3))
+    job.wait(2.9, heard=(3,))
+    assert not job.told("death_seen")
+    job.wait(0.2, heard=(3,))
+    assert [line["rank"] for line in job.told("death_seen")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("end", ["all die", "all are gone"])
+def test_what_is_over_remembers_nothing_but_why(end: str) -> None:
+    """Whether the ranks were told to leave before, or nobody was there to be told."""
+    job = ControllerBench(orphan_timeout_s=15.0)
+    job.say(killed(1))
+    job.all_report(7, ranks=(0, 2, 3))
+    assert job.at(Stage.WRITING)
+    if end == "all die":
+        job.say(*(killed(rank) for rank in (0, 2, 3)))
+    else:
+        job.close(0, 2, 3)
+        job.wait(15.1, heard=())
+    assert job.at(Stage.OVER)
+    assert ("all ranks are dead" if end == "all die" else "no rank was attached") in job.state.reason
+    assert (job.state.fault, job.state.dump, job.state.deadline) == (None, None, inf)
+
+
 def test_a_wrong_world_or_rank_is_a_protocol_error_and_changes_nothing() -> None:
     job = ControllerBench(assembled=False)
     before = job.state
     with pytest.raises(ProtocolError, match="world of 2 ranks, job job has 4"):
         job.say(registration(0, ((0, 1),)))
-    with pytest.raises(ProtocolError, match="rank 9"):
-        job.say(Finished(9))
+    with pytest.raises(ProtocolError, match="of rank 4, the world has ranks 0 to 3"):
+        job.say(Finished(4))
     assert job.state is before
 
 

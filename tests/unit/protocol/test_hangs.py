@@ -122,6 +122,16 @@ def test_the_limit_is_doubled_while_step_times_vary() -> None:
     even, _ = stepping([1.0] * 20)
     uneven, _ = stepping([1.0, 1.0, 1.0, 4.0] * 5)
     assert even.limit_s == 10.0 and uneven.limit_s == 80.0
+    little, much = (stepping([1.0, 1.0, 1.0, slow_s] * 5)[0].limit_s for slow_s in (2.0, 2.5))
+    assert (little, much) == (20.0, 50.0), "more than twice the median is uneven"
+
+
+def test_the_limit_is_made_of_the_ninth_tenth_and_the_median() -> None:
+    """Of ten steps the ninth in order stands for a slow one, and the sixth for the usual."""
+    pace, _ = stepping([1.0] * 8 + [1.5, 1.6])
+    assert pace.limit_s == 15.0
+    pace, _ = stepping([1.0] * 4 + [1.9] * 4 + [2.5] * 2)
+    assert pace.limit_s == 25.0, "2.5 is less than twice 1.9"
 
 
 def test_one_slow_step_in_many_moves_the_limit_little() -> None:
@@ -134,6 +144,23 @@ def test_a_longer_standstill_that_ended_by_itself_doubles_what_is_allowed() -> N
     assert pace.limit_s == 18.0
 
 
+def test_a_standstill_counts_from_the_eighth_step_on_and_only_if_it_is_the_longest() -> None:
+    early, _ = stepping([1.0] * 7 + [9.0] + [1.0] * 20)
+    pace, now = stepping([1.0] * 8 + [9.0] + [1.0] * 20)
+    assert (early.limit_s, pace.limit_s) == (10.0, 18.0)
+    assert progress.outlived(pace, now + 8.0, SETTINGS) is pace
+    assert progress.outlived(unknown(4), now, SETTINGS) == unknown(4), "before the first heartbeat nothing stood still"
+
+
+def test_a_rank_that_gets_on_within_the_newest_step_or_behind_it_gets_on() -> None:
+    """The job does not stand still while anybody moves."""
+    pace, now = stepping([1.0] * 10)
+    for rank, phase, step in ((0, READY, 11), (1, COMPUTE, 10), (1, READY, 10), (0, UPDATING, 11)):
+        now += 4.0
+        pace = advance(pace, Heartbeat(rank, phase, step), now, SETTINGS)
+        assert (pace.moved_at, pace.front) == (now, 11)
+
+
 def test_the_starts_own_standstill_is_no_habit() -> None:
     """Loading and compiling take minutes once."""
     pace, _ = stepping([600.0] + [1.0] * 40)
@@ -143,6 +170,23 @@ def test_the_starts_own_standstill_is_no_habit() -> None:
 def test_old_step_times_are_forgotten() -> None:
     pace, _ = stepping([5.0] * 20 + [0.5] * progress.KEPT)
     assert pace.durations == (0.5,) * progress.KEPT
+
+
+def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
+    """The first seven are the start's; what was before the newest sixty-four is forgotten."""
+    early, _ = stepping([30.0] * 7)
+    known, _ = stepping([30.0] * 8)
+    assert (early.limit_s, known.limit_s) == (1800.0, 300.0)
+    long, _ = stepping([30.0] * 80)
+    assert len(long.durations) == 64
+    assert len(progress.taught(unknown(4), (1.0,) * 80, SETTINGS).durations) == 64
+
+
+def test_as_many_step_times_as_were_seen_here_teach_nothing() -> None:
+    """What a controller saw itself is the newer."""
+    pace, _ = stepping([1.0] * 10)
+    assert progress.taught(pace, (9.0,) * 10, SETTINGS) is pace
+    assert progress.taught(pace, (9.0,) * 11, SETTINGS).limit_s == 90.0
 
 
 def test_steps_between_two_heartbeats_share_the_time() -> None:
@@ -198,6 +242,7 @@ def places(*told: tuple[Phase, int, bool]) -> Pace:
         ([(READY, 9, False), (COMPUTE, 9, False), (READY, 9, False)], (1,)),  # a trainer that never says `waiting`
         ([(COMPUTE, 9, False), (COMPUTE, 9, False), (READY, 9, True)], (0, 1)),
         ([(COMPUTE, 9, False), (UPDATING, 8, False), (READY, 9, True)], (1,)),  # the one furthest behind
+        ([(COMPUTE, 10, False), (READY, 9, False)], (0,)),  # READY waits, wherever it is
         ([(COMPUTE, 9, False)] * 3, ()),  # tells nothing
         ([(READY, 9, True)] * 3, ()),  # the network itself
     ],
@@ -206,6 +251,12 @@ def test_the_suspects_are_those_that_wait_for_nobody(
     told: list[tuple[Phase, int, bool]], named: tuple[int, ...]
 ) -> None:
     assert suspects(places(*told), tuple(range(len(told)))) == named
+
+
+@pytest.mark.parametrize(("busy", "wanted"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
+def test_of_many_suspects_eight_are_named(busy: int, wanted: str) -> None:
+    pace = replace(places(*[(COMPUTE, 9, False)] * busy, (READY, 9, True)), moved_at=0.0)
+    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {wanted} of step 9" in progress.standstill(pace, tuple(range(busy + 1)), 5.0)
 
 
 # --- the machine ---
@@ -280,6 +331,14 @@ def test_a_heartbeat_of_a_later_place_that_crossed_the_freeze_thaws() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_a_rank_that_never_said_where_it_was_disproves_no_hang() -> None:
+    job = ControllerBench(hang_start_s=20.0, hang_floor_s=1.0, lease_s=1000.0, heartbeat_s=500.0)
+    stand(job, (COMPUTE, 1, False), (COMPUTE, 1, False), (COMPUTE, 1, False))
+    hang(job)
+    job.say(report(3, 1, READY, 1))
+    assert job.at(Stage.FREEZING) and not job.told("not_hung")
+
+
 def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
     job = trained()
     stand(job, *((COMPUTE, 12, False),) * 4)
@@ -317,6 +376,22 @@ def test_a_pause_that_was_announced_is_no_standstill() -> None:
         job.say(*(Heartbeat(rank, DONE, 12, False, paused=True) for rank in range(4)), after=0.25)
     assert job.at(Stage.RUNNING) and not job.told("stalled") and job.state.pace.limit_s == 5.0
     hang(job)  # what comes after it counts again
+
+
+def test_a_step_with_a_pause_in_it_is_not_measured() -> None:
+    pace, now = stepping([1.0] * 10)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 11, paused=True), now + 0.5, SETTINGS)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 12), now + 300.0, SETTINGS)
+    assert pace.durations == (1.0,) * 10
+
+
+def test_a_standstill_after_a_pause_is_noted_anew() -> None:
+    job = trained()
+    stand(job, *((DONE, 12, False),) * 4)
+    job.take(Tick(), after=2.5)
+    job.say(Heartbeat(0, DONE, 12, False, paused=True))
+    job.take(Tick(), after=2.5)
+    assert len(job.told("stalled")) == 2 and job.at(Stage.RUNNING)
 
 
 def test_finished_ranks_are_no_suspects() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
@@ -109,6 +111,9 @@ def test_a_rank_says_that_its_work_gets_on_only_while_it_does_and_an_order_is_op
     assert said_at(30) == [Working(1, 1)]
     rank.take(WriteDone(order, share(1)))
     assert said_at(40) == [], "it was answered"
+    rank.hear(write_order(index=1))
+    rank.freeze(2, phase=Phase.DONE)
+    assert said_at(50) == [], "it was asked afresh: an older freeze's order is owed to nobody"
 
 
 def test_a_rank_whose_update_outlasts_the_freeze_says_that_it_gets_on_and_reports_its_end() -> None:
@@ -203,9 +208,11 @@ def test_a_frozen_rank_without_a_controller_leaves_with_75() -> None:
 
 def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank = ProcessorBench()
+    rank.hear(WELCOME)
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
     assert only(rank.hear(Dismiss()), Release)
+    assert rank.state.standing is Standing.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
     assert rank.deadline() is None
 
 

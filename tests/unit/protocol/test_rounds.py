@@ -9,6 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, record, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.events import Tick
+from ttp.controller.machine import next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     CauseKind,
@@ -144,6 +145,41 @@ def test_a_false_alarm_leaves_nothing_behind() -> None:
     assert job.at(Stage.RUNNING) and job.state.fault is None
     job.wait(30.0)
     assert job.at(Stage.RUNNING)
+
+
+def test_the_driver_comes_when_a_rounds_time_is_over() -> None:
+    """A death needs no other culprit, who would be looked for during a lease."""
+    job = ControllerBench(freeze_timeout_s=0.5, lease_s=3.0)
+    job.say(killed(3))
+    assert next_deadline(job.state) == 0.5
+
+
+def test_the_driver_comes_when_no_culprit_was_found_within_a_lease() -> None:
+    """All have reported: nothing else is waited for."""
+    job = ControllerBench(freeze_timeout_s=10.0, lease_s=3.0)
+    job.say(fault(1, CauseKind.PEER_ERROR))
+    job.all_report(7)
+    job.wait(2.6)
+    assert job.at(Stage.FREEZING) and next_deadline(job.state) == 3.0
+
+
+def test_a_rank_that_is_not_heard_any_more_counts_as_one_that_did_not_answer() -> None:
+    """Whatever it had reported before its stream broke."""
+    job = ControllerBench(freeze_timeout_s=2.0)
+    job.say(killed(3), report(1, 1, DONE, 7))
+    job.close(1)
+    job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7))
+    job.wait(2.1, heard=(0, 2))
+    assert "rank 1, which did not answer" in job.told("refused")[0]["reason"]
+
+
+def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
+    """Only that of rank 1 can make a state whole."""
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(report(0, 1, UPDATING, 7, closed=False, torn=True), report(2, 1, READY, 7))
+    job.say(report(1, 1, UPDATING, 7, closed=False, records=[7]))
+    assert job.told("awaiting_updates")[0]["ranks"] == (1,)
 
 
 def test_the_line_of_what_was_found_names_who_was_silent_and_who_did_not_close() -> None:

@@ -8,7 +8,7 @@ from tests.unit.protocol.bench import ProcessorBench, only, registration
 from ttp.processor.events import Connect, Connected, Disconnected, ProcessorSettings
 from ttp.processor.machine import initial
 from ttp.processor.state import Link
-from ttp.proto.messages import Beat, Registration, Welcome
+from ttp.proto.messages import Beat, Heartbeat, Registration, Welcome
 
 LEASE_S = 3.0
 WELCOME = Welcome(1, 1, 1.0, LEASE_S, "any 1 of 4 ranks", ("c1", "c2"), 2)
@@ -93,11 +93,52 @@ def test_a_silent_controller_is_left_after_a_lease() -> None:
     assert tried(bench) == ["c1"] and bench.state.link is Link.CONNECTING
 
 
+def test_to_the_moment_a_lease_is_enough_for_a_controller_that_cannot_be_reached() -> None:
+    bench = rank()
+    bench.take(Disconnected("broke"), after=1.0)
+    bench.tick(after=0.5)
+    bench.take(Disconnected("timed out"), after=LEASE_S - 0.5)
+    bench.tick()
+    assert tried(bench) == ["c1"]
+
+
+def test_to_a_controller_that_was_left_no_heartbeat_is_sent() -> None:
+    """Nor to the next one, before it has welcomed this rank."""
+    bench = rank()
+    bench.tick(after=1.0)
+    bench.tick(after=1.0)
+    bench.tick(after=LEASE_S - 2.0)
+    assert tried(bench) == ["c1"] and not bench.said(Heartbeat)
+    for _ in range(4):
+        bench.tick(after=0.5)
+        assert not bench.said(Heartbeat)
+
+
+def test_a_rank_that_knows_one_controller_waits_for_its_answer_as_long_as_the_driver_does() -> None:
+    """There is no other to go on to."""
+    bench = ProcessorBench()
+    bench.hear(Welcome(1, 1, 1.0, LEASE_S, ""))
+    bench.take(Disconnected("broke"))
+    bench.tick(after=0.5)
+    for _ in range(20):
+        bench.tick(after=0.5)
+        assert tried(bench) == [] and bench.state.link is Link.CONNECTING
+
+
 def test_a_rank_that_was_stopped_itself_does_not_blame_the_controller() -> None:
     bench = rank()
     bench.hear(Beat(), after=1.0)
     bench.tick(after=60.0)
     assert tried(bench) == [] and bench.state.link is Link.UP
+
+
+@pytest.mark.parametrize(("late_s", "stopped"), [(1.4, False), (1.5, False), (1.6, True)])
+def test_a_driver_that_comes_one_and_a_half_heartbeats_later_was_stopped(late_s: float, stopped: bool) -> None:
+    bench = rank()
+    bench.tick(after=1.0)
+    bench.tick(after=1.0)
+    bench.tick(after=late_s)
+    assert (bench.state.link is Link.UP) is stopped
 
 
 def test_a_standby_that_does_not_answer_is_left_after_a_lease_too() -> None:

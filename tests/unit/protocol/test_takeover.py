@@ -9,7 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller import events as ev
-from ttp.controller.machine import FREEZES_OF_A_TERM
+from ttp.controller.machine import FREEZES_OF_A_TERM, next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     AgentHello,
@@ -186,6 +186,13 @@ def test_a_rank_that_does_not_answer_the_freeze_makes_a_dump_necessary() -> None
     assert job.told("decided")[0]["able"] == (0, 1, 2)
 
 
+def test_the_driver_comes_when_the_time_for_answers_is_over() -> None:
+    job = frozen()
+    job.all_report(7, ranks=(0, 1, 2))
+    job.wait(9.6)
+    assert next_deadline(job.state) == job.state.settings.freeze_timeout_s == 10.0
+
+
 def test_shards_that_nobody_told_of_are_refused() -> None:
     """The job has three groups; the ranks that came hold two."""
     job = standby()
@@ -302,3 +309,121 @@ def test_a_rank_that_falls_silent_in_the_takeovers_freeze_is_waited_for_by_its_l
     assert job.at(Stage.FREEZING) and not job.told("frozen")
     job.wait(LEASE_S, heard=(0, 1, 2))
     assert job.told("death_seen")[0]["rank"] == 3 and job.at(Stage.WRITING)
+
+
+def test_when_all_that_come_have_finished_no_gate_is_closed_any_more() -> None:
+    job = standby()
+    for rank in range(4):
+        job.say(replace(coming(rank), finished=True))
+    assert job.told("finished") and not job.told("freeze_sent")
+
+
+def test_nobody_is_dismissed_when_all_have_left_in_peace() -> None:
+    """There is nobody to be told."""
+    job = standby()
+    job.say(coming(3), Finished(3))
+    for rank in (3, 0, 1, 2):
+        assert job.at(Stage.GATHERING)
+        job.say(killed(rank, "exit code 0"))
+    assert job.at(Stage.OVER) and job.told("finished")
+    assert not only(job.effects, ev.Send)
+
+
+def test_a_rank_that_had_finished_stays_finished_however_it_ends() -> None:
+    """A signal after the end of its training costs the job nothing."""
+    job = standby()
+    job.say(replace(coming(3), finished=True), killed(3, "signal SIGKILL"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    assert job.told("finished") and job.at(Stage.OVER)
+
+
+def test_a_rank_that_came_and_is_ending_is_waited_for_when_the_others_have_finished() -> None:
+    """Until its status is known, or a lease has passed."""
+    job = standby()
+    job.say(coming(3), killed(3, "exiting"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    assert job.at(Stage.GATHERING)
+    job.say(killed(3, "signal SIGSEGV"))
+    assert job.at(Stage.FREEZING)
+
+
+def test_a_rank_whose_end_is_known_is_not_waited_for_when_the_others_have_finished() -> None:
+    job = standby()
+    job.say(killed(3, "signal SIGKILL"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    assert job.at(Stage.FREEZING)
+
+
+def test_a_rank_whose_end_is_never_told_is_not_waited_for_longer_than_a_lease() -> None:
+    """However silent the others are: all that live have come."""
+    job = standby()
+    job.say(killed(3, "exiting"))
+    for rank in range(3):
+        job.say(replace(coming(rank), finished=True))
+    job.wait(LEASE_S - 0.1, heard=())
+    assert job.at(Stage.GATHERING)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.FREEZING)
+
+
+# --- who is heard while the ranks gather ---
+
+
+def test_one_rank_that_is_heard_proves_that_it_is_not_the_controller_that_is_cut_off() -> None:
+    job = standby()
+    job.say(coming(0), coming(1))
+    job.wait(LEASE_S + 0.1, heard=(0,))
+    assert job.told("took_over")[0]["absent"] == (2, 3)
+
+
+def test_two_thirds_of_a_lease_in_silence_are_enough_to_wait_for_the_others() -> None:
+    """To the moment."""
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+    job.say(*(Heartbeat(rank, Phase.COMPUTE, 1) for rank in range(3)), after=0.0)
+    job.now = 1.0
+    job.say(*(Heartbeat(rank, Phase.COMPUTE, 1) for rank in range(3)))
+    job.take(ev.Tick(), after=LEASE_S - 1.0)
+    assert job.at(Stage.GATHERING)
+
+
+def test_a_controller_that_hears_nobody_takes_over_after_the_orphan_timeout_all_the_same() -> None:
+    """It must be true then."""
+    job = standby()
+    for rank in range(3):
+        job.say(coming(rank))
+    job.wait(job.state.settings.orphan_timeout_s - 0.1, heard=())
+    assert job.at(Stage.GATHERING)
+    job.wait(0.1, heard=())
+    assert job.told("took_over")[0]["absent"] == (3,)
+
+
+def test_when_all_that_came_have_gone_again_nothing_is_taken_over() -> None:
+    """They come back, or the orphan timeout ends it; what a launcher says meanwhile changes nothing."""
+    job = standby()
+    job.say(coming(0))
+    job.close(0)
+    job.say(killed(3), after=LEASE_S + 1.0)
+    assert job.at(Stage.GATHERING) and not job.told("took_over")
+
+
+def test_a_rank_that_comes_again_gives_the_others_no_more_time() -> None:
+    """The lease in which all come begins with the first."""
+    job = standby()
+    job.say(coming(0))
+    job.close(0)
+    job.say(coming(0), after=1.0)
+    job.wait(LEASE_S - 0.9, heard=(0,))
+    assert job.told("took_over")[0]["absent"] == (1, 2, 3)
+
+
+def test_how_many_groups_there_are_the_rank_says_that_knows_most() -> None:
+    """One that was never welcomed knows of none."""
+    job = standby()
+    job.say(killed(3), coming(0, groups=0), coming(1, groups=3), coming(2, groups=3))
+    job.all_report(7, ranks=(0, 1, 2))
+    assert "1 of 3 shard groups" in job.told("refused")[0]["reason"]

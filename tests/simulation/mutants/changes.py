@@ -1,0 +1,225 @@
+"""Every small change that a module allows: a comparison turned round, a condition always true, a field forgotten, an effect
+left out.
+
+Owns the making of mutants, always in the same order. What they are tried on, `trial` says.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+MODULES = (
+    *(f"controller.{name}" for name in (
+        "decision", "coverage", "rounds", "settling", "machine", "rolling", "writing", "publishing", "planning", "membership",
+        "presence", "takeover", "leaving", "patience", "hangs", "progress", "transitions", "rank_table",
+    )),
+    *(f"processor.{name}" for name in ("orders", "transitions", "machine", "succession", "pace", "gate")),
+)  # fmt: skip
+Change = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module: the `index`-th of all that it allows."""
+
+    module: str
+    index: int
+    function: str
+    """The outermost function that it is in, `Class.method` for a method; empty: in none, or in a default argument."""
+    line: int
+    first: int
+    """The first line of its statement."""
+    last: int
+    """The last line of its statement; of one with a body, of what stands before the body."""
+    source: str
+    """That line as it is written."""
+    change: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.index}"
+
+    @property
+    def place(self) -> str:
+        return f"{file_of(self.module).relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node that may be changed."""
+
+    node: ast.AST
+    function: str
+    first: int
+    last: int
+    """Lines of the statement that it is in."""
+
+
+def file_of(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+@cache
+def mutants_of(module: str) -> tuple[Mutant, ...]:
+    """Return every mutant of a module."""
+    lines = file_of(module).read_text(encoding="utf-8").splitlines()
+    made, seen = [], Counter[tuple[int, str]]()
+    for index, (place, at, text, _) in enumerate(_changes(module)):
+        seen[at.lineno, text] += 1
+        count = seen[at.lineno, text]
+        change = text if count == 1 else f"{text} (no. {count} in the line)"
+        first, last = _lines(at) if isinstance(at, ast.stmt) else (place.first, place.last)
+        source = lines[at.lineno - 1].strip()
+        made.append(Mutant(module, index, place.function, at.lineno, first, last, source, change))
+    return tuple(made)
+
+
+def changed(mutant: Mutant) -> ast.Module:
+    """Return the mutant's whole module."""
+    place, _, _, change = _changes(mutant.module)[mutant.index]
+    tree, node = copy.deepcopy((_tree(mutant.module), place.node))
+    change(node)
+    return ast.fix_missing_locations(tree)
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(file_of(module).read_text(encoding="utf-8"))
+
+
+@cache
+def _changes(module: str) -> tuple[tuple[_Node, Any, str, Change], ...]:
+    """Return (node, the node that is told as the place, what is changed, how) of every mutant of a module."""
+    return tuple((place, *variant) for place in _nodes(_tree(module), "", (0, 0)) for variant in _variants(place.node))
+
+
+def _lines(statement: ast.stmt) -> tuple[int, int]:
+    body = getattr(statement, "body", None)
+    last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
+    if isinstance(statement, ast.While):
+        last = statement.body[0].lineno  # the line of `while True` itself is never run
+    return statement.lineno, max(statement.lineno, last or 0)
+
+
+def _nodes(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[_Node]:
+    """Yield the nodes that may be changed: annotations, decorators, texts and what only a journal tells are left alone."""
+    if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Journal":
+        return
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    inner = function
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not function.endswith("()"):
+        inner = f"{function}{'.' if function else ''}{node.name}"
+        inner += "()" if isinstance(node, ast.FunctionDef) else ""
+    if isinstance(node, ast.stmt):
+        lines = _lines(node)
+    yield _Node(node, inner.removesuffix("()") if inner.endswith("()") else "", *lines)
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _nodes(child, function if name == "args" else inner, lines)
+
+
+_FLIPPED: dict[type, tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.GtE, ast.LtE), ast.LtE: (ast.Gt, ast.Lt), ast.Gt: (ast.LtE, ast.GtE), ast.GtE: (ast.Lt, ast.Gt),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,), ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}  # fmt: skip
+
+
+_RETURN_STATE = ast.Return(ast.Name("state", ast.Load()))
+
+
+def _variants(node: ast.AST) -> Iterator[tuple[ast.AST, str, Change]]:
+    """Yield (place, text, change) for one node; a change works on the same node of a copy."""
+    before = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt | ast.keyword) else ""
+    match node:
+        case ast.Compare(ops=ops):
+            for place, operator in enumerate(ops):
+                for other in _FLIPPED.get(type(operator), ()):
+                    yield node, f"{before}: {other.__name__}", _set_item("ops", place, other())
+        case ast.BoolOp(op=operator, values=values):
+            other_op = ast.Or() if isinstance(operator, ast.And) else ast.And()
+            yield node, f"{before}: {type(other_op).__name__}", _set("op", other_op)
+            for place, value in enumerate(values):
+                yield node, f"{before}: without {ast.unparse(value)}", _without("values", place)
+        case ast.UnaryOp(op=ast.Not()):
+            yield node, f"{before}: without not", _replace_unary
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.BitOr() as operator):
+            swapped = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.BitOr: ast.BitAnd}[type(operator)]
+            yield node, f"{before}: {swapped.__name__}", _set("op", swapped())
+        case ast.If(test=test) | ast.IfExp(test=test):
+            if not isinstance(test, ast.Compare):
+                for always in (True, False):
+                    yield node, f"if {ast.unparse(test)}: always {always}", _set("test", ast.Constant(always))
+        case ast.Constant(value=bool() as value):
+            yield node, f"{value}: {not value}", _set("value", not value)
+        case ast.Constant(value=int() | float() as value):
+            yield node, f"{value}: {value + 1}", _set("value", value + 1)
+        case ast.Name(id="min" | "max" as name):
+            yield node, f"{name}: {'max' if name == 'min' else 'min'}", _set("id", "max" if name == "min" else "min")
+        case ast.Call(func=ast.Name(id="replace"), keywords=keywords) if len(keywords):
+            for place, keyword in enumerate(keywords):
+                yield node, f"{before}: forgets {keyword.arg}", _without("keywords", place)
+        case ast.FunctionDef(args=arguments, body=body):
+            yield from _statements("body", body, {argument.arg for argument in arguments.args})
+        case ast.stmt() | ast.match_case() if isinstance(getattr(node, "body", None), list):
+            for field in ("body", "orelse"):
+                yield from _statements(field, getattr(node, field, []), set())
+
+
+def _statements(field: str, body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[ast.AST, str, Change]]:
+    """Yield the removal of every statement that only acts: an effect, or a state that is carried on."""
+    for place, statement in enumerate(body):
+        match statement:
+            case ast.Expr(value=ast.Call() as call) if "Journal" not in ast.unparse(call.func):
+                if not (call.args and ast.unparse(call.args[0]).startswith(("Journal", "Log"))):
+                    yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call)
+                | ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp() as call)
+            ) if name in ("state", "members", "dump", "fault", "pace") and name in ast.unparse(call):
+                yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
+            case ast.AugAssign():
+                yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
+            case ast.Return(value=ast.Call()) if "state" in arguments:
+                yield (
+                    statement,
+                    f"instead of {ast.unparse(statement)}: return state",
+                    _set_item(field, place, _RETURN_STATE),
+                )
+
+
+def _set(field: str, value: object) -> Change:
+    return lambda node: setattr(node, field, value)
+
+
+def _set_item(field: str, place: int, value: object) -> Change:
+    return lambda node: getattr(node, field).__setitem__(place, value)
+
+
+def _without(field: str, place: int) -> Change:
+    def change(node: ast.AST) -> None:
+        values = getattr(node, field)
+        del values[place]
+        if isinstance(node, ast.BoolOp) and len(values) == 1:
+            values.append(ast.Constant(isinstance(node.op, ast.And)))
+
+    return change
+
+
+def _replace_unary(node: Any) -> None:
+    """`not x` becomes `not not x`."""
+    node.operand = ast.UnaryOp(ast.Not(), node.operand)

@@ -1,0 +1,115 @@
+"""Mutants that nobody can notice, each with the reason: `make mutants` counts them apart.
+
+A row is found by its module, its line as it is written, and the change; a test holds that each row is still a mutant.
+"""
+
+from __future__ import annotations
+
+from tests.simulation.mutants.changes import Mutant
+
+Row = tuple[str, str, str]
+"""(module, line, change)."""
+
+EQUIVALENT: dict[str, tuple[Row, ...]] = {
+    "the types want to be told; the stage, or who calls, proves it": (
+        ("controller.hangs", "if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:", "fault is None or fault.unproven is None or fault.causes or (known is None) or (order <= known.order): without fault is None"),
+        ("controller.settling", "return [registration.standby for registration in registrations if registration is not None and registration.standby]", "registration is not None and registration.standby: without registration is not None"),
+        ("controller.settling", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: Or"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without stage in _ORDERED"),
+        ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without state.dump is not None"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
+        ("controller.machine", "if state.fault is not None and state.members.attached == 0:", "state.fault is not None and state.members.attached == 0: without state.fault is not None"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.stage in _ORDERED"),
+        ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.dump is not None"),
+    ),
+    "what it leaves out is looked at again further on: only time is lost": (
+        ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
+        ("controller.machine", "if deadline is not None and now >= deadline:", "if deadline is not None and now >= deadline: always True"),
+        ("controller.machine", "if deadline is not None and now >= deadline:", "deadline is not None and now >= deadline: without now >= deadline"),
+        ("controller.progress", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at > pace.longest: GtE"),
+        ("controller.progress", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at: Add"),
+        ("controller.rolling", "if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads", "if isinstance(verdict, Refusal): always True"),
+        ("controller.rolling", "return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()", "updating and isinstance(verdict_of(state, fault, updating), Decision): without updating"),
+        ("controller.machine", "if now - state.seen <= late_s:", "now - state.seen <= late_s: Lt"),
+        ("controller.machine", "if now - state.seen <= late_s:", "now - state.seen: Add"),
+    ),
+    "in this stage nobody looks at the field; it is put right so that equal situations are equal states": (
+        ("controller.leaving", "return replace(", "replace(state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)): forgets dump"),
+        ("controller.takeover", "state = replace(", "replace(state, members=forgive(members, now, settings), deadline=inf, heard_at=inf, coverage=coverage, survives=survives(coverage) if whole else '', job_groups=max(known_groups, len(coverage.groups))): forgets deadline"),
+        ("controller.settling", "state = replace(", "replace(state, stage=Stage.RUNNING, deadline=inf, coverage=coverage, survives=survives(coverage), job_groups=len(coverage.groups), members=forgive(members, now, state.settings)): forgets deadline"),
+    ),
+    "in RUNNING whoever is dead has finished": (
+        ("controller.hangs", "living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)", "member.dead is None and (not member.finished): without member.dead is None"),
+    ),
+    "digits that people read": (
+        ("controller.hangs", 'fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}', "3: 4"),
+    ),
+    "a rank that never registered has no stream that could count as closed": (
+        ("controller.takeover", "members = bury(members, rank, cause, False, now)", "False: True"),
+    ),
+    "a rank that never registered is waited for anyway": (
+        ("controller.takeover", "came = [member for member in state.members.table if member.registration is not None and member.dead is None]", "member.registration is not None and member.dead is None: without member.registration is not None"),
+    ),
+    "a freeze without a cause and without suspects, in which no takeover is judged, is thawed at once": (
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.takeover"),
+        ("controller.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.awaiting"),
+        ("controller.machine", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
+    ),
+    "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
+        ("processor.transitions", "if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:", "state.loss_logged and standing is _TRAINING and (not state.faults) and (not state.finished): without standing is _TRAINING"),
+    ),
+    "terms begin at 1": (
+        ("processor.transitions", "if state.term < 0:", "state.term < 0: LtE"),
+        ("processor.transitions", "if state.term < 0:", "0: 1"),
+    ),
+    "a torn state counts behind a closed gate only, and whoever reports a closed gate says it anew": (
+        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False): forgets torn"),
+        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "False: True (no. 2 in the line)"),
+    ),
+    "of two equal values either is the smaller": (
+        ("controller.machine", "moment = members.sweep_at if members.sweep_at < moment else moment", "members.sweep_at < moment: LtE"),
+        ("controller.machine", "moment = look_at if look_at < moment else moment", "look_at < moment: LtE"),
+        ("controller.machine", "moment = due if due < moment else moment", "due < moment: LtE"),
+        ("processor.machine", "moment = going_on if going_on < moment else moment", "going_on < moment: LtE"),
+        ("processor.machine", "moment = giving_up if giving_up < moment else moment", "giving_up < moment: LtE"),
+        ("processor.machine", "moment = state.heartbeat_at if state.heartbeat_at < moment else moment", "state.heartbeat_at < moment: LtE"),
+        ("processor.machine", "moment = state.notice_by if state.notice_by < moment else moment", "state.notice_by < moment: LtE"),
+        ("processor.transitions", "return lost if lost < state.answer_by else state.answer_by", "lost < state.answer_by: LtE"),
+    ),
+    "the same standstill again teaches the same": (
+        ("controller.progress", "if len(pace.durations) < ENOUGH or gap <= pace.longest:", "gap <= pace.longest: Lt"),
+    ),
+    "one entry a rank is in both": (
+        ("controller.rolling", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),
+    ),
+    "a rank whose report can be used is told by its step, and never by its absence": (
+        ("controller.rolling", "elif not report.closed:", "if not report.closed: always True"),
+    ),
+    "a byte a second": (
+        ("controller.writing", "SLOW_DISK_BYTES_PER_S = 50e6", "50000000.0: 50000001.0"),
+    ),
+    "what is done to nothing leaves nothing": (
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "if state.fault is not None and state.fault.updating: always True"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: Or"),
+        ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault.updating"),
+        ("controller.machine", "if fault.update_by < inf:", "fault.update_by < inf: LtE"),
+    ),
+    "after the start the deadline is inf until the ranks leave": (
+        ("controller.machine", "if state.stage is Stage.ASSEMBLING and now >= state.deadline:", "state.stage is Stage.ASSEMBLING and now >= state.deadline: without state.stage is Stage.ASSEMBLING"),
+    ),
+    "what is down is left by nobody: each of two looks at the link is enough": (
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
+        ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
+        ("processor.transitions", "if state.link is not Link.DOWN and now >= go_on_at(state):", "state.link is not Link.DOWN and now >= go_on_at(state): without state.link is not Link.DOWN"),
+    ),
+}  # fmt: skip
+"""By the reason."""
+
+_REASONS = {row: why for why, rows in EQUIVALENT.items() for row in rows}
+
+
+def reason(mutant: Mutant) -> str:
+    """Return why a mutant changes nothing that matters; empty: nobody says so."""
+    return _REASONS.get((mutant.module, mutant.source, mutant.change), "")
