@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.chaos.test_axes import Axes, run
+from tests.chaos.test_axes import run
 from tests.chaos.test_kills import assert_equal, published_steps
+from tests.unit.trainer.layouts import Axes
 from ttp.chaos.job import Job, read_jsonl
 from ttp.trainer.convert import main as convert
 from ttp.trainer.weights import model_of, open_trained
