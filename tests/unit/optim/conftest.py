@@ -11,7 +11,7 @@ import pytest
 from tests.unit.forkserver import fork_server
 from tests.unit.optim import rank_main
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 RunRanks = Callable[..., None]
 

@@ -41,6 +41,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout.build(params, world, replicas, bucket, ring, hosts)
 
 
+@settings(deadline=None)  # a loaded machine is no slow layout
 @given(layouts())
 def test_every_element_lies_on_exactly_r_holders(layout: Layout) -> None:
     counts: dict[str, Counter[int]] = {spec.name: Counter() for spec in layout.params}
@@ -51,6 +52,7 @@ def test_every_element_lies_on_exactly_r_holders(layout: Layout) -> None:
         assert counts[spec.name] == Counter({i: layout.replicas for i in range(spec.numel)})
 
 
+@settings(deadline=None)  # a loaded machine is no slow layout
 @given(layouts())
 def test_every_shard_has_r_different_holders_and_every_rank_an_equal_load(layout: Layout) -> None:
     for shard in range(layout.shards):
@@ -63,6 +65,7 @@ def test_every_shard_has_r_different_holders_and_every_rank_an_equal_load(layout
     assert all(layout.held(rank)[0] == shard for shard, rank in enumerate(firsts))
 
 
+@settings(deadline=None)  # a loaded machine is no slow layout
 @given(layouts())
 def test_buckets_are_contiguous_in_reverse_order_and_never_mix_dtypes(layout: Layout) -> None:
     for dtype in DTYPES:
@@ -76,6 +79,7 @@ def test_buckets_are_contiguous_in_reverse_order_and_never_mix_dtypes(layout: La
         assert 0 <= bucket.numel - ends[-1] < ALIGN * (layout.shards + 1)
 
 
+@settings(deadline=None)  # a loaded machine is no slow layout
 @given(layouts())
 def test_segments_map_onto_the_bucket_memory_without_overlap_and_on_register_boundaries(layout: Layout) -> None:
     for shard in range(layout.shards):
@@ -90,6 +94,7 @@ def test_segments_map_onto_the_bucket_memory_without_overlap_and_on_register_bou
             end[segment.bucket] = segment.offset + segment.padded
 
 
+@settings(deadline=None)  # a loaded machine is no slow layout
 @given(param_lists(), st.integers(2, 6))
 def test_replicas_and_both_layouts_use_the_same_cuts(params: list[ParamSpec], shards: int) -> None:
     even = Layout.build(params, 2 * shards, 2, 1000)
@@ -122,7 +127,7 @@ def test_group_ids_are_stable_and_labels_are_for_people() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 8), st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_grid_shares_a_host_only_where_it_must(replicas: int, columns: int, data: st.DataObject) -> None:
     world = replicas * columns
     hosts = data.draw(st.lists(st.sampled_from("abcde"), min_size=world, max_size=world))
@@ -135,7 +140,7 @@ def test_grid_shares_a_host_only_where_it_must(replicas: int, columns: int, data
 
 
 @given(st.integers(2, 12), st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_ring_shares_a_host_only_where_it_must(world: int, data: st.DataObject) -> None:
     hosts = data.draw(st.lists(st.sampled_from("abcde"), min_size=world, max_size=world))
     successor = cycle(world, hosts)
