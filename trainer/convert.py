@@ -25,6 +25,7 @@ import ttp
 from ttp.errors import CheckpointError, ConfigError, TTPError
 
 from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
+from .device_table import HOST
 from .devices import choose_device
 from .hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
 from .mesh import Mesh
@@ -88,9 +89,9 @@ def from_hugging_face(source: Path, output: Path) -> ModelConfig:
 
 def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path, tokenizer: str | None) -> None:
     model_config = dataclasses.replace(config.model_config, params_dtype="float32")  # masters have all bits
-    cpu = torch.device("cpu")
-    with joined(World(0, 1, 0, launched=False), choose_device("cpu"), cpu):
-        model = build_model(model_config, 0, cpu)
+    host = torch.device(HOST)
+    with joined(World(0, 1, 0, launched=False), choose_device(HOST), host):
+        model = build_model(model_config, 0, host)
         put_weights(model, weights, "their model")
         optimizer = build_optimizer(config, [model], Mesh(), replicas=1)
         layout = {**Mesh().sizes, "model_config": plain(config.model_config), "tokenizer": tokenizer}

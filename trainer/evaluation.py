@@ -21,6 +21,7 @@ from ttp.errors import DatasetError
 
 from .config import Config
 from .data import OpenedText
+from .device_table import HOST
 from .mesh import Mesh
 from .metrics import MetricsFile
 from .passes import Passes
@@ -71,7 +72,7 @@ class Evaluation:
         assert self._held_out is not None
         began = time.perf_counter()
         total = sum(self._passes.evaluate(self._held_out, batch * self._each) for batch in range(self._batches))
-        summed = torch.tensor([total], dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
+        summed = torch.tensor([total], dtype=torch.float64 if self._device.type == HOST else torch.float32)
         summed = summed.to(self._device)
         dist.all_reduce(summed)
         loss = float(summed) / self._divisor

@@ -16,6 +16,7 @@ import torch
 from ttp.errors import ConfigError, TTPError
 
 from .config import check
+from .device_table import DEVICES
 from .devices import bind, choose_device
 from .model import GPT
 from .tokenizer import Tokenizer, open_tokenizer
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--tokenizer", help="default: the one that the checkpoint names")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu", "musa"])
+    parser.add_argument("--device", default="auto", choices=["auto", *DEVICES])
     return parser
 
 
