@@ -148,3 +148,14 @@ def test_without_local_copies_no_step_before_is_looked_for() -> None:
     job.say(report(0, 1, COMPUTE, 7), report(1, 1, DONE, 7, records=[7]))
     works(job, 118.0, 1)
     assert not job.told("passed_over") and job.at(Stage.WRITING)
+
+
+def test_nobody_is_passed_over_for_the_same_step_that_others_cannot_write_here() -> None:
+    """Rank 2 has rank 0's shard of step 7 too, and its disk has failed it: rank 0 is waited for, whatever copies there are."""
+    job = ControllerBench()
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.say(*(report(rank, 1, DONE, 7, records=[6, 7], backup_step=6) for rank in range(4)))
+    orders = job.orders()
+    job.say(failed(2, orders[2]), *(job.written(rank, orders[rank]) for rank in (1, 3)))
+    works(job, 118.0, 0)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
