@@ -22,6 +22,8 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "if state.fault is not None and state.members.attached == 0:", "state.fault is not None and state.members.attached == 0: without state.fault is not None"),
         ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.stage in _ORDERED"),
         ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.dump is not None"),
+        ("controller.settling", "if state.dump is None or state.dump.pending:", "state.dump is None or state.dump.pending: without state.dump is None"),
+        ("controller.settling", "return start_publishing(state, now, out) if state.dump is not None and not state.dump.pending else state", "state.dump is not None and (not state.dump.pending): without state.dump is not None"),
     ),
     "what it leaves out is looked at again further on: only time is lost": (
         ("controller.settling", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
@@ -103,6 +105,12 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
         ("processor.succession", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
         ("processor.transitions", "if state.link is not Link.DOWN and now >= go_on_at(state):", "state.link is not Link.DOWN and now >= go_on_at(state): without state.link is not Link.DOWN"),
+    ),
+    "steps never go back": (
+        ("processor.pace", "if event.step <= state.step and state.step_at > -inf:", "event.step <= state.step and state.step_at > -inf: without state.step_at > -inf"),
+    ),
+    "of whom nothing else is known, the text says the same": (
+        ("controller.rolling", "elif report is None or member.suspect:", "report is None or member.suspect: without member.suspect"),
     ),
 }  # fmt: skip
 """By the reason."""

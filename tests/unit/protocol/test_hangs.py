@@ -104,6 +104,15 @@ def test_a_rank_measures_its_steps_but_not_frozen_or_paused_time() -> None:
     assert list(rank.state.step_times_s) == [2.0, 1.0, 3.0]
     rank.take(processor_events.Connected(registration(1)))
     assert rank.said(Registration)[0].step_times_s == (2.0, 1.0, 3.0)
+    rank.freeze()
+    look(6, 5.0)
+    rank.hear(Thaw(1))
+    look(7, 1.0)
+    look(8, 4.0)
+    assert list(rank.state.step_times_s) == [2.0, 1.0, 3.0, 4.0], "step 6 was frozen"
+    for step in range(9, 60):
+        look(step, 1.0)
+    assert len(rank.state.step_times_s) == 32, "the newest ones"
 
 
 def test_the_first_steps_have_a_generous_limit_of_their_own() -> None:
