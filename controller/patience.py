@@ -1,7 +1,9 @@
 """Ranks whose work gets on and on, passed over where others can do it in time (PURE).
 
 Owns the moments at which that is looked at: half of what is left of the fault's time after an order, and half of each rest.
-Whoever has done its own share by the first does as much again in the other half. Where nobody can, all are asked again if
+Written again is only by those that had done their own share in a quarter of that time: they have twice as long for as much
+again, beside a disk that is still written to. Where all take long, nobody is passed over: the first to finish is not
+much faster than the last, and whatever was begun anew would be late. Where nobody can, all are asked again if
 others have come to cover the step since, and at the second look if local copies cover the step before; else the rank is waited
 for until the fault's total time is over. Ranks that say nothing are given up much sooner, by the stages themselves.
 """
@@ -15,10 +17,11 @@ from ttp.proto.frozen import replace
 from .coverage import named
 from .decision import Refusal
 from .events import Effect, Journal
+from .leaving import newest_checkpoint, step_of
 from .publishing import others_to_publish, replace_publishers
 from .rolling import able_holders, give_up_rolls, verdict_of
 from .rounds import half_of_the_rest, next_round
-from .state import ControllerState, Stage
+from .state import ControllerState, Dump, Stage
 from .writing import failing_here, replace_writers
 
 
@@ -26,9 +29,19 @@ def pass_over(state: ControllerState, now: float, out: list[Effect]) -> Controll
     """Half of the time is over: give what is not done to ranks that have nothing left to do, and look again later."""
     dump = state.dump
     assert dump is not None
+    if state.stage is Stage.WRITING and dump.prompt is None:
+        return _note_prompt(state, dump, now)
     state = replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
     after = _PASS_OVER[state.stage](state, now, out)
     return _decided_anew(state, dump.looked, now, out) if after is state else after
+
+
+def _note_prompt(state: ControllerState, dump: Dump, now: float) -> ControllerState:
+    """A quarter of the time is over: who is done now is fast enough to do others' work. The same time again is waited."""
+    assert state.fault is not None
+    rest_s = state.fault.began + state.settings.total_timeout_s - now
+    prompt = able_holders(state) - frozenset(dump.work.ranks(lambda work: bool(work.orders)))
+    return replace(state, dump=replace(dump, prompt=prompt, patience_until=now + rest_s / 3))
 
 
 def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Effect]) -> ControllerState:
@@ -42,7 +55,8 @@ def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Eff
     if isinstance(verdict, Refusal):
         return state
     others = verdict.step == step and not dump.able.issuperset(verdict.able)
-    before = verdict.step == step - 1 and dump.decision.copies and again
+    newer = verdict.step > step_of(newest_checkpoint(state))
+    before = verdict.step == step - 1 and dump.decision.copies and again and newer
     if not (others or before):
         return state
     passed = _note(state, late, out)
@@ -61,11 +75,12 @@ def _while_rolling(state: ControllerState, now: float, out: list[Effect]) -> Con
 
 
 def _while_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Whose every part has another holder that is done with its own writing is replaced."""
+    """Whose every part has another holder that was soon done with its own writing is replaced."""
     dump = state.dump
     assert dump is not None and state.coverage is not None
     late = dump.work.ranks(lambda work: bool(work.orders))
-    free = able_holders(state) - failing_here(state) - frozenset(late)
+    assert dump.prompt is not None
+    free = (able_holders(state) & dump.prompt) - failing_here(state) - frozenset(late)
     others = {group.group_id: not free.isdisjoint(group.holders) for group in state.coverage.groups}
     replaceable = {
         rank for rank in late if all(others[part.group_id] for order in dump.work[rank].orders for part in order.parts)

@@ -92,6 +92,12 @@ def half_of_the_rest(state: ControllerState, now: float) -> float:
     return now + half_s if half_s > settings.heartbeat_s else inf
 
 
+def quarter_of_the_rest(state: ControllerState, now: float) -> float:
+    """Return when a quarter of what is left of the fault's time is over; inf when too little is left to share it out."""
+    half_at = half_of_the_rest(state, now)
+    return half_at if half_at == inf else (now + half_at) / 2
+
+
 def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerState:
     """Note what became known during a fault. A rank's later, better text replaces `exiting`."""
     fault = state.fault

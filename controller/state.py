@@ -106,6 +106,9 @@ class Dump:
     work: RankTable[Work]
     looked: bool = False
     """It was looked already for who could be passed over."""
+    prompt: frozenset[int] | None = None
+    """WRITING: ranks that owed nothing any more when half of the patience with the newest order was over: they are given the work
+    of others. None: that moment has not come."""
     attempt: int = 0
     """Index into `directories`, and the last number of the attempt's name is one more."""
     failed_here: frozenset[int] = frozenset()

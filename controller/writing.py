@@ -15,7 +15,7 @@ from .leaving import refuse
 from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
 from .rolling import able_holders, holders
-from .rounds import half_of_the_rest, next_round
+from .rounds import next_round, quarter_of_the_rest
 from .state import ControllerState, Dump, Work
 
 SLOW_DISK_BYTES_PER_S = 50e6
@@ -63,8 +63,8 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
         changed[rank] = Work((*mine.orders, order), mine.results)
     work = known.put_all(changed)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
-    dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by)
-    return replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now)))
+    dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
+    return replace(state, dump=replace(dump, patience_until=quarter_of_the_rest(state, now)))
 
 
 def _writing_s(state: ControllerState, plan: Plan) -> float:

@@ -132,6 +132,17 @@ def test_the_step_before_is_written_when_nobody_else_can_finish_with_the_decided
     assert (decided["step"], decided["able"]) == (6, (0, 1)) and not job.told("refused")
 
 
+def test_who_is_slow_with_the_decided_step_is_waited_for_where_the_step_before_is_published_already() -> None:
+    """Going back to it needs no dump; the decided step may still be saved."""
+    job = two_ahead("/a/iter_0000006")
+    orders = job.orders()
+    job.say(job.written(0, orders[0]))
+    works(job, 118.0, 2)
+    assert not job.told("passed_over") and job.at(Stage.WRITING)
+    job.say(job.written(2, orders[2]))
+    assert job.at(Stage.PUBLISHING)
+
+
 def test_a_rank_that_the_step_before_needs_as_well_is_waited_for() -> None:
     """Rank 1 has died: only rank 2 has shard 1, of both steps."""
     job = two_ahead()
