@@ -3,7 +3,11 @@
 One model, the same ranks, weights, tokens, clipping and fused AdamW; the contenders take turns in the same processes, in a
 shuffled order, and each turn's times are compared with the same turn's of the others. Bytes are what crossed the loopback of a
 network namespace of the benchmark's own (all of it: collectives, barriers, TCP headers, the controller's streams), beside
-the least that the layout has to send, per rank and step. Ends with what TTP's threads take while nobody trains.
+the least that the layout has to send, per rank and step.
+
+TTP's own part is told in two numbers. *on against off*: what its calls cost the training thread, in one process (the comparison of
+replicas every hundred steps, which has a decision record of its own, is switched off). *beside*: what its other threads take of
+a core while nobody trains, which is what a rank that has no core to spare pays on top.
 
 Exit status 1 when TTP is surely slower than the fastest of the others, or surely costs more than its limit: when even the
 lower quartile of the ratios is above it.
@@ -97,7 +101,7 @@ def report(found: dict[str, Any], ranks: int, replicas: int, counted: bool) -> l
         for ours, theirs in zip(found["losses"][ON], found["losses"][name], strict=True)
     )
     cost = quartiles([on / off for on, off in zip(seconds[ON], seconds[OFF], strict=True)])
-    print(f"  on against off: {cost[1]:.4f} ({cost[0]:.4f} to {cost[2]:.4f})")
+    print(f"  on against off, in the training thread: {cost[1]:.4f} ({cost[0]:.4f} to {cost[2]:.4f})")
     print(
         f"  beside the training thread: {100 * found['beside']:.2f} % of a core, {100 * found['without']:.2f} % without TTP"
     )
