@@ -44,9 +44,11 @@ class RankTable(Generic[T]):
     def put(self, rank: int, value: T) -> RankTable[T]:
         """Return the table with `rank`'s value replaced."""
         row, column = divmod(rank, self.width)
-        chunk = self.chunks[row]
-        changed = (*chunk[:column], value, *chunk[column + 1 :])
-        return RankTable((*self.chunks[:row], changed, *self.chunks[row + 1 :]), self.width, self.size)
+        changed = list(self.chunks[row])
+        changed[column] = value
+        chunks = list(self.chunks)
+        chunks[row] = tuple(changed)
+        return RankTable(tuple(chunks), self.width, self.size)
 
     def put_all(self, values: Mapping[int, T]) -> RankTable[T]:
         """Return the table with the values of these ranks replaced; each chunk that changes is copied once."""

@@ -29,6 +29,8 @@ class Agent:
         self.addresses = ["c0"]
         self.lost = False
         self._place, self._attached = 0, False
+        self._of_place: Controller | None = None
+        """The controller in its place, once it was looked for."""
         self._lease_s = inf
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
@@ -89,12 +91,14 @@ class Agent:
             self._say(ev.StreamClosed((), self.host))
 
     def _look(self) -> None:
-        controller, now = self.controller, self.job.scheduler.now
+        controller, now = self._of_place, self.job.scheduler.now
+        if controller is None:
+            controller = self._of_place = self.controller
         if controller.heard:
             self._heard = now
         elif now >= self.came_s and (controller.gone or now >= self._heard + self._lease_s):
             self._detach()
-            self._place = (self._place + 1) % len(self.addresses)
+            self._place, self._of_place = (self._place + 1) % len(self.addresses), None
             self._heard = now
             self._attach()
         if not self.lost:

@@ -81,8 +81,9 @@ class Controller:
     @property
     def heard(self) -> bool:
         """It says something to those that are attached."""
-        silent_until = max(self.paused_until, self.cut_until, self.route.held_until[DOWN])
-        return not (self.gone or self.idle or self.job.scheduler.now < silent_until)
+        if self.dead or self.over or self.idle:
+            return False
+        return self.job.scheduler.now >= max(self.paused_until, self.cut_until, self.route.held_until[DOWN])
 
     @property
     def place_in_job(self) -> str:

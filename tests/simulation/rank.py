@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 GROUP_BYTES = 1 << 20
+_REFUSED = ev.Disconnected("connection refused", refused=True)
 _HEARD_BEAT = ev.Received(BEAT)
 LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
@@ -205,9 +206,11 @@ class Rank:
             return  # it has gone on meanwhile
         controller = self.job.controller_at(address)
         if controller.gone:
-            answered = max(self.job.scheduler.now, *self.route.held_until.values())
-            refused = ev.Disconnected("connection refused", refused=True)
-            self.later(answered - self.job.scheduler.now, partial(self._refused, attempt, refused))
+            answered = max(self.route.held_until.values())
+            if answered > self.job.scheduler.now:
+                self.later(answered - self.job.scheduler.now, partial(self._refused, attempt, _REFUSED))
+            else:
+                self._refused(attempt, _REFUSED)
             return
         self.stream = self._current = stream = Stream(
             self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route

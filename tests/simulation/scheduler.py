@@ -34,8 +34,11 @@ class Scheduler:
                 self.look = False
                 if done():
                     return True
-            if not heap or heap[0][0] > until_s:
+            if not heap:
                 return False
-            self.now, _, call = pop(heap)
+            moment, _, call = pop(heap)
+            if moment > until_s:
+                return False
+            self.now = moment
             call()
         raise AssertionError(f"{MOST_EVENTS} events, and the job is not over at {self.now:.6f} s: somebody spins")
