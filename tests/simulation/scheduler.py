@@ -36,8 +36,10 @@ class Scheduler:
                     return True
             if not heap:
                 return False
-            moment, _, call = pop(heap)
+            entry = pop(heap)
+            moment, _, call = entry
             if moment > until_s:
+                heapq.heappush(heap, entry)
                 return False
             self.now = moment
             call()
