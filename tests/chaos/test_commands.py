@@ -27,6 +27,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_demo_survives_the_death_of_rank_0(tmp_path: Path) -> None:
     """What `make demo KILL_RANK=0` runs: time line, steps lost, plot, verdict."""
     done = run(

@@ -153,6 +153,7 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_says_where_it_stood(tmp_path: Path) -> None:
     """C code that holds Python's lock silences all of a process's threads: its stacks are written by a signal's handler, before
     the launcher ends it, and the story quotes them."""

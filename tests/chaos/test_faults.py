@@ -124,6 +124,7 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
     assert "rank 1 did not leave on SIGTERM: killed" in console
 
 
+@pytest.mark.long
 def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path, whole_job: RunJob) -> None:
     """SIGTERM: the step in flight is finished and saved. Ctrl-C while a step cannot be finished: the one before is saved,
     long before the SIGKILL that an operator sends after a grace period."""

@@ -47,6 +47,7 @@ def place(port: int) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.long
 def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     """After so many broken rounds it says why and goes; the others, whose ranks wait for its, hear of it and meet again."""
     driver = tmp_path / "driver.py"
@@ -121,7 +122,7 @@ def start_of_three(folder: Path) -> str:
     return next((start for start in starts if starts.count(start) == 3), "")
 
 
-@pytest.mark.parametrize("has_store", [True, False])
+@pytest.mark.parametrize("has_store", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp_path: Path, has_store: bool) -> None:
     """Its launcher and rank are stopped: nothing is heard of them, and nothing is closed. The others do not wait for torch's
     half an hour, whether the workers' store was there or elsewhere."""

@@ -75,6 +75,7 @@ class Script:
         return [command for _, command in _marked(self.mark)]
 
 
+@pytest.mark.long
 def test_the_usual_script_pretrains_a_gpt(tmp_path: Path) -> None:
     """Its variables reach the launcher and the trainer; further arguments go last; with a rank table as well."""
     small = {

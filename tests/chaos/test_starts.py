@@ -105,6 +105,7 @@ def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, 
         job.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
     """0 leaves the end to --max-restarts alone; a signal to the launcher ends the waiting."""
     options = ("--max-restarts", "50", "--ttp-futile-starts", "0")
