@@ -95,12 +95,12 @@ def next_deadline(state: ControllerState) -> float | None:
         return state.deadline
     moment = members.empty_since + settings.orphan_timeout_s
     if stage in _UNLED:  # leases begin with the takeover
-        moment = min(moment, state.deadline) if members.attached else moment
+        moment = min(moment, state.deadline) if members.present else moment
         return None if moment == inf else moment
     moment = members.sweep_at if members.sweep_at < moment else moment
     if stage is _ASSEMBLING:
         moment = min(moment, state.deadline)
-    elif members.attached:
+    elif members.present:
         look_at = state.seen + settings.heartbeat_s
         moment = look_at if look_at < moment else moment
     if stage is _RUNNING:
@@ -108,7 +108,7 @@ def next_deadline(state: ControllerState) -> float | None:
         moment = due if due < moment else moment
     if state.fault is not None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
-        if members.attached == 0:
+        if members.present == 0:
             return moment
         if stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
@@ -196,7 +196,7 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
     members = state.members
-    return state.stage in _LED and (members.attached == 0 or 0 < members.suspects == members.alive)
+    return state.stage in _LED and (members.present == 0 or 0 < members.suspects == members.alive)
 
 
 def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
@@ -228,7 +228,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return give_up(state, now, out)
     if now >= state.members.sweep_at:
         state = _look_at_leases(state, now, out)
-    if state.fault is not None and state.members.attached == 0:
+    if state.fault is not None and state.members.present == 0:
         return state  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
     state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:

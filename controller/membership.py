@@ -49,6 +49,8 @@ class Membership:
     alive: int
     registered: int = 0
     attached: int = 0
+    present: int = 0
+    """Attached and not dead. A dead rank may still have a stream: its host was lost without a word, or it was only silent."""
     finished: int = 0
     suspects: int = 0
     """Suspects that are not dead."""
@@ -59,7 +61,7 @@ class Membership:
     sweep_at: float = inf
     """No lease runs out before this moment."""
     empty_since: float = inf
-    """Since when nobody is attached; inf while somebody is, and before the first rank attached."""
+    """Since when nobody that lives is attached; inf while somebody is, and before the first rank attached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def update(members: Membership, rank: int, member: Member) -> Membership:
         table=members.table.put(rank, member),
         registered=members.registered + _is_registered(member) - _is_registered(old),
         attached=members.attached + member.attached - old.attached,
+        present=members.present + _is_present(member) - _is_present(old),
         alive=members.alive + (member.dead is None) - (old.dead is None),
         finished=members.finished + member.finished - old.finished,
         suspects=members.suspects + _is_suspect(member) - _is_suspect(old),
@@ -117,10 +120,10 @@ def hear_unsuspected(members: Membership, ranks: Iterable[int], now: float) -> M
 def attach(members: Membership, registration: Registration, now: float, settings: ControllerSettings) -> Membership:
     """Note a registration on a fresh stream; it clears the suspicion against that rank."""
     rank = registration.rank
-    if members.attached == 0:
+    known = members.table[rank]
+    if members.present == 0 and known.dead is None:
         # Everybody had lost the controller: the others get a whole lease to come back as well.
         members = replace(members, amnesty=now, empty_since=inf)
-    known = members.table[rank]
     finished = known.finished or registration.finished
     member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
     members = update(members, rank, member)
@@ -137,7 +140,7 @@ def detach(members: Membership, rank: int, now: float, settings: ControllerSetti
     members = update(members, rank, replace(member, attached=False, suspect=True, heard=heard))
     expiry = max(heard, members.amnesty) + settings.lease_s
     members = replace(members, sweep_at=min(members.sweep_at, expiry))
-    return replace(members, empty_since=now) if members.attached == 0 else members
+    return replace(members, empty_since=now) if members.present == 0 and member.dead is None else members
 
 
 def bury(members: Membership, rank: int, cause: Cause, gone: bool, now: float) -> Membership:
@@ -145,7 +148,7 @@ def bury(members: Membership, rank: int, cause: Cause, gone: bool, now: float) -
     member = members.table[rank]
     attached = member.attached and not gone
     members = update(members, rank, replace(member, dead=cause, attached=attached))
-    emptied = members.attached == 0 and member.attached
+    emptied = members.present == 0 and _is_present(member)
     return replace(members, empty_since=now) if emptied else members
 
 
@@ -164,7 +167,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
 
     `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count.
     """
-    if members.attached == 0:  # nobody answers: it is the controller that is cut off
+    if members.present == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
     newly_suspect, run_out, next_at, last_heard = [], [], inf, -inf
     for rank, member in enumerate(members.table):
@@ -194,6 +197,10 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
 def reachable(members: Membership) -> tuple[int, ...]:
     """Return the ranks with an open stream, dead ones that were only silent included. O(world)."""
     return members.table.ranks(lambda member: member.attached)
+
+
+def _is_present(member: Member) -> bool:
+    return member.attached and member.dead is None
 
 
 def _is_registered(member: Member) -> bool:

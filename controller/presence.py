@@ -224,9 +224,7 @@ def _name_death(
         if state.fault is not None:
             causes = tuple(cause if known is member.dead else known for known in state.fault.causes)
             state = replace(state, fault=replace(state.fault, causes=causes))
-    members = update(state.members, rank, gone)
-    emptied = members.attached == 0 and member.attached
-    return replace(state, members=replace(members, empty_since=now) if emptied else members)
+    return replace(state, members=update(state.members, rank, gone))
 
 
 def _left_in_peace(state: ControllerState, rank: int, member: Member, now: float, out: list[Effect]) -> ControllerState:

@@ -88,7 +88,7 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
     """Open the gates again, wait for more reports, or decide."""
     fault, members = state.fault, state.members
     assert fault is not None
-    if not members.attached:
+    if not members.present:
         return state  # nobody could be told what is decided
     if not fault.causes:
         if members.finished == state.settings.world_size:

@@ -77,7 +77,7 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
     awaited = members.table.ranks(lambda member: member.dead is None and not member.attached)
     if (awaited or _may_have_been_dismissed(state)) and now < state.deadline:
         return state
-    if not members.attached:
+    if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
     last_heard = max(members.away_until, *(member.heard for member in members.table if member.attached))
     if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:

@@ -265,9 +265,9 @@ def test_nobody_is_an_orphan_once_somebody_is_back() -> None:
     assert job.at(Stage.RUNNING)
 
 
-def silent_dead() -> ControllerBench:
+def silent_dead(progress_timeout_s: float = 100.0) -> ControllerBench:
     """Rank 3 is dead because it was silent, and its stream is still open; the others write."""
-    job = ControllerBench(total_timeout_s=500.0, progress_timeout_s=100.0)
+    job = ControllerBench(total_timeout_s=500.0, progress_timeout_s=progress_timeout_s)
     job.wait(LEASE_S + 0.1, heard=(0, 1, 2))
     job.all_report(7, ranks=(0, 1, 2))
     assert job.at(Stage.WRITING)
@@ -282,14 +282,29 @@ def test_the_exit_of_a_silent_rank_leaves_the_others_attached() -> None:
     assert job.at(Stage.WRITING)
 
 
-def test_the_exit_of_a_silent_rank_that_alone_was_attached_begins_the_wait_for_the_others() -> None:
+def test_a_dead_rank_whose_stream_is_open_is_nobody_to_decide_for() -> None:
+    """Its host was lost without a word. When the others lose the controller too, they are waited for as if nobody were attached:
+    their orders do not count as stuck, and they have what they need to answer when they come back."""
+    job = silent_dead(progress_timeout_s=4.0)
+    orders = job.orders()
+    job.close(0, 1, 2)
+    job.wait(14.0, heard=())
+    assert job.at(Stage.WRITING) and not job.told("stuck")
+    job.say(*(registration(rank) for rank in (0, 1, 2)))
+    job.all_write(orders)
+    assert job.at(Stage.PUBLISHING)
+
+
+@pytest.mark.parametrize("seen_to_end", [True, False])
+def test_the_wait_for_the_others_begins_when_the_last_living_rank_is_gone(seen_to_end: bool) -> None:
+    """What becomes of a dead one's stream, or that it comes again, changes nothing."""
     job = silent_dead()
     job.close(0, 1, 2)
-    job.say(killed(3), after=1.0)
-    job.wait(14.9, heard=())
+    job.say(killed(3) if seen_to_end else registration(3), after=1.0)
+    job.wait(13.9, heard=())
     assert job.at(Stage.WRITING)
     job.wait(0.2, heard=())
-    assert job.at(Stage.OVER)
+    assert job.at(Stage.OVER) if seen_to_end else job.told("refused") or job.at(Stage.OVER)
 
 
 def test_a_silent_rank_that_is_seen_to_end_is_not_told_to_exit() -> None:
