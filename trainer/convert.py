@@ -31,6 +31,7 @@ from .hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
 from .mesh import Mesh
 from .model import DTYPES, build_model
 from .optimizer import build_optimizer
+from .prepare import unfinished_beside
 from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, holds_tokenizer, open_tokenizer
 from .weights import open_trained, put_weights
 from .world import World, joined
@@ -160,8 +161,7 @@ def _safetensors() -> Any:
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
     """Give a folder to write into, which becomes `output` when the block ends well."""
-    unfinished = output.with_name(f"{output.name}_tmp_{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = unfinished_beside(output)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished

@@ -121,7 +121,9 @@ class Joined:
 
     def __init__(self, name: str, parts: Sequence[Tokens]) -> None:
         if not parts:
-            raise DatasetError(f"{name}: no token file is in it; set dataset_config.dataset_dir to a folder that has some")
+            raise DatasetError(
+                f"{name}: no token file is in it; set dataset_config.dataset_dir to a folder that has some"
+            )
         self.name = name
         self._parts = parts
         self._ends = list(itertools.accumulate(part.size for part in parts))

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.parity.conftest import MakeTheirs
+from ttp.errors import ConfigError
 from ttp.session import find_session
 from ttp.trainer import passes
 from ttp.trainer.__main__ import main as train
 from ttp.trainer.convert import main as convert
 from ttp.trainer.generate import Sampling, continue_tokens
+from ttp.trainer.hf_layout import from_hf_config
 from ttp.trainer.metrics import account, read_lines
 from ttp.trainer.model import token_loss
 from ttp.trainer.tokenizer import byte_level_files
@@ -202,6 +204,11 @@ def spoil_config(**changes: Any) -> Spoil:
             spoil_config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
             "rope_type is 'llama3': wanted default",
         ),
+        (spoil_config(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25: wanted 1"),
+        (
+            spoil_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor is 0.5: wanted 1",
+        ),
         (spoil_config(num_hidden_layers=3), "no 'model.layers.2.input_layernorm.weight'"),
         (spoil_config(num_hidden_layers=1), "weights that this architecture has not: model.layers.1"),
         (spoil_config(intermediate_size=81), "feed_forward.down.weight' has shape (48, 80), wanted (48, 81)"),
@@ -231,6 +238,24 @@ def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
     assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 2
     assert wanted.replace("{folder}", str(tmp_path / "theirs")) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "wanted"),
+    [
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1: wanted 0.0"),
+        ("gpt2", {"resid_pdrop": 0.2}, "embd_pdrop is 0.0: wanted 0.2"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01: wanted 0"),
+    ],
+)
+def test_noise_without_a_counterpart_is_refused_by_name(
+    make_theirs: MakeTheirs, shape: str, change: dict[str, float], wanted: str
+) -> None:
+    """A training that went on with less of it would be another one."""
+    theirs = make_theirs(shape).config.to_dict()
+    from_hf_config(theirs)
+    with pytest.raises(ConfigError, match=wanted):
+        from_hf_config({**theirs, **change})
 
 
 def test_a_model_goes_on_with_its_own_tokenizer_or_with_the_one_that_is_named(
