@@ -170,6 +170,7 @@ class Passes:
 
     def _held_out_batch(self, held_out: Sequences, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_BT, targets_BT = self._batch(held_out, first)
+        targets_BT = targets_BT.clone()  # one sequence's inputs are in the same memory
         targets_BT[max(0, stop - first) :] = UNCOUNTED
         return tokens_BT, targets_BT
 

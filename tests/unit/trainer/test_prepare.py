@@ -100,7 +100,7 @@ def test_a_cut_in_a_document_leaves_no_trace_in_its_tokens(tmp_path: Path, monke
     made.train_from_iterator(lines.split("\n"), trainer)
     made.save(str(tmp_path / "marking.json"))
     (tmp_path / "text").write_text(lines)
-    train_tokenizer(tmp_path / "bytes")
+    train_tokenizer(tmp_path / "bytes", text=lines)
     for file in (tmp_path / "marking.json", tmp_path / "bytes" / "tokenizer.json"):
         tokenizer = open_tokenizer(str(file))
         (whole,) = tokenizer.encode([lines])
