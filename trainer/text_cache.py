@@ -95,8 +95,9 @@ def hash_files(root: Path, cache_dir: Path) -> dict[str, tuple[int, str]]:
     known = _noted(home, files, asked_ns)
     if len(known) < len(files):
         what = f"reading {root}"
-        # A cache that may only be read is one, too.
-        turn = _turn(home.with_suffix(".lock"), what) if os.access(cache_dir, os.W_OK) else _alone(what)
+        lock = home.with_suffix(".lock")
+        # A cache that may only be read, or is another user's, is one, too.
+        turn = _turn(lock, what) if os.access(lock if lock.exists() else cache_dir, os.W_OK) else _alone(what)
         with _keeping(cache_dir), turn as said:
             known = _noted(home, files, asked_ns)
             if len(known) < len(files):
@@ -245,11 +246,13 @@ def _turn(path: Path, what: str) -> Iterator[Told]:
             except OSError:
                 locked = False
                 break
-        own = _tenths(what)
+        own, noted = _tenths(what), -1.0
 
         def said(share: float) -> None:
+            nonlocal noted
             own(share)
-            if locked:
+            if locked and share >= noted + 0.001:
+                noted = share
                 with contextlib.suppress(OSError):  # a full disk: who waits hears nothing, and still waits
                     file.truncate(0)
                     file.write(f"{share:.3f}".encode())

@@ -230,6 +230,20 @@ def test_a_restart_reads_only_the_files_that_have_changed(
     assert newly_read() == ["a", "b", "c"]
 
 
+def test_a_cache_that_may_only_be_read_serves_its_tokens(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, say: the text is read, no lock is taken and no hash noted."""
+    cache = tmp_path / "cache"
+    before = prepared(text, tokenizer, cache, "text").fingerprint()
+    for left in cache.glob("hashes_*"):
+        left.unlink()
+    monkeypatch.setattr(text_cache.os, "access", lambda path, mode: False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(text_cache, "unfinished_beside", lambda path: cache / "no" / "such" / "folder")
+    assert prepared(text, tokenizer, cache, "text").fingerprint() == before
+    assert not list(cache.glob("hashes_*"))
+
+
 def test_processes_that_start_together_read_the_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited takes the hashes that were made while it did, however new the files are."""
     (tmp_path / "cache").mkdir()
