@@ -58,8 +58,8 @@ class TrainingConfig:
     """Optimizer updates to do in all, resumed ones included."""
     eval_interval: int | None = None
     """The loss on held-out text every so many steps and after the last one; null: never."""
-    eval_batches: int = 10
-    """Batches of an evaluation, each as many sequences as a step takes; fewer where fewer are held out."""
+    eval_sequences: int = 64
+    """Held-out sequences of an evaluation, the same under every layout and batch size; fewer where fewer are held out."""
     log_interval: int = 1
     """A log line every so many steps."""
     save_interval: int | None = None
@@ -102,7 +102,7 @@ class TrainingConfig:
         check(save is None or save >= 1, at + "save_interval", save, "1 or more, or null for none")
         every = self.eval_interval
         check(every is None or every >= 1, at + "eval_interval", every, "1 or more, or null for never")
-        check(self.eval_batches >= 1, at + "eval_batches", self.eval_batches, "1 or more")
+        check(self.eval_sequences >= 1, at + "eval_sequences", self.eval_sequences, "1 or more")
         folders = self.save_dirs
         check(
             folders is None or (len(folders) > 0 and all(f.strip() for f in folders)),

@@ -31,7 +31,8 @@ from .hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
 from .mesh import Mesh
 from .model import DTYPES, build_model
 from .optimizer import build_optimizer
-from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, open_tokenizer
+from .prepare import unfinished_beside
+from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, holds_tokenizer, open_tokenizer
 from .weights import open_trained, put_weights
 from .world import World, joined
 
@@ -41,6 +42,7 @@ def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer
 
     Raises ConfigError for an architecture that they have not, CheckpointError.
     """
+    _check_free(output)
     trained = open_trained(source)
     named = tokenizer or trained.tokenizer
     end = None if named is None else open_tokenizer(named).end_of_text
@@ -59,35 +61,52 @@ def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer
     return trained.checkpoint.step
 
 
-def from_hugging_face(source: Path, output: Path) -> ModelConfig:
+def from_hugging_face(source: Path, output: Path, tokenizer: str | None = None) -> ModelConfig:
     """Write a model of transformers as an output folder that training goes on from: `config.yaml`, and a checkpoint of step 0
-    with fresh optimizer state. Returns its configuration. Raises ConfigError, CheckpointError."""
+    with fresh optimizer state. `tokenizer`: a path or BYTES; None: that of `source`. Returns its configuration. Raises
+    ConfigError, CheckpointError."""
+    _check_free(output)
     try:
         theirs = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{source}/config.json cannot be read ({exc}): wanted a folder of save_pretrained") from None
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{source}/config.json holds no mapping: wanted a folder of save_pretrained")
     model_config = from_hf_config(theirs)
+    named = _tokenizer_of(source, tokenizer)
     weights = from_hf(_read_safetensors(source), model_config)
-    tokenizer = str(source.resolve()) if (source / "tokenizer.json").is_file() else None
     with _appearing(output) as folder:
         config = Config(
             model_config=model_config,
             training_config=TrainingConfig(output_dir=str(folder)),
             parallel_config=ParallelConfig(optimizer_replicas=1),
             # Nothing is read: any folder will do where the vocabulary is smaller than that of bytes.
-            dataset_config=DatasetConfig(dataset_dir=str(source), tokenizer=tokenizer),
+            dataset_config=DatasetConfig(dataset_dir=str(source), tokenizer=named),
         )
-        _write_step_0(config, weights, folder / "checkpoints", tokenizer)
+        _write_step_0(config, weights, folder / "checkpoints", named or BYTES)
         sections = {
             "training_config": {"output_dir": str(output.resolve())},
             "model_config": plain(model_config),
-            "dataset_config": {"tokenizer": tokenizer, "dataset_dir": None},
+            "dataset_config": {"tokenizer": named, "dataset_dir": None},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
     return model_config
 
 
-def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path, tokenizer: str | None) -> None:
+def _tokenizer_of(source: Path, given: str | None) -> str | None:
+    """Return the tokenizer to train on with; None: bytes, which someone has to ask for. Raises ConfigError."""
+    if given is not None:
+        open_tokenizer(given)  # refuses what is none
+        return None if given == BYTES else str(Path(given).resolve())
+    if not holds_tokenizer(source):
+        raise ConfigError(
+            f"{source} has no file of a tokenizer: a model that learned other tokens would go on in bytes; name one with"
+            f" --tokenizer PATH, or {BYTES} where bytes are what it learned"
+        )
+    return str(source.resolve())
+
+
+def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path, tokenizer: str) -> None:
     model_config = dataclasses.replace(config.model_config, params_dtype="float32")  # masters have all bits
     host = torch.device(HOST)
     with joined(World(0, 1, 0, launched=False), choose_device(HOST), host):
@@ -105,18 +124,31 @@ def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path
 
 def _read_safetensors(source: Path) -> dict[str, torch.Tensor]:
     """Return all weights of a folder of save_pretrained, from one file or several."""
-    index = source / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    library, error = _safetensors(), importlib.import_module("safetensors").SafetensorError
     weights: dict[str, torch.Tensor] = {}
-    for name in names:
+    for name in _names_of_weights(source):
         if not (source / name).is_file():
             raise CheckpointError(
                 f"{source / name} is missing: wanted the weights as safetensors (model.save_pretrained writes them)"
             )
-        weights |= _safetensors().load_file(str(source / name))
+        try:
+            weights |= library.load_file(str(source / name))
+        except (error, OSError) as exc:
+            raise CheckpointError(f"{source / name} cannot be read ({exc}): copy it again from where it came") from None
     return weights
+
+
+def _names_of_weights(source: Path) -> list[str]:
+    index = source / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(
+            f"{index} does not say which file has which weight ({type(exc).__name__}: {exc}): wanted a weight_map; copy it again"
+            " from where it came"
+        ) from None
 
 
 def _safetensors() -> Any:
@@ -128,18 +160,20 @@ def _safetensors() -> Any:
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `output` when the block ends well. Raises ConfigError when `output` has
-    something in it."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} is there and not empty: name a new folder")
-    unfinished = output.with_name(f"{output.name}_tmp_{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    """Give a folder to write into, which becomes `output` when the block ends well."""
+    unfinished = unfinished_beside(output)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         os.replace(unfinished, output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_free(output: Path) -> None:
+    """Raise ConfigError when `output` has something in it: before the work, which may take long."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there and not empty: name a new folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,13 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     back.add_argument("input", type=Path, help="a folder with config.json and model.safetensors")
     back.add_argument("output", type=Path, help="a new folder")
+    back.add_argument("--tokenizer", help="a tokenizer to train on with, or bytes; default: the one in the folder")
     given = parser.parse_args(argv)
     try:
         if given.verb == "to-hf":
             step = to_hugging_face(given.input, given.output, given.dtype, given.tokenizer)
             print(f"{given.output}: step {step}, for AutoModelForCausalLM.from_pretrained")
         else:
-            from_hugging_face(given.input, given.output)
+            from_hugging_face(given.input, given.output, given.tokenizer)
             print(f"{given.output}: go on with ttprun ... -m ttp.trainer --config {given.output / 'config.yaml'}")
     except (TTPError, OSError) as exc:
         print(f"ttp.trainer.convert: {type(exc).__name__}: {exc}", file=sys.stderr)

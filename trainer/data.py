@@ -7,7 +7,6 @@ position is a number that counts all sequences ever consumed by the job, and eve
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ import torch
 from ttp.errors import ConfigError, DatasetError
 
 from .config import Config
-from .prepare import is_saved_dataset, prepared
+from .prepare import is_saved_dataset, unfinished_beside
+from .text_cache import prepared
 from .tokenizer import BYTES, open_tokenizer
 from .tokens import FileText, Tokens, manual, token_files
 
@@ -157,7 +157,7 @@ def _manual_file(cache_dir: Path) -> Path:
     if not path.exists():
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+            unfinished = unfinished_beside(path)
             unfinished.write_bytes(text.read(0, text.size).tobytes())
             unfinished.replace(path)
         except OSError as exc:

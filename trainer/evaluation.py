@@ -4,7 +4,7 @@ Owns when it is measured, on what, and `validation.jsonl`, a line each time. Tak
 gradients, random numbers and the order of the text are as they were before. After a resume the step's evaluation is repeated, for
 the process before may have died ahead of it: a step's last line counts, and it has the same bits.
 
-    {"step": 100, "loss": "0x1.1c6f8a0000000p+1", "loss_value": 2.222154, "sequences": 80, "unix_s": ...}
+    {"step": 100, "loss": "0x1.1c6f8a0000000p+1", "loss_value": 2.222154, "sequences": 64, "unix_s": ...}
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ttp.errors import DatasetError
-
 from .config import Config
 from .data import OpenedText
 from .device_table import HOST
@@ -30,7 +28,7 @@ log = logging.getLogger("ttp.trainer")
 
 
 class Evaluation:
-    """One rank's part of it. Raises DatasetError when less is held out than a batch takes."""
+    """One rank's part of it."""
 
     def __init__(
         self,
@@ -47,42 +45,34 @@ class Evaluation:
         self._passes, self._held_out, self._device = passes, text.held_out, device
         self._each = config.batch_size(mesh.data.size)
         """Sequences of a batch, over all ranks."""
-        self._batches, self._file = 0, None
+        self._seq_length = config.model_config.seq_length
+        self._sequences, self._file = 0, None
+        """How many are measured: of the last batch those that are too many count for nothing."""
         if self._every is None or self._held_out is None:
             return
-        self._batches = min(training.eval_batches, self._held_out.count // self._each)
-        if self._batches == 0:
-            raise DatasetError(
-                f"{text.tokens.name}: {self._held_out.count} sequences are held out, a batch takes {self._each}: raise"
-                " dataset_config.validation_share, name a longer text, or set training_config.eval_interval: null"
-            )
-        by_sum = training.loss_reduction == "sum"
-        micro_batches = mesh.data.size * config.dataset_config.micro_batch_num
-        per_batch = self._each * config.model_config.seq_length if by_sum else micro_batches
-        self._divisor = self._batches * per_batch
-        """What the sum over ranks and micro-batches is divided by, to give the mean of a token."""
+        self._sequences = min(training.eval_sequences, self._held_out.count)
         self._file = MetricsFile(output_dir / "validation.jsonl") if rank == 0 else None
 
     def is_due(self, step: int) -> bool:
         """True after the steps that are evaluated, the last one among them."""
-        return bool(self._batches and self._every) and (step % (self._every or 1) == 0 or step == self._last)
+        return bool(self._sequences and self._every) and (step % (self._every or 1) == 0 or step == self._last)
 
     def run(self, step: int) -> float:
         """Measure and note the loss after `step` (all ranks call, between two steps); return it."""
         assert self._held_out is not None
         began = time.perf_counter()
-        total = sum(self._passes.evaluate(self._held_out, batch * self._each) for batch in range(self._batches))
+        firsts = range(0, self._sequences, self._each)
+        total = sum(self._passes.evaluate(self._held_out, first, self._sequences) for first in firsts)
         summed = torch.tensor([total], dtype=torch.float64 if self._device.type == HOST else torch.float32)
         summed = summed.to(self._device)
         dist.all_reduce(summed)
-        loss = float(summed) / self._divisor
+        loss = float(summed) / (self._sequences * self._seq_length)
         if self._file is not None:
-            sequences = self._batches * self._each
             value = loss if math.isfinite(loss) else None
-            line = {"step": step, "loss": loss.hex(), "loss_value": value, "sequences": sequences}
+            line = {"step": step, "loss": loss.hex(), "loss_value": value, "sequences": self._sequences}
             self._file.append({**line, "unix_s": time.time()})
             seconds = time.perf_counter() - began
-            log.info("validation: step %d, loss %.6f on %d sequences, %.2f s", step, loss, sequences, seconds)
+            log.info("validation: step %d, loss %.6f on %d sequences, %.2f s", step, loss, self._sequences, seconds)
         return loss
 
     def close(self) -> None:

@@ -123,6 +123,8 @@ def _from_gpt2(theirs: Mapping[str, Any]) -> ModelConfig:
     for name, value in plain.items():
         _expect(theirs, name, (value,), value)
     _expect(theirs, "activation_function", tuple(_ACTIVATIONS), "gelu_new")
+    dropout = theirs.get("resid_pdrop", 0.1)
+    _expect(theirs, "embd_pdrop", (dropout,), 0.1)  # ours is one for both
     hidden = theirs.get("n_embd", 768)
     return ModelConfig(
         num_layers=theirs.get("n_layer", 12),
@@ -137,7 +139,7 @@ def _from_gpt2(theirs: Mapping[str, Any]) -> ModelConfig:
         activation="gelu" if theirs.get("activation_function") == "gelu" else "gelu_tanh",
         use_bias=True,
         untie_embeddings_and_output_weights=not theirs.get("tie_word_embeddings", True),
-        hidden_dropout=float(theirs.get("resid_pdrop", 0.1)),
+        hidden_dropout=float(dropout),
         attention_dropout=float(theirs.get("attn_pdrop", 0.1)),
         init_std=theirs.get("initializer_range", 0.02),
     )
@@ -146,6 +148,8 @@ def _from_gpt2(theirs: Mapping[str, Any]) -> ModelConfig:
 def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
     _expect(theirs, "hidden_act", ("silu",), "silu")
     _expect(theirs, "pretraining_tp", (1, None), 1)
+    if mixture:
+        _expect(theirs, "router_jitter_noise", (0, None), 0)
     length = theirs.get("max_position_embeddings", 4096 * 32 if mixture else 2048)
     window = theirs.get("sliding_window")
     if window is not None and window < length:
@@ -154,6 +158,8 @@ def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"config.json: the rope_type is {kind!r}: wanted default, without scaling")
+    for place in (theirs, rotation):  # of transformers 4 and 5
+        _expect(place, "partial_rotary_factor", (1, None), 1)
     heads = theirs.get("num_attention_heads", 32)
     groups = theirs.get("num_key_value_heads") or (8 if mixture and "num_key_value_heads" not in theirs else heads)
     experts: dict[str, Any] = {}

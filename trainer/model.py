@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .config import ModelConfig
 from .experts import Experts
 
+UNCOUNTED = -100
+"""Target of a token that takes no part in the loss."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -209,8 +211,9 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Return the mean or sum of the tokens' cross entropies in nats, computed in float32."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction=reduction)
+    """Return the mean or sum of the tokens' cross entropies in nats, computed in float32; without those whose target is UNCOUNTED."""
+    logits_RV, targets_R = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
+    return F.cross_entropy(logits_RV, targets_R, reduction=reduction, ignore_index=UNCOUNTED)
 
 
 def build_model(

@@ -7,7 +7,7 @@ Leaves accumulated gradients in the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .data import Sequences, micro_batch_starts
 from .devices import seed_all
 from .experts import Experts
 from .mesh import Mesh
-from .model import DTYPES, GPT, name_seed, token_loss
+from .model import DTYPES, GPT, UNCOUNTED, name_seed, token_loss
 from .tensor import whole_loss
 
 
@@ -40,6 +40,7 @@ class Passes:
     ) -> None:
         self.config, self.mesh, self.chunks = config, mesh, chunks
         self.optimizer, self.sequences, self.device = optimizer, sequences, device
+        self._reduction = config.training_config.loss_reduction
         self._losses: list[torch.Tensor] = []
         """Of this step's micro-batches, as far as this rank computes them."""
         self._schedule = self._build_schedule() if mesh.pipeline.size > 1 else None
@@ -63,24 +64,26 @@ class Passes:
         return sum(loss.item() for loss in self._losses)  # at the end: an accelerator is not made to wait in between
 
     @torch.no_grad()
-    def evaluate(self, held_out: Sequences, first: int) -> float:
-        """Return what `run` does, for a step's number of held-out sequences from position `first` on. Leaves weights, gradients and
-        random numbers as they are."""
+    def evaluate(self, held_out: Sequences, first: int, stop: int) -> float:
+        """Return the sum over tokens of their losses, as `run` does, for a step's number of held-out sequences from position `first`
+        on; those from `stop` on fill the batch and count for nothing. Leaves weights, gradients and random numbers as they are."""
         self._losses.clear()
         if self._schedule is not None and self._evaluating is None:
             self._evaluating = self._build_schedule()
         for chunk in self.chunks:
             chunk.eval()
+        trained, self._reduction = self._reduction, "sum"
+        batches = (self._held_out_batch(held_out, start, stop) for start in self._starts(first))
         with self._splitting_the_vocabulary(), self._autocast():
             if self._evaluating is not None:
-                tokens_BT, targets_BT = self._joined(held_out, first)
+                tokens_BT, targets_BT = _joined(batches)
                 inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
                 target = targets_BT if self.chunks[-1].stage.ends else None
                 self._evaluating.eval(*inputs, target=target, losses=None if target is None else [])
             else:
-                for start in self._starts(first):
-                    tokens_BT, targets_BT = self._batch(held_out, start)
+                for tokens_BT, targets_BT in batches:
                     self._loss(self.chunks[0](tokens_BT), targets_BT)
+        self._reduction = trained
         for chunk in self.chunks:
             chunk.train()
         return sum(loss.item() for loss in self._losses) if self.mesh.tensor.is_first else 0.0
@@ -127,7 +130,7 @@ class Passes:
 
     def _pipeline(self, step: int, consumed: int) -> None:
         self._seed(step, self._starts(consumed)[0])
-        tokens_BT, targets_BT = self._joined(self.sequences, consumed)
+        tokens_BT, targets_BT = _joined(self._batch(self.sequences, first) for first in self._starts(consumed))
         inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
         target = targets_BT if self.chunks[-1].stage.ends else None
         with self.optimizer.no_sync(), self._autocast():  # reduced when all are in: `step` does
@@ -165,10 +168,11 @@ class Passes:
         tokens_BT, targets_BT = sequences.batch(first, self.config.dataset_config.batch_size)
         return tokens_BT.to(self.device), targets_BT.to(self.device)
 
-    def _joined(self, sequences: Sequences, consumed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all micro-batches of this rank, one after the other."""
-        parts = [self._batch(sequences, first) for first in self._starts(consumed)]
-        return torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
+    def _held_out_batch(self, held_out: Sequences, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens_BT, targets_BT = self._batch(held_out, first)
+        targets_BT = targets_BT.clone()  # one sequence's inputs are in the same memory
+        targets_BT[max(0, stop - first) :] = UNCOUNTED
+        return tokens_BT, targets_BT
 
     def _seed(self, step: int, first: int) -> None:
         """Randomness belongs to the step and its data, not to the process: a restart draws the same. Ranks that work on parts
@@ -183,7 +187,7 @@ class Passes:
     def _loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """Note the loss and return what backward starts from."""
         with torch.autocast(self.device.type, enabled=False):
-            loss = whole_loss(token_loss(logits_BTV, targets_BT, self.config.training_config.loss_reduction))
+            loss = whole_loss(token_loss(logits_BTV, targets_BT, self._reduction))
         self._losses.append(loss.detach())
         return self.optimizer.scale_loss(loss)
 
@@ -211,3 +215,9 @@ class Passes:
             return
         with loss_parallel():
             yield
+
+
+def _joined(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return micro-batches one after the other."""
+    parts = list(batches)
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])

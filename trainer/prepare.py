@@ -1,23 +1,18 @@
-"""`python -m ttp.trainer.prepare INPUT OUTPUT [--tokenizer PATH]`: text to token files, once; and the cache of a run that does it
-by itself.
+"""`python -m ttp.trainer.prepare INPUT OUTPUT [--tokenizer PATH]`: text to token files, once, before a job.
 
-Owns tokenizing, its progress and the cache. A document's tokens are followed by the end of text. A prepared data set appears whole
-or not at all (a rename), under a name made of the text's content, the tokenizer and this format: ranks that start together wait for
-the one that prepares, and whoever dies leaves nothing that another would take for whole.
+Owns what the documents of a text are, and their tokens: a document's are followed by the end of text. `text_cache.py` does the same
+for a run by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
-import hashlib
 import importlib
 import logging
 import os
-import shutil
+import socket
 import sys
-import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,16 +28,14 @@ from .tokens import file_size, list_files
 
 log = logging.getLogger("ttp.trainer")
 
-FORMAT = 1
-"""Part of the name in the cache: another way of preparing is another data set."""
-
 _PIECE_BYTES = 1 << 20
 """A longer document is tokenized in pieces that end with a line."""
+_BEFORE_CHARS = 4096
+"""So much of the line before a piece is tokenized with it, at most."""
 _BATCH_BYTES = 4 << 20
 """Text handed to the tokenizer at a time, which may use several threads."""
 _ROWS = 1000
 """Rows of a saved data set read at a time."""
-_POLL_S = 0.2
 
 Told = Callable[[float], None]
 """Hears which share of the work is done."""
@@ -56,6 +49,13 @@ class Piece:
     ends_document: bool
     done: float
     """Share of all text up to its end."""
+    before: str = ""
+    """What stands before it in the document, as far as its tokens may depend on that."""
+
+
+def unfinished_beside(path: Path) -> Path:
+    """Return a name for what shall become `path`, of no other process of any host."""
+    return path.with_name(f"{path.name}_tmp_{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex}")
 
 
 def is_saved_dataset(root: Path) -> bool:
@@ -65,46 +65,12 @@ def is_saved_dataset(root: Path) -> bool:
     )
 
 
-def prepared(root: Path, tokenizer: Tokenizer, cache_dir: Path, column: str) -> IndexedTokens:
-    """Return the tokens of a text or data set, from the cache or prepared now (any number of processes may call together).
-
-    Raises DatasetError for text that cannot be read, or a cache that cannot be written.
-    """
-    key = cache_key(root, tokenizer, column)
-    home = cache_dir / key
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        if not home.is_dir():
-            with _turn(cache_dir / f"{key}.lock", root) as (alone, said):
-                if not home.is_dir():
-                    _prepare_into(home, root, tokenizer, column, said, alone)
-    except OSError as exc:
-        raise DatasetError(
-            f"{cache_dir}: prepared text cannot be kept here ({exc}); set dataset_config.cache_dir to a folder that this user can"
-            " write and that has room"
-        ) from None
-    return IndexedTokens(home / "tokens")
-
-
-def cache_key(root: Path, tokenizer: Tokenizer, column: str) -> str:
-    """Return the name of what a text becomes: a hash over names and contents of its files, the tokenizer and FORMAT."""
-    digest = hashlib.sha256(f"{FORMAT} {tokenizer.fingerprint()} {column}\n".encode())
-    for path in _content_files(root):
-        digest.update(f"{path.relative_to(root).as_posix()} {file_size(path)}\n".encode())
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:24]
-
-
 def write_tokens(prefix: Path, root: Path, tokenizer: Tokenizer, column: str, told: Told) -> int:
     """Tokenize a text or data set into PREFIX.bin and PREFIX.idx; return the number of tokens."""
     writer = IndexedWriter(prefix, token_type(tokenizer.vocab_size))
     try:
         for batch in _batches(pieces(root, column)):
-            texts = [piece.content for piece in batch if isinstance(piece.content, str)]
-            encoded = iter(tokenizer.encode(texts) if texts else [])
-            for piece in batch:
-                ids = list(next(encoded) if isinstance(piece.content, str) else piece.content)
+            for piece, ids in zip(batch, _encode(tokenizer, batch), strict=True):
                 if piece.ends_document and tokenizer.end_of_text is not None:
                     ids.append(tokenizer.end_of_text)
                 writer.add(ids, ends_document=piece.ends_document)
@@ -113,6 +79,25 @@ def write_tokens(prefix: Path, root: Path, tokenizer: Tokenizer, column: str, to
     finally:
         writer.abandon()
     return writer.size
+
+
+def _encode(tokenizer: Tokenizer, batch: Sequence[Piece]) -> Iterator[list[int]]:
+    """Yield the ids of each piece. One that goes on with a document is tokenized with the line before it, whose ids are taken off
+    again: a tokenizer that marks where a text begins would mark where the piece does."""
+    texts = [piece.before + piece.content for piece in batch if isinstance(piece.content, str)]
+    befores = [piece.before for piece in batch if piece.before]
+    whole = iter(tokenizer.encode(texts) if texts else [])
+    heads = iter(tokenizer.encode(befores) if befores else [])
+    for piece in batch:
+        if not isinstance(piece.content, str):
+            yield list(piece.content)
+            continue
+        ids = next(whole)
+        if piece.before:
+            head = next(heads)
+            apart = ids[: len(head)] == head  # no token reaches over the cut
+            ids = ids[len(head) :] if apart else tokenizer.encode([piece.content])[0]
+        yield ids
 
 
 def pieces(root: Path, column: str) -> Iterator[Piece]:
@@ -135,15 +120,17 @@ def pieces(root: Path, column: str) -> Iterator[Piece]:
 
 def _of_file(file: TextIO, before: int, size: int, total: int) -> Iterator[Piece]:
     lines: list[str] = []
-    room, read = _PIECE_BYTES, 0
+    room, read, line_before = _PIECE_BYTES, 0, ""
     for line in file:
-        if room <= 0:
-            yield Piece("".join(lines), False, (before + min(read, size)) / total)
+        # A token may reach over a cut into spaces: better no cut there, but for a file that has no other place.
+        if room <= 0 and (not line[0].isspace() or room <= -_PIECE_BYTES):
+            yield Piece("".join(lines), False, (before + min(read, size)) / total, line_before)
+            line_before = lines[-1][-_BEFORE_CHARS:]
             lines, room = [], _PIECE_BYTES
         lines.append(line)
         room -= len(line)
         read += len(line)
-    yield Piece("".join(lines), True, (before + size) / total)
+    yield Piece("".join(lines), True, (before + size) / total, line_before)
 
 
 def _rows(root: Path, column: str) -> Iterator[Piece]:
@@ -153,7 +140,14 @@ def _rows(root: Path, column: str) -> Iterator[Piece]:
         raise DatasetError(
             f"{root}: was saved by the package datasets, which is not here ({exc}); pip install datasets, or prepare the text elsewhere"
         ) from None
-    found: Any = library.load_from_disk(str(root))
+    try:
+        found: Any = library.load_from_disk(str(root))
+        yield from _rows_of(found, root, column)
+    except OSError as exc:
+        raise DatasetError(f"{root}: cannot be read as a saved data set ({exc}); save it again") from None
+
+
+def _rows_of(found: Any, root: Path, column: str) -> Iterator[Piece]:
     if not hasattr(found, "column_names") or isinstance(found, dict):
         if "train" not in found:
             raise DatasetError(
@@ -164,11 +158,23 @@ def _rows(root: Path, column: str) -> Iterator[Piece]:
         raise DatasetError(
             f"{root}: has no column {column!r}, but {', '.join(found.column_names)}; set dataset_config.text_column"
         )
-    number = 0
+    number = nulls = 0
     for rows in found.select_columns([column]).iter(batch_size=_ROWS):
         for content in rows[column]:
             number += 1
-            yield Piece(content, True, number / len(found))
+            if content is None:
+                nulls += 1
+            elif isinstance(content, str | list):
+                yield Piece(content, True, number / len(found))
+            else:
+                raise DatasetError(
+                    f"{root}: row {number - 1} of the column {column!r} is {type(content).__name__}: wanted text or token ids; set"
+                    " dataset_config.text_column"
+                )
+    if nulls:
+        log.warning("%s: %s of %s rows of the column %r are null: left out", root, f"{nulls:,}", f"{number:,}", column)
+    if nulls == number:
+        raise DatasetError(f"{root}: no row of the column {column!r} has anything; set dataset_config.text_column")
 
 
 def _batches(found: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -182,87 +188,6 @@ def _batches(found: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _content_files(root: Path) -> list[Path]:
-    if not is_saved_dataset(root):
-        return list_files(root)
-    return sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("cache-"))
-
-
-# --- the cache ---
-
-
-def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, said: Told, alone: bool) -> None:
-    if alone:  # whoever held the lock before is dead: what it left is nobody's
-        for left in home.parent.glob(f"{home.name}_tmp_*"):
-            shutil.rmtree(left, ignore_errors=True)
-    unfinished = home.with_name(f"{home.name}_tmp_{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    log.info("preparing %s with the tokenizer %s, kept in %s", root, tokenizer.name, home)
-    try:
-        count = write_tokens(unfinished / "tokens", root, tokenizer, column, said)
-        with contextlib.suppress(OSError):  # another process was faster: its files are the same
-            unfinished.rename(home)
-        if not home.is_dir():
-            raise DatasetError(
-                f"{home}: {unfinished} cannot be renamed to it; set dataset_config.cache_dir to another folder"
-            )
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    log.info("prepared %s: %s tokens", root, f"{count:,}")
-
-
-@contextlib.contextmanager
-def _turn(path: Path, root: Path) -> Iterator[tuple[bool, Told]]:
-    """Wait until no other process prepares the same; give (nobody else writes here, how to say what is done).
-
-    The lock's file says how far its holder is. Where the file system knows no locks nobody waits, and each prepares for itself.
-    """
-    with open(path, "a+", encoding="utf-8") as file:
-        tell = _tenths(f"waiting for another rank to prepare {root}")
-        alone = True
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                tell(_share_in(path))
-                time.sleep(_POLL_S)
-            except OSError:
-                alone = False
-                break
-        own = _tenths(f"preparing {root}")
-
-        def said(share: float) -> None:
-            own(share)
-            if alone:
-                file.truncate(0)
-                file.write(f"{share:.3f}")
-                file.flush()
-
-        yield alone, said
-
-
-def _share_in(path: Path) -> float:
-    try:
-        return float(path.read_text(encoding="utf-8") or 0)
-    except (OSError, ValueError):  # it is being written
-        return 0.0
-
-
-def _tenths(what: str) -> Told:
-    """Return what says in the log each new tenth that is done."""
-    told = -1
-
-    def tell(share: float) -> None:
-        nonlocal told
-        if int(10 * share) > told:
-            told = int(10 * share)
-            log.info("%s: %d %%", what, round(100 * share))
-
-    return tell
 
 
 # --- the command ---
@@ -281,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="a tokenizer.json or a folder with a tokenizer; default: bytes")
     parser.add_argument("--text-column", default="text", help="column of a `datasets` folder (default: text)")
     given = parser.parse_args(argv)
-    unfinished = given.output.with_name(f"{given.output.name}_tmp_{os.getpid()}")
+    unfinished = unfinished_beside(given.output)
     ends = ("bin", "idx")
     try:
         tokenizer = open_tokenizer(given.tokenizer)
@@ -290,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             count = write_tokens(
                 unfinished, given.input, tokenizer, given.text_column, lambda share: bar.update(task, completed=share)
             )
+        Path(f"{given.output}.idx").unlink(
+            missing_ok=True
+        )  # an old index with the new tokens would be a wrong data set
         for end in ends:  # the index last: without it there is no data set
             os.replace(f"{unfinished}.{end}", f"{given.output}.{end}")
     except (TTPError, OSError) as exc:

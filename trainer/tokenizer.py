@@ -26,6 +26,8 @@ _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "
 
 _OWN_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
 """How the names of a tokenizer's files begin, in a folder that may have a model too."""
+_VOCABULARIES = ("tokenizer.", "vocab", "spiece", "sentencepiece")
+"""How the names of those begin without which the others are no tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -140,6 +142,11 @@ def files_of_tokenizer(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.is_file() and file.name.startswith(_OWN_FILES))
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """True for a folder with a `tokenizer.json`, a vocabulary or a SentencePiece model."""
+    return any(file.name.startswith(_VOCABULARIES) for file in files_of_tokenizer(folder))
 
 
 def byte_level_files() -> dict[str, Any]:

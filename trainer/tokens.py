@@ -117,9 +117,13 @@ class ArrayTokens:
 
 
 class Joined:
-    """Several sources one after the other, each as it is (a token file has its own ends of text)."""
+    """Several sources one after the other, each as it is (a token file has its own ends of text). Raises DatasetError for none."""
 
     def __init__(self, name: str, parts: Sequence[Tokens]) -> None:
+        if not parts:
+            raise DatasetError(
+                f"{name}: no token file is in it; set dataset_config.dataset_dir to a folder that has some"
+            )
         self.name = name
         self._parts = parts
         self._ends = list(itertools.accumulate(part.size for part in parts))
@@ -155,11 +159,12 @@ def token_files(root: Path, raw_dtype: str) -> Tokens | None:
     if prefix is not None:
         return IndexedTokens(prefix)
     if root.is_file():
+        if root.suffix == ".idx":
+            raise DatasetError(
+                f"{root}: the file with the tokens is missing: wanted {root.with_suffix('.bin').name} beside it; copy it there,"
+                " or prepare the text again"
+            )
         return ArrayTokens(root, raw_dtype) if root.suffix in (".npy", ".bin") else None
-    if root.suffix == ".idx":
-        raise DatasetError(
-            f"{root}: the file with the tokens is missing: wanted {root.with_suffix('.bin').name} beside it"
-        )
     if not root.is_dir():
         return None
     files = sorted(path for path in root.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -168,7 +173,7 @@ def token_files(root: Path, raw_dtype: str) -> Tokens | None:
     parts = [
         token_files(path, raw_dtype)
         for path in files
-        if path.suffix != ".idx" or not path.with_suffix(".bin").is_file()
+        if path.suffix != ".idx" or prefix_of(path) is None  # an index alone is refused
     ]
     return Joined(str(root), [part for part in parts if part is not None])
 

@@ -155,8 +155,7 @@ class Trainer:
                 f"{point.path}: its trainer state has no {', '.join(lacking)}: it was not written by this trainer;"
                 " resume from another checkpoint, or use resume: never and an empty output_dir"
             )
-        before = state["order"]  # empty in an imported model's checkpoint: no text was taken yet
-        changed = [name for name, value in self.order.items() if before and before.get(name) != value]
+        changed = changed_order(state["order"], self.order)
         if changed and self.world.rank == 0:
             log.warning(
                 "resuming with another %s than the checkpoint's: the text goes on elsewhere", ", ".join(changed)
@@ -264,6 +263,14 @@ class Trainer:
         self.evaluation.close()
         if self.metrics is not None:
             self.metrics.close()
+
+
+def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of what decides on the order of the text and is not as the checkpoint has it."""
+    if not before:  # an imported model: no text was taken yet
+        return []
+    before = {"validation_share": 0.0, **before}  # older checkpoints were written when nothing could be held out
+    return [name for name, value in now.items() if before.get(name) != value]
 
 
 def _recovered_line(point: ttp.ResumePoint) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 EVALUATED = (
     "--training_config.eval_interval=3",
-    "--training_config.eval_batches=2",
+    "--training_config.eval_sequences=7",
     "--dataset_config.validation_share=0.1",
 )
 

@@ -9,20 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.parity.conftest import MakeTheirs
+from ttp.errors import ConfigError
 from ttp.session import find_session
 from ttp.trainer import passes
 from ttp.trainer.__main__ import main as train
 from ttp.trainer.convert import main as convert
 from ttp.trainer.generate import Sampling, continue_tokens
+from ttp.trainer.hf_layout import from_hf_config
 from ttp.trainer.metrics import account, read_lines
 from ttp.trainer.model import token_loss
+from ttp.trainer.tokenizer import byte_level_files
 from ttp.trainer.weights import model_of, open_trained
 
 CPU = torch.device("cpu")
+BYTES = ("--tokenizer", "bytes")
+"""These models have no tokenizer of their own."""
 SMALL = {
     "model_config.num_layers": 2,
     "model_config.hidden_size": 36,
@@ -133,7 +139,7 @@ def test_their_model_becomes_a_checkpoint_that_training_goes_on_from(
     """Imported, the same logits; exported again, the same bits; and the first loss is theirs on the same text."""
     theirs = make_theirs(shape)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 0
     tokens_BT = torch.randint(307, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = theirs(tokens_BT).logits
@@ -158,7 +164,7 @@ def test_files_in_several_shards_are_read(tmp_path: Path, make_theirs: MakeTheir
     theirs = make_theirs("llama")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 0
     tokens_BT = torch.arange(24).view(1, 24)
     with torch.no_grad():
         assert_same_logits(our_logits(tmp_path / "ours", tokens_BT), theirs(tokens_BT).logits)
@@ -167,14 +173,18 @@ def test_files_in_several_shards_are_read(tmp_path: Path, make_theirs: MakeTheir
 def test_bfloat16_export_is_the_rounded_one(tmp_path: Path, make_theirs: MakeTheirs) -> None:
     """--dtype decides the type of every weight, and config.json says it."""
     make_theirs("llama").save_pretrained(tmp_path / "theirs")
-    convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES])
     assert convert(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     whole, short = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "hf"))
     assert all(torch.equal(whole[name].bfloat16(), short[name]) for name in whole)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
 
 
-Spoil = Callable[[Path], None]
+Spoil = Callable[[Path], object]
+
+
+def _put(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def spoil_config(**changes: Any) -> Spoil:
@@ -194,11 +204,29 @@ def spoil_config(**changes: Any) -> Spoil:
             spoil_config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
             "rope_type is 'llama3': wanted default",
         ),
+        (spoil_config(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25: wanted 1"),
+        (
+            spoil_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor is 0.5: wanted 1",
+        ),
         (spoil_config(num_hidden_layers=3), "no 'model.layers.2.input_layernorm.weight'"),
         (spoil_config(num_hidden_layers=1), "weights that this architecture has not: model.layers.1"),
         (spoil_config(intermediate_size=81), "feed_forward.down.weight' has shape (48, 80), wanted (48, 81)"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+        (lambda folder: _put(folder / "config.json", b"[]"), "config.json holds no mapping"),
+        (
+            lambda folder: _put(folder / "model.safetensors", b"\xff" * 99),
+            "CheckpointError: {folder}/model.safetensors cannot be read",
+        ),
+        (
+            lambda folder: _put(folder / "model.safetensors.index.json", b"{}"),
+            "model.safetensors.index.json does not say which file has which weight (KeyError: 'weight_map')",
+        ),
+        (
+            lambda folder: _put(folder / "model.safetensors.index.json", b"{"),
+            "model.safetensors.index.json does not say which file has which weight (JSONDecodeError",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
@@ -207,9 +235,62 @@ def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
     """With the name of the key or weight, and status 2."""
     make_theirs("llama").save_pretrained(tmp_path / "theirs")
     spoil(tmp_path / "theirs")
-    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
-    assert wanted in capsys.readouterr().err
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 2
+    assert wanted.replace("{folder}", str(tmp_path / "theirs")) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "wanted"),
+    [
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1: wanted 0.0"),
+        ("gpt2", {"resid_pdrop": 0.2}, "embd_pdrop is 0.0: wanted 0.2"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01: wanted 0"),
+    ],
+)
+def test_noise_without_a_counterpart_is_refused_by_name(
+    make_theirs: MakeTheirs, shape: str, change: dict[str, float], wanted: str
+) -> None:
+    """A training that went on with less of it would be another one."""
+    theirs = make_theirs(shape).config.to_dict()
+    from_hf_config(theirs)
+    with pytest.raises(ConfigError, match=wanted):
+        from_hf_config({**theirs, **change})
+
+
+def test_a_model_goes_on_with_its_own_tokenizer_or_with_the_one_that_is_named(
+    tmp_path: Path, make_theirs: MakeTheirs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary with merges and a SentencePiece model are its own, too; without any nothing is written."""
+    make_theirs("llama").save_pretrained(tmp_path / "theirs")
+
+    def named(output: str, *more: str) -> object:
+        assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / output), *more]) == 0
+        return yaml.safe_load((tmp_path / output / "config.yaml").read_text())["dataset_config"]["tokenizer"]
+
+    _put(tmp_path / "theirs" / "special_tokens_map.json", b"{}")
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "none")]) == 2
+    assert "has no file of a tokenizer" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "none"), "--tokenizer", "missing"]) == 2
+    assert named("bytes", *BYTES) is None
+    for name in ("vocab.json", "tokenizer.model"):
+        _put(tmp_path / "theirs" / name, b"{}")
+        assert named(name) == str(tmp_path / "theirs")
+        (tmp_path / "theirs" / name).unlink()
+    for name, content in byte_level_files().items():
+        _put(tmp_path / name, json.dumps(content).encode())
+    assert named("other", "--tokenizer", str(tmp_path / "tokenizer.json")) == str(tmp_path / "tokenizer.json")
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both ways: a large model is not read in vain."""
+    (tmp_path / "full").mkdir()
+    _put(tmp_path / "full" / "notes", b"mine")
+    for verb in ("to-hf", "from-hf"):
+        assert convert([verb, str(tmp_path / "missing"), str(tmp_path / "full")]) == 2
+        assert "is there and not empty" in capsys.readouterr().err
 
 
 def test_an_architecture_that_they_have_not_is_refused_by_name(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ttp.trainer import prepare
+from ttp.trainer import prepare, text_cache
 from ttp.trainer.tokenizer import Bytes
 
 
@@ -21,4 +21,4 @@ def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -
         return write(prefix, *rest)
 
     prepare.write_tokens = slow  # type: ignore[assignment]
-    answers.put(prepare.prepared(text, Bytes(), cache, "text").fingerprint())
+    answers.put(text_cache.prepared(text, Bytes(), cache, "text").fingerprint())

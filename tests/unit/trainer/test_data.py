@@ -19,7 +19,7 @@ from ttp.errors import ConfigError, DatasetError
 from ttp.trainer.data import Sequences, count_sequences, micro_batch_starts, open_sequences, open_text, permute
 from ttp.trainer.indexed import IndexedWriter
 from ttp.trainer.tokenizer import open_tokenizer
-from ttp.trainer.tokens import ArrayTokens, FileText, MemoryText, manual
+from ttp.trainer.tokens import ArrayTokens, FileText, Joined, MemoryText, manual, token_files
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1000, 4097])
@@ -223,6 +223,22 @@ def test_token_files_of_every_kind_are_the_same_tokens(small_config: MakeConfig,
     np.save(tmp_path / "ids.npy", ids + 1)
     other, _ = open_text(small_config({"dataset_config.dataset_dir": tmp_path / "ids.npy"}))
     assert other.fingerprint() != tokens.fingerprint()
+
+
+def test_an_index_without_its_tokens_is_refused(tmp_path: Path) -> None:
+    """By itself, in a folder alone, and in a folder beside a whole pair: nothing is left out in silence."""
+    for folder, names in {"alone": "b", "beside": "ab"}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            writer = IndexedWriter(tmp_path / folder / name, "uint16")
+            writer.add([1, 2, 3], ends_document=True)
+            writer.finish()
+        (tmp_path / folder / "b.bin").unlink()
+    for path in ("alone", "beside", "alone/b.idx"):
+        with pytest.raises(DatasetError, match=r"b\.idx: the file with the tokens is missing: wanted b\.bin beside it"):
+            token_files(tmp_path / path, "uint16")
+    with pytest.raises(DatasetError, match="folder: no token file is in it"):
+        Joined("folder", [])
 
 
 def test_ids_that_the_model_has_not_are_refused(small_config: MakeConfig, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ __all__ = ["own_process", "run"]  # fixtures
 
 EVALUATED = {
     "training_config.eval_interval": 2,
-    "training_config.eval_batches": 3,
+    "training_config.eval_sequences": 11,
     "dataset_config.validation_share": 0.01,
     "dataset_config.micro_batch_num": 2,
     "model_config.hidden_dropout": 0.1,
@@ -36,7 +36,7 @@ def validation(output: Path) -> dict[int, str]:
 
 
 def test_the_number_is_the_mean_over_the_first_held_out_sequences(run: Run, small_keys: dict[str, Any]) -> None:
-    """Of the whole model without dropout, at the step it stands beside: 3 batches of 2 x 2 sequences."""
+    """Of the whole model without dropout, at the step it stands beside: 11 in 3 batches of 2 x 2 sequences."""
     output = run("output", {**EVALUATED, "training_config.training_iters": 5, "training_config.save_interval": 1})
     assert sorted(validation(output)) == [2, 4, 5]
     config = load_config("gpt_tiny", [(key, str(value)) for key, value in {**small_keys, **EVALUATED}.items()])
@@ -45,7 +45,7 @@ def test_the_number_is_the_mean_over_the_first_held_out_sequences(run: Run, smal
     for step, loss in validation(output).items():
         trained = open_trained(str(output / "checkpoints" / f"iter_{step:07d}"))
         model = model_of(trained.config, trained.checkpoint.weights(), torch.device("cpu"), "ours")
-        tokens_BT, targets_BT = held_out.batch(0, 12)
+        tokens_BT, targets_BT = held_out.batch(0, 11)
         with torch.no_grad():
             wanted = float(token_loss(model(tokens_BT), targets_BT))
         assert float.fromhex(loss) == pytest.approx(wanted, rel=1e-6)
@@ -79,13 +79,25 @@ def test_the_sum_of_losses_is_shown_as_the_mean_too(run: Run) -> None:
     assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-6)
 
 
-def test_too_little_held_out_text_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Less than a batch; or none, which the configuration says by itself."""
+def test_the_sequences_are_the_same_whatever_a_batch_takes(run: Run, tmp_path: Path) -> None:
+    """Batches that divide them, that do not, and one that is larger than all; and fewer where fewer are held out."""
+    keys = {**EVALUATED, "training_config.training_iters": 1, "optimizer_config.learning_rate": 0,
+            "optimizer_config.learning_rate_scheduler_kwargs": "null"}  # fmt: skip
+    found = []
+    for batch, micro in ((1, 1), (3, 2), (20, 1)):
+        sizes = {"dataset_config.batch_size": batch, "dataset_config.micro_batch_num": micro}
+        (line,) = read_lines(run(f"{batch}_{micro}", {**keys, **sizes}) / "validation.jsonl")
+        assert line["sequences"] == 11
+        found.append(line["loss_value"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
     (tmp_path / "text").write_text("to be or not to be " * 50)
-    keys = {**EVALUATED, "dataset_config.dataset_dir": tmp_path / "text"}
-    run("little", keys, status=2)
-    assert "1 sequences are held out, a batch takes 4: raise dataset_config.validation_share" in capsys.readouterr().err
-    run("none", {**keys, "dataset_config.validation_share": 0}, status=2)
+    (line,) = read_lines(run("little", {**keys, "dataset_config.dataset_dir": tmp_path / "text"}) / "validation.jsonl")
+    assert line["sequences"] == 1
+
+
+def test_evaluating_on_nothing_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The configuration says by itself that no text is held out."""
+    run("none", {**EVALUATED, "dataset_config.validation_share": 0}, status=2)
     assert (
         "eval_interval is 2, and dataset_config.validation_share is 0: nothing is held out" in capsys.readouterr().err
     )

@@ -23,6 +23,7 @@ from tests.unit.trainer.layouts import (
     in_precision,
     loaded,
 )
+from ttp.trainer.metrics import read_lines
 
 UNEVEN = {
     "model_config.vocab_size": 257,
@@ -44,6 +45,15 @@ RECOMPUTED = {
         (INTERLEAVED, "selective"),
     )
 }
+EVALUATED = [
+    Training(f"evaluated {axes}", axes, {
+        "dataset_config.validation_share": 0.01, "training_config.eval_interval": 1, "training_config.eval_sequences": 7,
+        "training_config.training_iters": 1, "optimizer_config.learning_rate": 0,
+        "optimizer_config.learning_rate_scheduler_kwargs": None,
+    }, sequences)
+    for axes, sequences in ((Axes(), 2), (Axes(data=4), 8), (TENSOR, 12), (PIPELINE, 4), (INTERLEAVED, 8))
+]  # fmt: skip
+"""Batches of other sizes; nothing is learned, so that all have the same weights."""
 MOVES: list[tuple[str, Axes, dict[str, Any]]] = [
     ("uneven", Axes(), UNEVEN),
     ("uneven", Axes(tensor=4), UNEVEN),
@@ -64,6 +74,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("uneven, whole", Axes(), UNEVEN),
         Training("uneven", Axes(tensor=2, pipeline=2), {**UNEVEN, **SAVE}),
         *PRECISE,
+        *EVALUATED,
         *RECOMPUTED.values(),
         *(
             loaded(f"{source} under {axes}", Result(folder / source).checkpoint(LAST), axes, keys)
@@ -83,6 +94,14 @@ def test_short_precisions_train_alike_when_the_model_is_split(done: dict[str, Re
     """And one rank's overflow is everybody's."""
     for training in PRECISE:
         assert_trains_in_precision(done[training.name], training, done["whole"])
+
+
+def test_the_validation_loss_is_of_the_same_sequences_under_every_layout(done: dict[str, Result]) -> None:
+    """Seven of them, which no batch divides, whatever the ranks that share it."""
+    lines = [read_lines(done[training.name].folder / "validation.jsonl") for training in EVALUATED]
+    assert [[line["sequences"] for line in each] for each in lines] == [[7]] * len(EVALUATED)
+    losses = [each[0]["loss_value"] for each in lines]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
 def test_recomputed_activations_change_no_bit(done: dict[str, Result]) -> None:

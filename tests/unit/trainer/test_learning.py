@@ -38,7 +38,7 @@ def loss_of_frequencies(training: Sequences, held_out: Sequences) -> float:
 def test_gpt_tiny_learns_in_its_200_steps_what_the_docs_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The validation loss falls to what was measured, far below that of the bytes' frequencies; the text that it goes on with is
     made of small letters and spaces."""
-    keys = {"output_dir": tmp_path, "device": "cpu", "eval_interval": 100, "eval_batches": 91, "save_interval": 200}
+    keys = {"output_dir": tmp_path, "device": "cpu", "eval_interval": 100, "eval_sequences": 182, "save_interval": 200}
     assert main(["--config", "gpt_tiny", *(f"--training_config.{key}={value}" for key, value in keys.items())]) == 0
     losses = {line["step"]: float(line["loss_value"]) for line in read_lines(tmp_path / "validation.jsonl")}
     train = account(read_lines(tmp_path / "metrics.jsonl"))

@@ -6,18 +6,25 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from datasets import Dataset, DatasetDict
+from tokenizers import models, normalizers, trainers
 
 from tests.unit.trainer.prepare_process import prepare_slowly
 from tests.unit.trainer.test_tokenizer import TEXT, train_tokenizer
 from ttp.errors import DatasetError
-from ttp.trainer import prepare
+from ttp.trainer import prepare, text_cache
 from ttp.trainer.indexed import IndexedTokens
-from ttp.trainer.prepare import cache_key, main, prepared
+from ttp.trainer.prepare import main, unfinished_beside
+from ttp.trainer.text_cache import cache_key, hash_files, prepared
 from ttp.trainer.tokenizer import Bytes, Tokenizer, open_tokenizer
 
 
@@ -65,7 +72,7 @@ def test_the_second_call_takes_what_the_first_has_made(
     assert prepared(text, tokenizer, cache, "text").fingerprint() != first
     assert len(calls) == 3
     assert not list(cache.glob("*_tmp_*"))
-    assert len({cache_key(text, tokenizer, column) for column in ("text", "body")}) == 2
+    assert len({cache_key(text, tokenizer, column, cache) for column in ("text", "body")}) == 2
 
 
 def test_a_long_document_is_cut_at_lines_and_is_still_one(
@@ -82,6 +89,42 @@ def test_a_long_document_is_cut_at_lines_and_is_still_one(
     assert tokenizer.decode(ids[:-1]) == (tmp_path / "text").read_text() and ids.count(0) == 1
     assert found.documents.tolist() == [0, 14]
     assert told == sorted(told) and told[-1] == 1.0 and len(told) > 3
+
+
+def test_a_cut_in_a_document_leaves_no_trace_in_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a tokenizer that puts a mark before each text, and with blank and indented lines at the cuts."""
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    lines = "the cat sat\n\n  on the mat\nand the dog sat\n\ton the cat\n" * 9
+    trainer = trainers.BpeTrainer(vocab_size=60, initial_alphabet=["\n", "\t"], show_progress=False)
+    made.train_from_iterator(lines.split("\n"), trainer)
+    made.save(str(tmp_path / "marking.json"))
+    (tmp_path / "text").write_text(lines)
+    train_tokenizer(tmp_path / "bytes", text=lines)
+    for file in (tmp_path / "marking.json", tmp_path / "bytes" / "tokenizer.json"):
+        tokenizer = open_tokenizer(str(file))
+        (whole,) = tokenizer.encode([lines])
+        monkeypatch.setattr(prepare, "_PIECE_BYTES", 10)
+        prepare.write_tokens(tmp_path / "out", tmp_path / "text", tokenizer, "text", lambda share: None)
+        found = IndexedTokens(tmp_path / "out")
+        assert found.documents[-1] > 10, "there was no cut"
+        ids = found.read(0, found.size).tolist()
+        assert ids[: len(whole)] == whole and len(ids) - len(whole) == (tokenizer.end_of_text is not None)
+
+
+def test_null_rows_are_left_out_and_told(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With their number; a column with nothing else, or with something else, is refused."""
+    rows = {"text": [None, "the cat", None], "number": [1, 2, 3], "nothing": [None, None, None]}
+    Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
+    found = prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "text")
+    assert found.read(0, found.size).tolist() == [*tokenizer.encode(["the cat"])[0], 0]
+    assert "2 of 3 rows of the column 'text' are null: left out" in caplog.text
+    with pytest.raises(DatasetError, match="row 0 of the column 'number' is int: wanted text or token ids"):
+        prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "number")
+    with pytest.raises(DatasetError, match="no row of the column 'nothing' has anything"):
+        prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "nothing")
 
 
 def test_saved_data_sets_are_read_by_column_and_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -122,7 +165,7 @@ def test_text_that_is_no_utf8_leaves_nothing_behind(tmp_path: Path, tokenizer: T
     for _ in range(2):
         with pytest.raises(DatasetError, match="text: is no UTF-8 text"):
             prepared(tmp_path / "text", tokenizer, tmp_path / "cache", "text")
-        assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+        assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock", ".json"}
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, text: Path, tokenizer: Tokenizer) -> None:
@@ -130,6 +173,125 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, text: Path, toke
     (tmp_path / "file").write_text("")
     with pytest.raises(DatasetError, match=r"set dataset_config\.cache_dir"):
         prepared(text, tokenizer, tmp_path / "file" / "cache", "text")
+
+
+def test_a_text_that_cannot_be_read_is_not_the_caches_fault(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it fails while it is hashed, or while its rows are read."""
+
+    def failing(path: Path) -> Iterator[bytes]:
+        yield from blocks(path.with_name("gone"))
+
+    blocks = text_cache._blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(text_cache, "_blocks", failing)
+        with pytest.raises(DatasetError, match="gone: cannot be read") as caught:
+            prepared(text, tokenizer, tmp_path / "cache", "text")
+    assert "cache_dir" not in str(caught.value)
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "rows"))
+    next((tmp_path / "rows").glob("*.arrow")).unlink()
+    with pytest.raises(DatasetError, match="rows: cannot be read as a saved data set") as caught:
+        prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "text")
+    assert "cache_dir" not in str(caught.value)
+
+
+def test_a_restart_reads_only_the_files_that_have_changed(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By size, time and inode; one that was written just before it was hashed is not trusted to be the same."""
+    read: list[str] = []
+    blocks = text_cache._blocks
+
+    def counted(path: Path) -> Iterator[bytes]:
+        read.append(path.name)
+        yield from blocks(path)
+
+    monkeypatch.setattr(text_cache, "_blocks", counted)
+    cache = tmp_path / "cache"
+
+    def newly_read() -> list[str]:
+        read.clear()
+        prepared(text, tokenizer, cache, "text")
+        return sorted(read)
+
+    for name in ("a", "b"):
+        os.utime(text / name, ns=(0, time.time_ns() - 10**10))
+    assert newly_read() == ["a", "b", "c"]
+    assert newly_read() == ["c"]  # of now: it could have changed since under the same time
+    os.utime(text / "c", ns=(0, 10**18))
+    assert newly_read() == ["c"] and newly_read() == []
+    before = hash_files(text, cache)
+    (text / "new").write_text("the mat")  # as long
+    os.utime(text / "new", ns=(0, (text / "a").stat().st_mtime_ns))
+    (text / "new").replace(text / "a")
+    assert newly_read() == ["a"] and hash_files(text, cache)["a"] != before["a"]
+    next(cache.glob("hashes_*.json")).write_text("[1]")
+    assert newly_read() == ["a", "b", "c"]
+
+
+def test_a_cache_that_may_only_be_read_serves_its_tokens(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, say: the text is read, no lock is taken and no hash noted."""
+    cache = tmp_path / "cache"
+    before = prepared(text, tokenizer, cache, "text").fingerprint()
+    for left in cache.glob("hashes_*"):
+        left.unlink()
+    monkeypatch.setattr(text_cache.os, "access", lambda path, mode: False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(text_cache, "unfinished_beside", lambda path: cache / "no" / "such" / "folder")
+    assert prepared(text, tokenizer, cache, "text").fingerprint() == before
+    assert not list(cache.glob("hashes_*"))
+
+
+def test_processes_that_start_together_read_the_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited takes the hashes that were made while it did, however new the files are."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "text").write_text("the cat")
+    hash_all = text_cache._hash_all
+
+    def overtaken(*_: Any) -> Any:
+        raise AssertionError("read a second time")
+
+    noted = text_cache._noted
+
+    def after_another(home: Path, files: Any, asked_ns: int) -> Any:
+        monkeypatch.setattr(text_cache, "_noted", noted)
+        found = noted(home, files, asked_ns)
+        text_cache._note(home, hash_all(files, lambda share: None))  # another one does it now
+        return found
+
+    monkeypatch.setattr(text_cache, "_noted", after_another)
+    monkeypatch.setattr(text_cache, "_hash_all", overtaken)
+    assert hash_files(tmp_path / "text", tmp_path / "cache")["."][0] == 7
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "age_s", "goes"),
+    [("here", "dead", 0, True), ("here", "alive", 0, False), ("here", "alive", 90000, True),
+     ("there", "dead", 0, False), ("there", "dead", 90000, True)],
+)  # fmt: skip
+def test_only_what_a_dead_process_has_left_is_removed(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer, host: str, pid: str, age_s: int, goes: bool
+) -> None:
+    """Of this host by its process; of others, of which nothing can be known, by its age, its newest file counting."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    cache = tmp_path / "cache"
+    key = cache_key(text, tokenizer, "text", cache_dir=tmp_path)
+    made_by = (socket.gethostname() if host == "here" else "other_host", gone.pid if pid == "dead" else os.getpid())
+    left = cache / f"{key}_tmp_{made_by[0]}_{made_by[1]}_{'0' * 32}"
+    left.mkdir(parents=True)
+    (left / "tokens.bin").write_text("")
+    then = time.time() - age_s
+    os.utime(left, (then - 99999, then - 99999))
+    os.utime(left / "tokens.bin", (then, then))
+    if not age_s:
+        os.utime(left, (then, then))
+    prepared(text, tokenizer, cache, "text")
+    assert left.exists() != goes
+    names = {unfinished_beside(cache / key).name for _ in range(2)}
+    assert len(names) == 2 and all(text_cache._UNFINISHED.fullmatch(name) for name in names)
 
 
 def test_ranks_that_race_prepare_once_and_a_dead_one_is_followed(
@@ -167,7 +329,7 @@ def test_without_locks_the_faster_one_counts(
     def refused(*_: Any) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(prepare.fcntl, "flock", refused)  # type: ignore[attr-defined]
+    monkeypatch.setattr(text_cache.fcntl, "flock", refused)  # type: ignore[attr-defined]
     write = prepare.write_tokens
 
     def beaten(prefix: Path, *rest: Any) -> int:
@@ -177,7 +339,6 @@ def test_without_locks_the_faster_one_counts(
         return write(prefix, *rest)
 
     monkeypatch.setattr(prepare, "write_tokens", beaten)
-    monkeypatch.setattr(prepare.os, "getpid", iter(range(1, 99)).__next__)  # type: ignore[attr-defined]
     found = prepared(text, tokenizer, tmp_path / "cache", "text")
     assert found.size == 2 + sum(map(len, tokenizer.encode(["the cat", TEXT])))
     assert not list((tmp_path / "cache").glob("*_tmp_*")) and not list((tmp_path / "cache").rglob("mark"))
@@ -186,22 +347,41 @@ def test_without_locks_the_faster_one_counts(
 def test_progress_is_said_in_tenths(caplog: pytest.LogCaptureFixture) -> None:
     """In the log, not more often."""
     caplog.set_level(logging.INFO, "ttp.trainer")
-    tell = prepare._tenths("preparing it")
+    tell = text_cache._tenths("preparing it")
     for number in range(1001):
         tell(number / 1000)
     assert [record.message for record in caplog.records] == [f"preparing it: {10 * n} %" for n in range(11)]
 
 
 def test_the_command_writes_a_pair_that_training_takes(
-    tmp_path: Path, text: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And refuses with status 2, leaving nothing."""
+    """And refuses with status 2, leaving nothing; an old index is gone before its tokens are others."""
     assert main([str(text), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tok")]) == 0
     assert "tokens (uint16) of 2 documents" in capsys.readouterr().out
     assert (
         IndexedTokens(tmp_path / "out").fingerprint()
         == prepared(text, tokenizer, tmp_path / "cache", "text").fingerprint()
     )
+    (index,) = tmp_path.glob("out.idx")
+    old = index.read_bytes()
+    replace = os.replace
+
+    def dies(source: str, target: str) -> None:
+        if target.endswith(".idx"):
+            raise OSError("no")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.os, "replace", dies)  # type: ignore[attr-defined]
+        assert main([str(text), str(tmp_path / "out")]) == 2
+    assert not index.exists(), "the old index stands beside new tokens"
+    assert main([str(text), str(tmp_path / "out")]) == 0 and index.read_bytes() != old
+    capsys.readouterr()
     assert main([str(tmp_path / "missing"), str(tmp_path / "other")]) == 2
     assert "no such file or folder" in capsys.readouterr().err
     assert not list(tmp_path.glob("other*"))

@@ -17,7 +17,7 @@ from ttp.trainer.tokenizer import Bytes, byte_level_files, files_of_tokenizer, o
 TEXT = "the cat sat on the mat and the dog sat on the cat; größer 你好 " * 20
 
 
-def train_tokenizer(folder: Path, vocab_size: int = 300, end: str = "<|endoftext|>") -> Path:
+def train_tokenizer(folder: Path, vocab_size: int = 300, end: str = "<|endoftext|>", text: str = TEXT) -> Path:
     """Train a byte-pair tokenizer and return its tokenizer.json."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +28,7 @@ def train_tokenizer(folder: Path, vocab_size: int = 300, end: str = "<|endoftext
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([TEXT], trainer)
+    made.train_from_iterator([text], trainer)
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

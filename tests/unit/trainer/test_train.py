@@ -18,6 +18,7 @@ from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
 from ttp.trainer.metrics import MetricsFile, account, read_lines
+from ttp.trainer.train import changed_order
 
 ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., Path]
@@ -257,3 +258,11 @@ def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
             assert all(name in ("ttp", "ttp.errors") for name in names if name.split(".")[0] == "ttp"), (
                 f"{path}: {names}"
             )
+
+
+def test_a_checkpoint_from_before_text_was_held_out_has_the_same_order() -> None:
+    """Its state has no validation_share: it was 0. A share now is another order, and an imported model has none yet."""
+    before = {"text": "a", "seq_length": 16, "seed": 1, "shuffle": True}
+    assert changed_order(before, {**before, "validation_share": 0.0}) == []
+    assert changed_order(before, {**before, "seed": 2, "validation_share": 0.1}) == ["seed", "validation_share"]
+    assert changed_order({}, {**before, "validation_share": 0.1}) == []
