@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
+from ttp.launch.processes import catches
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, StackWriter
 from ttp.processor.voice import Voice
 
@@ -93,6 +95,7 @@ def test_a_handler_of_the_users_own_stays(tmp_path: Path, kind: str) -> None:
         try:
             writer, lines = listening(tmp_path / "rank_3" / "stacks.log")
             writer.close()
+            assert catches(os.getpid(), STACKS_SIGNAL), "else it would end this process"
             signal.raise_signal(STACKS_SIGNAL)
             assert came == [STACKS_SIGNAL] or own.read_text()
         finally:
