@@ -42,8 +42,9 @@ PRIVATE_NAMES = (
 )
 """All but the variable of `torch.distributed.elastic.agent.server.api.SimpleElasticAgent`, through `LocalElasticAgent`."""
 
-PYTHON_RUN_WITH = ("3.11",)
-"""Versions of Python that the command line's tests were run with."""
+PYTHON_RUN_WITH = ("3.11", "3.12", "3.13")
+"""Versions of Python that the command line was run with: 3.11 with all its tests; 3.12.1 and 3.13.0 with abbreviations of TTP's options
+and of a few that stood in for torchrun's only."""
 
 ARGPARSE_NAMES = (
     PrivateName(
