@@ -306,7 +306,8 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
 
 def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later a script without a session may train, and a launcher that is silent is no reason to end it."""
-    monkeypatch.setattr(neighbours_module, "LOST_S", 0.5)
+    monkeypatch.setattr(neighbours_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(neighbours_module, "LOST_S", 2.0)
     start = Start(60.0, controller=False, nodes=2)
     try:
         deadline = time.monotonic() + DEADLINE_S
