@@ -36,6 +36,13 @@ def process_text(pid: int) -> str:
     return f"process {pid}, asked by its launcher"
 
 
+def _is_handled(number: int) -> bool:
+    """Say whether this process has a handler for a signal, be it C's or Python's, or ignores it. Raises OSError."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        masks = [line.split(":", 1)[1] for line in file if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 class StackWriter:
     """Appends to one file, and to another when a signal asks. `save` and `finish` are called on the processor's thread."""
 
@@ -51,12 +58,25 @@ class StackWriter:
             return
         path = self._path.with_name(ASKED_NAME)
         try:
+            if _is_handled(STACKS_SIGNAL):
+                why = f"signal {STACKS_SIGNAL} (SIGRTMIN+9) is handled or ignored by this process already, and stays so"
+                self._voice.say(logging.WARNING, f"stacks cannot be asked for: {why}")
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._asked = open(path, "a", encoding="utf-8")  # noqa: SIM115 (the handler writes to it as long as it lives)
-            self._asked.write(opening(process_text(os.getpid())))
-            self._asked.flush()
-            faulthandler.register(STACKS_SIGNAL, self._asked, all_threads=True)
-        except OSError as error:
+            asked = open(path, "a", encoding="utf-8")  # noqa: SIM115 (the handler writes to it as long as it lives)
+            try:
+                asked.write(opening(process_text(os.getpid())))
+                asked.flush()
+                faulthandler.register(STACKS_SIGNAL, asked, all_threads=True)
+            except BaseException:
+                asked.close()
+                raise
+            self._asked = asked
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # register raises the latter two: no room for a stack, a bad signal
             self._voice.say(logging.ERROR, f"stacks cannot be asked for: {path}: {error}")
 
     def close(self) -> None:

@@ -158,3 +158,44 @@ def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp
             assert "no restart left" not in node.text and "restarting (" not in node.text
             node.assert_nothing_left()
         assert {f"begun2-{rank}-{int(start) + 1}" for rank in (0, 1)} <= set(nodes[0].notes("begun2"))
+
+
+CUT_OFF = """
+from ttp.launch import agent, neighbours
+from ttp.launch.main import main
+class Cut:
+    def create_connection(*args):
+        raise TimeoutError("timed out")
+neighbours.socket = Cut
+neighbours.LOST_S = 4.0
+agent.LOST_STARTS = 2
+main()
+"""
+"""ttprun on a node from which the rendezvous is reached, and the launchers' way to the workers' store is not."""
+
+
+def test_a_node_that_never_reaches_the_workers_store_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    """Without that all would start again for ever: the rendezvous is complete each time, and no restart is counted."""
+    (tmp_path / "cut_off.py").write_text(CUT_OFF)
+    (tmp_path / "driver.py").write_text(LOST)
+    options, nodes = place(free_port()), []
+    with contextlib.ExitStack() as stack:
+        for number, driver in enumerate(("driver.py", "driver.py", "cut_off.py")):
+            launch = Launch(
+                tmp_path,
+                WAITING,
+                "--nnodes",
+                "2:3",
+                *options,
+                program=(str(tmp_path / driver),),
+                name=f"node{number}",
+            )
+            nodes.append(stack.enter_context(launch))
+        assert nodes[2].wait() == 1
+        assert "NeverMet: 2 starts in a row ended before the ranks had a controller: " in nodes[2].text
+        assert "was never reached from here (timed out)" in nodes[2].text
+        assert [node.wait() for node in nodes[:2]] == [0, 0], nodes[0].text + nodes[1].text
+        for node in nodes[:2]:
+            assert "a node has left: " in node.text and "restarting (" not in node.text
+        for node in nodes:
+            node.assert_nothing_left()

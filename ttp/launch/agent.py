@@ -49,9 +49,17 @@ BROKEN_ROUNDS = 5
 every one, so that this one is likely to be what is broken."""
 REJOIN_PAUSE_S = 1.0
 
+LOST_STARTS = 5
+"""So many starts in a row end, uncounted, before the ranks have a controller, as launchers do not hear of each other, and a node
+that never reached the workers' store leaves; one that did, after twice as many: those that cannot be reached have left by then."""
+
 
 class NotStarted(RuntimeError):
     """The workers' program cannot be run on this node."""
+
+
+class NeverMet(RuntimeError):
+    """The nodes meet again and again, but the starts' own stores are not reached from all of them."""
 
 
 class HoldAgent(LocalElasticAgent):
@@ -67,7 +75,9 @@ class HoldAgent(LocalElasticAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
         self._round: Round | None = None
-        self._restarts = 0
+        self._lost_starts: list[tuple[str, str]] = []
+        """Of each of the last starts in a row that a lost node has ended: which node, and whether its store was never reached
+        from here."""
         self.last_words = ""
         """Why the job has failed here, once it has."""
         self._futile_starts = FutileStarts(launching.futile_starts)
@@ -83,6 +93,7 @@ class HoldAgent(LocalElasticAgent):
         """Meet the other nodes (before each start), and agree on the ranks. A node that dies in between leaves the others without
         its answers: they meet again, and those that had all answers see them wait. A node whose rendezvous breaks again and
         again leaves, so that the others can go on without it."""
+        self._leave_if_never_met()
         broken = 0
         while True:
             try:
@@ -96,6 +107,22 @@ class HoldAgent(LocalElasticAgent):
                     raise
                 log.warning("the rendezvous was complete and broke (%s): is a node lost? Meeting again", error)
             time.sleep(REJOIN_PAUSE_S)
+
+    def _leave_if_never_met(self) -> None:
+        """Raise NeverMet when too many starts in a row have ended as a node was lost."""
+        count = len(self._lost_starts)
+        unreached = [words for _, words in self._lost_starts if words]
+        if len(unreached) >= LOST_STARTS:
+            what = unreached[-1]
+        elif count >= 2 * LOST_STARTS:
+            what = self._lost_starts[-1][0]
+        else:
+            return
+        raise NeverMet(
+            f"{count} starts in a row ended before the ranks had a controller: {what}; wanted: every node resolves the name of"
+            " node 0 and reaches a port there that is chosen anew for each start; open the ports between the nodes, or name an"
+            " address that all reach with --local-addr"
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers (after each rendezvous) and watch them."""
@@ -204,20 +231,26 @@ class HoldAgent(LocalElasticAgent):
             return result
         neighbours.tell_succeeded()
         static = self._rendezvous_handler.get_backend() == "static"
-        begun_s, told = time.monotonic(), False
-        while not neighbours.all_have_succeeded and (waited_s := time.monotonic() - begun_s) < OTHERS_S:
+        begun_s, told, why = time.monotonic(), False, ""
+        while not (why or neighbours.all_have_succeeded):
             if words := neighbours.over:
-                log.warning("all workers here have succeeded; not waiting for other nodes: %s", words)
-                break
-            if neighbours.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):
-                if static and self._remaining_restarts == 0:  # no way to come without counting
-                    break
-                log.warning("all workers here have succeeded, but %s: starting again with it", neighbours.restarts)
-                return RunResult(state=WorkerState.UNHEALTHY if static else WorkerState.HEALTHY)
-            if waited_s > TELL_S and not told:
-                told = True
-                log.info("all workers here have succeeded; waiting up to %.0f s for those on other nodes", OTHERS_S)
-            time.sleep(NEWS_LOOK_S)
+                why = words
+            elif neighbours.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):
+                if not static or self._remaining_restarts > 0:
+                    log.warning("all workers here have succeeded, but %s: starting again with it", neighbours.restarts)
+                    return RunResult(state=WorkerState.UNHEALTHY if static else WorkerState.HEALTHY)
+                why = f"{neighbours.restarts}, and no restart is left here"  # no way to come without counting
+            elif (words := neighbours.lost) and not neighbours.restarts:
+                why = words
+            elif (waited_s := time.monotonic() - begun_s) >= OTHERS_S:
+                why = f"not all had succeeded within {OTHERS_S:.0f} s"
+            else:
+                if waited_s > TELL_S and not told:
+                    told = True
+                    log.info("all workers here have succeeded; waiting up to %.0f s for those on other nodes", OTHERS_S)
+                time.sleep(NEWS_LOOK_S)
+        if why:
+            log.warning("all workers here have succeeded; not waiting for other nodes: %s", why)
         return result
 
     def _exit_barrier(self) -> None:
@@ -240,8 +273,12 @@ class HoldAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         """Stop the workers before a restart or at a failed job's end; some may live when other nodes cause the restart."""
         round_ = self._round
+        lost = never = ""
+        if round_ is not None and round_.living() and not round_.had_controller:
+            never = round_.unreached_store
+            lost = round_.lost_node or never
+        self._lost_starts = [*self._lost_starts, (lost, never)] if lost else []
         if round_ is not None and round_.living():
-            lost = round_.lost_node
             round_.hold(why=lost or "the set of nodes changes (another node's fault, or a node that wants to join)")
             round_.end_workers(signal.SIGTERM, round_.grace_s())
         super()._stop_workers(worker_group, *args, **kwargs)
@@ -289,7 +326,7 @@ class HoldAgent(LocalElasticAgent):
             round_.raised[root] = [raised]
         if root is not None and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
-        self._restarts += 1
+        restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
         if round_.refused_by_workers():
             self._remaining_restarts = 0
             self.last_words = f"{what}; exit code {USAGE_ERROR} says that the configuration is wrong"
@@ -299,7 +336,7 @@ class HoldAgent(LocalElasticAgent):
             return
         futile = self._futility_of(round_)
         self.last_words = what = f"{what}; {futile.text}" if futile.text else what
-        if self._restarts > max_restarts:
+        if self._remaining_restarts <= 0:
             round_.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)
             self._tell_others(round_, what, again=False)
@@ -310,9 +347,9 @@ class HoldAgent(LocalElasticAgent):
             self._tell_others(round_, what, again=False)
         else:
             self._tell_others(round_, what, again=True)
-            round_.next = f"restart {self._restarts} of {max_restarts}"
+            round_.next = f"restart {restart} of {max_restarts}"
             pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
-            log.warning("restarting (%d of %d restarts): %s%s", self._restarts, max_restarts, what, pause)
+            log.warning("restarting (%d of %d restarts): %s%s", restart, max_restarts, what, pause)
             time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException
 
     def _tell_others(self, round_: Round, what: str, *, again: bool) -> None:

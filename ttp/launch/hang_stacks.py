@@ -63,19 +63,23 @@ def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
 def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None:
     """Have the ranks of this node that can (rank -> pid) write their stacks, before they are ended. Works also on one whose
     interpreter is held by C code."""
-    asked = {}
+    asked: dict[Path, int] = {}
     for rank, pid in pids.items():
         path = log_dir / f"rank_{rank}" / ASKED_NAME
         with contextlib.suppress(OSError):
-            if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL):
+            # The file may be an earlier start's: the handler of a process that has not opened it is its script's own.
+            if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL) and process_text(pid) in path.read_text(errors="replace"):
                 asked[path] = path.stat().st_size
                 os.kill(pid, STACKS_SIGNAL)
     until_s = time.monotonic() + within_s
     before: dict[Path, int] = {}
     while asked and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
-        sizes = {path: path.stat().st_size for path in asked}
-        if sizes == before and all(sizes[path] > size for path, size in asked.items()):
+        sizes = {}
+        for path in asked:
+            with contextlib.suppress(OSError):  # its folder may be taken away meanwhile
+                sizes[path] = path.stat().st_size
+        if sizes == before and all(size > asked[path] for path, size in sizes.items()):
             return  # all have begun, and written no more since the last look
         before = sizes
 

@@ -4,14 +4,15 @@ fault began, and how their workers have ended.
     ttp/nodes/alive/<node>   a number that grows while that node's launcher lives
     ttp/nodes/told           how often something below was written: what to look at each time
     ttp/nodes/fault          how many seconds ago the fault had begun when the first launcher told of it
-    ttp/nodes/lost           the node of which the store's launcher has heard nothing for LOST_S
+    ttp/nodes/lost           the nodes of which the store's launcher has heard nothing for LOST_S; empty when they are heard again
     ttp/nodes/restarts       a node whose workers have failed, and that starts them again
     ttp/nodes/failed         a node on which the job has failed for good
-    ttp/nodes/succeeded      on how many nodes all workers have succeeded
-    ttp/nodes/seen           on how many nodes that is known of all
+    ttp/nodes/succeeded/<node>   that all workers there have succeeded
+    ttp/nodes/seen/<node>        that it is known there of all nodes
 
 The store is a start's own, so that nothing in it is about another one. Ages, not times, are told: the nodes' clocks may
-differ. Owns the keys and one thread, as a call to a store behind a pulled cable may never return. Decides nothing.
+differ. Every key may be written again: a call that has failed is made once more over a new connection. Owns the keys and one
+thread, as a call to a store behind a pulled cable may never return. Decides nothing.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ class Neighbours:
         self._to_tell: dict[str, str] = {}
         self._fault_begun_s: float | None = None
         self._heard: dict[str, str] = {}
-        self._has_succeeded = self._counted = False
-        self._succeeded = 0
-        self._seen = 0
-        self._answered_s = self._asked_s = clock()
+        self._has_succeeded = False
+        self._succeeded = self._seen = False
+        """All nodes' workers, and: all nodes know it."""
+        self._answered_s = self._asked_s = self._begun_s = clock()
+        self._reached = False
+        self._trouble = ""
+        """What the last call to the store has failed with."""
         self._store_gone = ""
-        """Why the store cannot be asked any more: its launcher has ended, or its node is lost."""
-        self._out_of_reach = False
+        """Why the store cannot be asked any more: its launcher has ended it."""
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-neighbours", daemon=True)
@@ -112,7 +115,7 @@ class Neighbours:
     def tell_succeeded(self) -> None:
         """Say that all workers here have succeeded; said again, it counts once."""
         with self._lock:
-            self._has_succeeded = not self._counted
+            self._has_succeeded = True
         self._wake.set()
 
     def _tell(self, key: str, words: str) -> None:
@@ -144,13 +147,22 @@ class Neighbours:
     def all_have_succeeded(self) -> bool:
         """Say whether the workers of all nodes have succeeded, and every launcher that asks this one's store knows it."""
         with self._lock:
-            return self._succeeded == self._nodes and (self._node != 0 or self._seen >= self._nodes)
+            return self._succeeded and (self._node != 0 or self._seen)
 
     @property
     def lost(self) -> str:
         """Say which node is lost: nothing was heard of it for LOST_S. A launcher that has ended and said goodbye is not."""
         with self._lock:
-            return self._heard.get(_LOST, "") or (self._store_gone if self._out_of_reach else self._silent_store())
+            return self._heard.get(_LOST, "") or ("" if self._store_gone else self._silent_store())
+
+    @property
+    def unreached(self) -> str:
+        """Say that node 0's store has not answered here once, and with what error; empty: it has, or the start is young."""
+        with self._lock:
+            if self._reached or self._clock() - self._begun_s < self._lost_s / 2:
+                return ""
+            error = f" ({self._trouble})" if self._trouble else ""
+            return f"the workers' store on node 0, {self._place.host}:{self._place.port}, was never reached from here{error}"
 
     def _silent_store(self) -> str:
         now = self._clock()
@@ -160,64 +172,86 @@ class Neighbours:
         silent_s = now - self._answered_s
         if silent_s < self._lost_s:
             return ""
-        return f"node 0 (the workers' store at {self._place.host}:{self._place.port}) has not answered for {silent_s:.0f} s"
+        error = f" ({self._trouble})" if self._trouble else ""
+        where = f"{self._place.host}:{self._place.port}"
+        return f"node 0 (the workers' store at {where}) has not answered for {silent_s:.0f} s{error}"
 
     # --- the thread ---
 
     def _run(self) -> None:
-        try:
-            limit = timedelta(seconds=self._lost_s)
-            store = TCPStore(self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=limit)
-            presence = _Presence(store, self._nodes, self._lost_s) if self._node == 0 else None
-            known = 0
-            while True:
-                last = self._stopping.is_set()
-                self._wake.clear()
-                store.add(_alive(self._node), 1)
-                if presence is not None and not last and (words := presence.missing()):
-                    self._tell(_LOST, words)
-                self._say(store)
-                if (told := int(store.add(_TOLD, 0))) != known:
-                    known = told
-                    self._hear(store)
-                with self._lock:
-                    self._answered_s = self._clock()
-                if last:
+        """Look until told to stop, over a new connection where one has failed: a lost answer is not yet a lost node."""
+        presence = _Presence(self._nodes, self._lost_s) if self._node == 0 else None
+        while True:
+            try:
+                self._look(self._connect(), presence)
+                return
+            except Exception as error:  # torch's DistError, as a rule; whatever it is, the job goes on
+                if self._stopping.is_set():
                     return
-                self._wake.wait(self._look_s)
-        except Exception as error:  # torch's DistError, as a rule; whatever it is, the job goes on
-            if not self._stopping.is_set():
-                self._lose((str(error) or type(error).__name__).splitlines()[0])
+                with self._lock:
+                    self._trouble = (str(error) or type(error).__name__).splitlines()[0]
+                    if isinstance(error, ConnectionRefusedError) and self._reached:
+                        self._store_gone = f"node 0 has left ({self._place.host}:{self._place.port} was closed)"
+                        return
+            self._stopping.wait(self._look_s)
+
+    def _connect(self) -> Store:
+        """Look first whether the place takes connections: torch would try again and again by itself, and log each time."""
+        place = self._place
+        socket.create_connection((place.host, place.port), CONNECT_S).close()
+        limit = timedelta(seconds=self._lost_s)
+        return TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def _look(self, store: Store, presence: _Presence | None) -> None:
+        known = None
+        while True:
+            last = self._stopping.is_set()
+            self._wake.clear()
+            store.add(_alive(self._node), 1)
+            if presence is not None and not last and (words := presence.news(store)) is not None:
+                self._tell(_LOST, words)
+            self._say(store)
+            if (told := int(store.add(_TOLD, 0))) != known:
+                known = told
+                self._hear(store)
+            with self._lock:
+                self._answered_s, self._reached, self._trouble = self._clock(), True, ""
+            if last:
+                return
+            self._wake.wait(self._look_s)
 
     def _say(self, store: Store) -> None:
+        """Write what is to be told; it stays to be told until all of it is written."""
         with self._lock:
-            to_tell, self._to_tell = self._to_tell, {}
-            succeeded, self._has_succeeded = self._has_succeeded, False
-            self._counted = self._counted or succeeded
+            to_tell, succeeded = dict(self._to_tell), self._has_succeeded
         for key, text in to_tell.items():
+            if key == _LOST:  # the only one that changes, and written by one node only
+                store.set(key, text)
+                continue
             if key == _FAULT:
                 text = f"{self._node} {self._clock() - float(text):.3f}"
             store.compare_set(key, "", text)
         if succeeded:
-            store.add(_SUCCEEDED, 1)
+            store.set(f"{_SUCCEEDED}/{self._node}", "1")
         if to_tell or succeeded:
             store.add(_TOLD, 1)
+        with self._lock:
+            self._to_tell = {key: text for key, text in self._to_tell.items() if to_tell.get(key) != text}
+            self._has_succeeded = self._has_succeeded and not succeeded
 
     def _hear(self, store: Store) -> None:
-        """Read what was told. Nobody looks at the counters but those whose workers have succeeded: they are two."""
+        """Read what was told. Nobody looks at the successes but those whose workers have succeeded."""
         heard = {}
         for key in (_FAULT, _LOST, _RESTARTS, _FAILED):
             if store.check([key]):
                 heard[key] = store.get(key).decode()
-        succeeded = int(store.add(_SUCCEEDED, 0))
-        seen = 0
+        succeeded = self._all_have(store, _SUCCEEDED)
         with self._lock:
-            news = succeeded == self._nodes != self._succeeded
+            news = succeeded and not self._succeeded
         if news:
-            store.add(_SEEN, 1)
+            store.set(f"{_SEEN}/{self._node}", "1")
             store.add(_TOLD, 1)
-        if succeeded == self._nodes:
-            seen = int(store.add(_SEEN, 0))
+        seen = succeeded and self._all_have(store, _SEEN)
         with self._lock:
             self._heard, self._succeeded, self._seen = heard, succeeded, seen
             if _FAULT in heard and self._fault_begun_s is None:
@@ -225,50 +259,46 @@ class Neighbours:
                 if int(node) != self._node:
                     self._fault_begun_s = self._clock() - float(age)
 
-    def _lose(self, why: str) -> None:
-        """Find out whether the launcher with the store has ended, or cannot be reached."""
-        out_of_reach = False
-        try:
-            socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
-        except ConnectionRefusedError:
-            pass
-        except OSError:
-            out_of_reach = True
-        with self._lock:
-            self._out_of_reach = out_of_reach
-            self._store_gone = f"node 0 {'cannot be reached' if out_of_reach else 'has left'} ({why})"
+    def _all_have(self, store: Store, key: str) -> bool:
+        return store.check([f"{key}/{node}" for node in range(self._nodes)])
 
 
 class _Presence:
     """Knows which nodes' numbers still grow. In the launcher that has the store."""
 
-    def __init__(self, store: Store, nodes: int, lost_s: float) -> None:
-        self._table = store
+    def __init__(self, nodes: int, lost_s: float) -> None:
         self._keys = [_alive(node) for node in range(nodes)]
         self._lost_s = lost_s
-        for key in self._keys:
-            store.add(key, 0)
+        self._told: str | None = None
         self._values: list[bytes] = [b""] * nodes
         self._changed_s = [time.monotonic()] * nodes
         self._looked_s = time.monotonic()
 
-    def missing(self) -> str:
-        """Name the nodes that are lost; looks now and then only."""
+    def news(self, store: Store) -> str | None:
+        """Name the nodes that are lost (empty: none), when it has changed; looks now and then only."""
         now = time.monotonic()
         absent_s, wanted_s = now - self._looked_s, self._lost_s / 10
         if absent_s < wanted_s:
-            return ""
+            return None
+        if self._told is None:
+            for key in self._keys:
+                store.add(key, 0)  # what is read must be there
+            self._told = ""
+        values = store.multi_get(self._keys)
         self._looked_s = now
-        values = self._table.multi_get(self._keys)
         late = absent_s > self._lost_s / 2  # this launcher itself was stopped: it knows nothing of the others
         for node, value in enumerate(values):
             if late or value != self._values[node]:
                 self._values[node], self._changed_s[node] = value, now
         lost = [node for node, since in enumerate(self._changed_s) if now - since >= self._lost_s]
-        if not lost:
-            return ""
-        names = f"node{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-        return f"nothing was heard of {names} of {len(self._keys)} for {self._lost_s:.0f} s"
+        words = ""
+        if lost:
+            names = f"node{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            words = f"nothing was heard of {names} of {len(self._keys)} for {self._lost_s:.0f} s"
+        if words == self._told:
+            return None
+        self._told = words
+        return words
 
 
 def _alive(node: int) -> str:

@@ -53,6 +53,10 @@ EARLY_GRACE_S = 5.0
 """Between another signal and SIGTERM for workers that are still starting: Ctrl-C is lost in an interpreter that imports a
 library which swallows it, or that waits in one."""
 
+MEETING_S = 300.0
+"""So long after its beginning a start without a controller is taken for one whose ranks have yet to meet. Later its script may
+train without a session, and a launcher's silence is no reason to end it."""
+
 LOOK_S = 0.25
 """Between two looks whether the held workers have a controller."""
 
@@ -149,9 +153,16 @@ class Round:
 
     @property
     def lost_node(self) -> str:
-        """Say which node was lost before the ranks had a controller: nobody else notices, and they would wait for its ranks until
-        torch gives up. Empty: none, or there is a controller that sees to it."""
-        return "" if self._neighbours is None or self.had_controller else self._neighbours.lost
+        """Say which node was lost while the ranks have yet to meet: nobody else notices, and they would wait for its ranks until
+        torch gives up. Empty: none, or there is a controller that sees to it, or the start is older than MEETING_S."""
+        if self._neighbours is None or self.had_controller or self.lasted_s() >= MEETING_S:
+            return ""
+        return self._neighbours.lost
+
+    @property
+    def unreached_store(self) -> str:
+        """Say that the workers' store was never reached from this node; empty: it was, or the start is young."""
+        return "" if self._neighbours is None else self._neighbours.unreached
 
     def living(self) -> list[int]:
         """Return the ranks here that have not ended altogether."""

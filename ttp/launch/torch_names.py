@@ -1,7 +1,8 @@
-"""The private names of torch that ttprun uses, all in one place: what to look at when torch changes.
+"""The private names of torch and of Python that ttprun uses, all in one place: what to look at when one of them changes.
 
 `SimpleElasticAgent` declares its methods for subclasses with a leading underscore, so an agent cannot be built without
-them. Everything else that ttprun takes from torch is public, but for one variable. A test compares this list with the code and with torch.
+them. Everything else that ttprun takes from torch is public, but for one variable; of Python's `argparse` it takes two private names.
+Tests compare these lists with the code, with torch and with Python.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ PRIVATE_NAMES = (
     PrivateName("_stop_workers", "method", "hold the survivors when another node causes the restart"),
     PrivateName("_shutdown", "method", "end all that a start has left, with a notice under a controller"),
     PrivateName("_exit_barrier", "method", "left out: it waits 300 s for a node whose workers have failed"),
-    PrivateName("_remaining_restarts", "attribute", "set to 0 when a restart could change nothing"),
+    PrivateName(
+        "_remaining_restarts", "attribute", "read: torch alone counts; set to 0 when a restart could change nothing"
+    ),
     PrivateName(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
         "variable",
@@ -38,3 +41,15 @@ PRIVATE_NAMES = (
     ),
 )
 """All but the variable of `torch.distributed.elastic.agent.server.api.SimpleElasticAgent`, through `LocalElasticAgent`."""
+
+PYTHON_RUN_WITH = ("3.11", "3.12", "3.13")
+"""Versions of Python that the command line was run with: 3.11 with all its tests; 3.12.1 and 3.13.0 with abbreviations of TTP's options
+and of a few that stood in for torchrun's only."""
+
+ARGPARSE_NAMES = (
+    PrivateName(
+        "_get_option_tuples", "method", "overridden: TTP's options make no abbreviation of torchrun's ambiguous"
+    ),
+    PrivateName("_group_actions", "attribute", "read: which options are TTP's own"),
+)
+"""Of `argparse.ArgumentParser`, and of the group that its `add_argument_group` returns."""

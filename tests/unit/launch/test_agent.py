@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from tests.unit.launch.test_rendezvous import FixedNodes
 from ttp.launch import agent as agent_module
-from ttp.launch.agent import BROKEN_ROUNDS, HoldAgent
+from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet
 from ttp.launch.courier import Link
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous
@@ -25,9 +26,16 @@ def no_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
     raise ConnectionError("no controller in this test")
 
 
-def make_agent(nodes: FixedNodes | None = None) -> HoldAgent:
+def make_agent(nodes: FixedNodes | None = None, max_restarts: int = 3) -> HoldAgent:
     handler = FreshStoreRendezvous(nodes or FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
-    spec = WorkerSpec(role="r", local_world_size=2, rdzv_handler=handler, entrypoint="sleep", args=("600",))
+    spec = WorkerSpec(
+        role="r",
+        local_world_size=2,
+        rdzv_handler=handler,
+        entrypoint="sleep",
+        args=("600",),
+        max_restarts=max_restarts,
+    )
     launching = Launching(total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None)
     return HoldAgent(spec, DefaultLogsSpecs(), launching)
 
@@ -150,3 +158,146 @@ def test_the_rendezvous_must_give_fresh_stores() -> None:
     launching = Launching(total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None)
     with pytest.raises(TypeError, match="needs a FreshStoreRendezvous, got FixedNodes"):
         HoldAgent(spec, DefaultLogsSpecs(), launching)
+
+
+class LostStart(Left):
+    """Stands in for a round whose launchers did not hear of each other."""
+
+    def __init__(self, lost: str, unreached: str, had_controller: bool = False) -> None:
+        self.lost_node, self.unreached_store, self.had_controller = lost, unreached, had_controller
+
+    def living(self) -> list[int]:
+        return [0, 1]
+
+    def hold(self, why: str = "") -> None: ...
+
+
+UNREACHED = "the workers' store on node 0, a:41234, was never reached from here (timed out)"
+
+
+@pytest.mark.parametrize(
+    ("lost", "unreached", "most"),
+    [("nothing was heard of node 1", "", 2 * LOST_STARTS), ("", UNREACHED, LOST_STARTS)],
+    ids=["the others", "the node that is cut off"],
+)
+def test_starts_whose_nodes_never_hear_of_each_other_do_not_go_on_for_ever(
+    lost: str, unreached: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not counted as restarts. The node that cannot reach the workers' store leaves first; a start that met begins
+    the count anew."""
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
+    agent = make_agent(FixedNodes(HashStore(), 0, 1))
+    group = agent.get_worker_group()
+
+    def start(round_: LostStart) -> None:
+        agent._round = round_  # type: ignore[assignment]
+        agent._stop_workers(group)
+        agent._rendezvous(group)
+
+    for _ in range(most - 1):
+        start(LostStart(lost, unreached))
+    start(LostStart("", "", had_controller=True))
+    for _ in range(most - 1):
+        start(LostStart(lost, unreached))
+    with pytest.raises(
+        NeverMet, match=rf"{most} starts in a row.*{'a:41234' if unreached else 'node 1'}.*--local-addr"
+    ):
+        start(LostStart(lost, unreached))
+
+
+class Others:
+    """Stands in for the way to the other nodes."""
+
+    over = restarts = lost = ""
+    all_have_succeeded = False
+
+    def __init__(self, **said: str) -> None:
+        self.told: list[str] = []
+        vars(self).update(said)
+
+    def tell_succeeded(self) -> None:
+        self.told.append("succeeded")
+
+    def tell_restart(self, words: str) -> None:
+        self.told.append("restarts")
+
+    def tell_failed(self, words: str) -> None:
+        self.told.append("failed")
+
+
+class Ended(Left):
+    """Stands in for a round whose workers have ended."""
+
+    had_controller = True
+
+    def __init__(self, neighbours: Others) -> None:
+        self.neighbours = neighbours
+        self.raised: dict[int, list[str]] = {}
+        self.next = ""
+
+    def outcome(self) -> str:
+        return "rank 0: exit code 3"
+
+    def refused_by_workers(self) -> bool:
+        return False
+
+    def told_to_leave(self) -> bool:
+        return True
+
+    def lasted_s(self) -> float:
+        return 1.0
+
+
+class StaticNodes(FixedNodes):
+    """Says that its backend is torchrun's static one."""
+
+    def __init__(self) -> None:
+        super().__init__(HashStore(), 0, 2)
+
+    def get_backend(self) -> str:
+        return "static"
+
+
+def test_a_restart_for_another_node_and_one_of_its_own_are_counted_in_one_place() -> None:
+    """A static job goes along with another node's restart as a counted one; when its own workers fail then, none is left, and
+    the others hear that."""
+    agent = make_agent(StaticNodes(), max_restarts=1)
+    went = agent._after_success(Ended(Others(restarts="b has failed")), RunResult(state=WorkerState.SUCCEEDED))  # type: ignore[arg-type]
+    assert went.state is WorkerState.UNHEALTHY
+    agent._remaining_restarts -= 1  # as torch's loop does for it
+    round_ = Ended(Others())
+    agent._judge(round_, RunResult(state=WorkerState.FAILED), 1)  # type: ignore[arg-type]
+    assert round_.neighbours.told == ["failed"] and round_.next == "no restart left (of 1)"
+
+
+def test_restarts_are_numbered_as_torch_counts_them() -> None:
+    agent = make_agent(max_restarts=2)
+    for number in (1, 2):
+        round_ = Ended(Others())
+        agent._judge(round_, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
+        assert round_.neighbours.told == ["restarts"] and round_.next == f"restart {number} of 2"
+        agent._remaining_restarts -= 1
+
+
+@pytest.mark.parametrize(
+    ("said", "left", "why"),
+    [
+        ({"restarts": "b has failed"}, 0, "b has failed, and no restart is left here"),
+        ({"lost": "nothing was heard of node 1"}, 3, "nothing was heard of node 1"),
+        ({}, 3, "not all had succeeded within 0 s"),
+        ({"over": "b has failed for good"}, 3, "b has failed for good"),
+    ],
+)
+def test_a_node_that_has_succeeded_says_why_it_waits_for_no_other(
+    said: dict[str, str], left: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and ends at once but where it hears nothing."""
+    monkeypatch.setattr(agent_module, "OTHERS_S", 0.3)
+    monkeypatch.setattr(logging.getLogger("ttp.launch"), "propagate", True)
+    agent = make_agent(StaticNodes())
+    agent._remaining_restarts = left
+    result = RunResult(state=WorkerState.SUCCEEDED)
+    assert agent._after_success(Ended(Others(**said)), result) is result  # type: ignore[arg-type]
+    assert [record.message for record in caplog.records] == [
+        f"all workers here have succeeded; not waiting for other nodes: {why}"
+    ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from ttp.launch.hang_stacks import FRAMES, ask, block_of, gather, main_frames, read_asked, read_blocks
 from ttp.launch.processes import catches
-from ttp.processor.stacks import STACKS_SIGNAL, StackWriter
+from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, StackWriter, process_text
 from ttp.processor.voice import Voice
 
 LONG_S = 30.0
@@ -104,6 +106,36 @@ def test_a_process_whose_interpreter_is_held_writes_its_stacks_when_asked(tmp_pa
     if found:
         assert main_frames(found[1])[0].startswith("in stand_in_c, ")
     assert read_asked(tmp_path, {1: process.pid + 1}) == {}, "of another process that had this rank"
+
+
+@pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
+def test_a_file_that_goes_while_stacks_are_waited_for_costs_its_rank_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is taken away in the middle of a fault: the others are waited for, and nothing is raised."""
+    writer = StackWriter(tmp_path / "rank_0" / "stacks.log", Voice(0))
+    writer.listen()
+    gone = tmp_path / "rank_1" / ASKED_NAME
+    gone.parent.mkdir()
+    gone.write_text(process_text(os.getpid()))
+    monkeypatch.setattr(time, "sleep", lambda seconds: gone.unlink(missing_ok=True))
+    ask(tmp_path, {0: os.getpid(), 1: os.getpid()}, within_s=LONG_S)
+    writer.close()
+    assert set(read_asked(tmp_path, {0: os.getpid(), 1: os.getpid()})) == {0}
+
+
+@pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
+def test_a_process_is_not_asked_by_an_earlier_ones_file(tmp_path: Path) -> None:
+    """It has a handler of its own for the signal, which is for something else."""
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "rank_0" / ASKED_NAME).write_text(process_text(os.getpid() + 1))
+    came: list[int] = []
+    before = signal.signal(STACKS_SIGNAL, lambda number, frame: came.append(number))
+    try:
+        ask(tmp_path, {0: os.getpid()}, within_s=0.0)
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
+    assert came == []
 
 
 def test_stacks_are_asked_for_until_the_writer_is_closed(tmp_path: Path) -> None:

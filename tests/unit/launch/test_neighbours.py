@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
@@ -73,7 +74,9 @@ def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(m
     group = make(3)
     for launcher in group.all[:2]:
         launcher.tell_succeeded()
-    until(lambda: group.all[0]._succeeded == 2, "two successes")
+    server = group.server
+    assert server is not None
+    until(lambda: server.check(["ttp/nodes/succeeded/0", "ttp/nodes/succeeded/1"]), "two successes")
     group.all[1].tell_succeeded()  # once more: torch's agent may ask twice
     group.all[1].tell_restart("b starts again")
     until(lambda: group.all[0].restarts, "what was said after it")
@@ -130,10 +133,69 @@ def test_a_launcher_that_was_stopped_itself_does_not_miss_the_others() -> None:
 def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
     """Its store is gone and its port is closed: nothing more is to be heard, but its node is there."""
     group = make(2)
-    until(lambda: group.all[1]._thread.is_alive(), "a thread")
+    until(lambda: group.all[1]._reached, "an answer")
     group.all[0].close()
     group.server = None
     until(lambda: group.all[1].over, "the end of the store")
     assert "node 0 has left" in group.all[1].over and group.all[1].lost == ""
     with contextlib.suppress(RuntimeError):
         group.all[1].close()
+
+
+class Breaks(Neighbours):
+    """A launcher whose calls to the store fail for so many looks."""
+
+    def __init__(self, place: JobStore, failures: int, lost_s: float = DEADLINE_S) -> None:
+        super().__init__(place, 1, 2, look_s=LOOK_S, lost_s=lost_s)
+        self.failures = failures
+
+    def _say(self, store: Store) -> None:
+        super()._say(store)
+        if self.failures:
+            self.failures -= 1
+            raise DistNetworkError("connection reset by peer")
+
+
+def test_a_call_that_fails_is_made_again_over_a_new_connection(make: Make) -> None:
+    """One lost answer is no lost node: what was to be told is told, once, and the others are heard as before."""
+    group = make(2, silent=(1,))
+    assert group.server is not None
+    launcher = Breaks(JobStore("127.0.0.1", group.server.port, 0), failures=3)
+    launcher.tell_succeeded()
+    launcher.start()
+    group.all[0].tell_succeeded()
+    until(lambda: launcher.all_have_succeeded and group.all[0].all_have_succeeded, "word of both successes")
+    assert launcher.failures == 0 and launcher.lost == launcher.over == launcher.unreached == ""
+    launcher.close()
+
+
+def test_a_store_whose_calls_all_fail_is_a_lost_node_with_the_error(make: Make) -> None:
+    """Its node takes connections still, so that nobody may say that it has left."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = Breaks(JobStore("127.0.0.1", server.port, 0), failures=10**9, lost_s=0.6)
+    launcher.start()
+    until(lambda: launcher.lost and launcher.unreached, "the loss")
+    assert "has not answered for" in launcher.lost and "connection reset by peer" in launcher.over
+    assert launcher.unreached == (
+        f"the workers' store on node 0, 127.0.0.1:{server.port}, was never reached from here (connection reset by peer)"
+    )
+    launcher.close()
+
+
+def test_a_port_that_was_closed_from_the_beginning_is_not_a_node_that_has_left() -> None:
+    """A firewall refuses as a node does that has ended; that one had answered before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        launcher = Neighbours(JobStore("127.0.0.1", probe.getsockname()[1], 0), 1, 2, look_s=LOOK_S, lost_s=0.6)
+        launcher.start()
+        until(lambda: launcher.lost, "the loss")
+        assert "has not answered" in launcher.lost and "refused" in launcher.unreached
+        launcher.close()
+
+
+def test_a_node_that_is_heard_again_is_not_lost_any_more(make: Make) -> None:
+    """Its launcher had no time for a while, as on a loaded machine."""
+    group = make(2, lost_s=1.0, silent=(1,))
+    until(lambda: group.all[0].lost, "the loss")
+    group.all[1].start()
+    until(lambda: not group.all[0].lost, "the return")

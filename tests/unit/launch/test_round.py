@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.launch import controllers
+from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.controllers import START_VARIABLE
@@ -296,6 +297,26 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
         assert not held.is_alive() and start.round.living() == [0, 1]
         assert start.round.fault is not None and start.round.fault.left_s(time.monotonic()) == 0.0
         assert "the fault began 9" in caplog.text and "TTP_OT, 100 s, has passed: ranks 0-1 still here" in caplog.text
+    finally:
+        for worker in start.workers:
+            worker.kill()
+        start.held.start()
+        start.close()
+
+
+def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later a script without a session may train, and a launcher that is silent is no reason to end it."""
+    monkeypatch.setattr(neighbours_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(neighbours_module, "LOST_S", 2.0)
+    start = Start(60.0, controller=False, nodes=2)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not start.round.lost_node:
+            assert time.monotonic() < deadline, "the silent node is not missed"
+            time.sleep(0.005)
+        assert "node 1 of 2" in start.round.lost_node and start.round.unreached_store == ""
+        monkeypatch.setattr(rounds, "MEETING_S", 0.0)
+        assert start.round.lost_node == ""
     finally:
         for worker in start.workers:
             worker.kill()

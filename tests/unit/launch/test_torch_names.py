@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from tests.unit.launch.test_agent import make_agent
-from ttp.launch.torch_names import PRIVATE_NAMES, RUN_WITH
+from ttp.launch.torch_names import ARGPARSE_NAMES, PRIVATE_NAMES, PYTHON_RUN_WITH, RUN_WITH
 
 LAUNCH = Path(__file__).resolve().parents[3] / "ttp" / "launch"
 NAMES = {private.name for private in PRIVATE_NAMES if private.kind != "variable"}
@@ -97,3 +99,24 @@ def test_own_names_hide_none_of_torchs() -> None:
 def test_this_torch_is_one_that_is_listed() -> None:
     """A new version is listed once these tests, and those of real launches, have passed with it."""
     assert torch.__version__.partition("+")[0] in RUN_WITH
+
+
+def test_the_list_of_argparses_private_names_is_all_that_ttprun_uses() -> None:
+    """As methods that are overridden, or as attributes; of the parser and of a group of its options."""
+    parser = argparse.ArgumentParser()
+    theirs = {
+        name for owner in (parser, parser.add_argument_group("g")) for name in dir(owner) if name[0] == "_" != name[1]
+    }
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.name
+        for path in LAUNCH.glob("*.py")
+        if "argparse" in path.read_text()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.FunctionDef)
+    }
+    assert used & theirs == {private.name for private in ARGPARSE_NAMES}
+
+
+def test_this_python_is_one_that_is_listed() -> None:
+    """A new one is listed once the command line's tests have passed with it."""
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in PYTHON_RUN_WITH
