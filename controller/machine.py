@@ -15,7 +15,7 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, sweep
+from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, silent, sweep
 from .patience import pass_over
 from .presence import die, suspicion
 from .progress import limit, unknown
@@ -108,7 +108,7 @@ def next_deadline(state: ControllerState) -> float | None:
         moment = due if due < moment else moment
     if state.fault is not None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
-        if members.present == 0:
+        if silent(members):
             return moment
         if stage is Stage.FREEZING:
             moment = min(moment, _round_end(state, state.fault))
@@ -195,8 +195,7 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
-    members = state.members
-    return state.stage in _LED and (members.present == 0 or 0 < members.suspects == members.alive)
+    return state.stage in _LED and silent(state.members)
 
 
 def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
@@ -228,7 +227,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
         return give_up(state, now, out)
     if now >= state.members.sweep_at:
         state = _look_at_leases(state, now, out)
-    if state.fault is not None and state.members.present == 0:
+    if state.fault is not None and silent(state.members):
         return state  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
     state = look(state, now, out)
     if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:

@@ -194,6 +194,11 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 
 
+def silent(members: Membership) -> bool:
+    """True while nobody that lives is attached, or all of them are silent: whatever is decided now reaches nobody. O(1)."""
+    return members.present == 0 or 0 < members.suspects == members.alive
+
+
 def reachable(members: Membership) -> tuple[int, ...]:
     """Return the ranks with an open stream, dead ones that were only silent included. O(world)."""
     return members.table.ranks(lambda member: member.attached)

@@ -6,10 +6,11 @@ then no longer covered, the ranks are asked again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import RollForward
+from ttp.proto.messages import RollForward, StateReport
 
 from .coverage import Group, named
 from .decision import Decision, Refusal, decide
@@ -57,7 +58,7 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
         assert report is not None
         reports[rank] = replace(report, closed=True, state_step=report.step)
     records = {record.step: record for record in fault.records}
-    groups, unwritable = state.coverage.groups, fault.unwritable
+    groups, unwritable = state.coverage.groups, _unwritable(fault, reports)
     verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
     if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
         return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
@@ -66,11 +67,23 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
     return verdict
 
 
+def _unwritable(fault: Fault, reports: Mapping[int, StateReport]) -> frozenset[int]:
+    """Return the steps that no directory took and that nobody has come to since."""
+    return frozenset(
+        step
+        for step, tried in fault.unwritable
+        if not any(
+            report.closed and not report.torn and report.state_step == step and rank not in tried
+            for rank, report in reports.items()
+        )
+    )
+
+
 def _with_what_failed(fault: Fault, refusal: Refusal) -> Refusal:
     """Say why no older step is written either, after what had kept the newer ones from being written."""
     if not fault.unwritable:
         return refusal
-    steps = named("step", sorted(fault.unwritable))
+    steps = named("step", sorted(step for step, _ in fault.unwritable))
     reason = f"no directory took {steps} ({'; '.join(fault.errors[-4:])}), and then {refusal.reason}"
     return replace(refusal, reason=reason)
 

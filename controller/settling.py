@@ -14,7 +14,7 @@ from .coverage import coverage_of, named, rows, survives, warnings
 from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
 from .leaving import finish_job, leave, over, refuse
-from .membership import forgive
+from .membership import forgive, silent
 from .presence import learn_successors, welcome
 from .publishing import start_publishing
 from .rolling import start_dump
@@ -88,7 +88,7 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
     """Open the gates again, wait for more reports, or decide."""
     fault, members = state.fault, state.members
     assert fault is not None
-    if not members.present:
+    if silent(members):
         return state  # nobody could be told what is decided
     if not fault.causes:
         if members.finished == state.settings.world_size:

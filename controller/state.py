@@ -62,8 +62,9 @@ class Fault:
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
     unfit: frozenset[tuple[str, int]] = frozenset()
     """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
-    unwritable: frozenset[int] = frozenset()
-    """Steps that could be written into no directory: an older one that local copies cover is written instead."""
+    unwritable: tuple[tuple[int, frozenset[int]], ...] = ()
+    """(step, ranks): steps that could be written into no directory while those ranks had them. Until another rank has come to
+    it (its update has ended), an older one that local copies cover is written instead."""
     errors: tuple[str, ...] = ()
     """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None

@@ -184,7 +184,12 @@ def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effe
     reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
     if not dump.decision.copies:
         return refuse(state, Refusal(reason), now, out)
-    fault = replace(fault, unwritable=fault.unwritable | {dump.decision.step}, errors=errors)
+    step, tried = (
+        dump.decision.step,
+        dump.able.union(*(who for known, who in fault.unwritable if known == dump.decision.step)),
+    )
+    unwritable = (*(pair for pair in fault.unwritable if pair[0] != step), (step, tried))
+    fault = replace(fault, unwritable=unwritable, errors=errors)
     return next_round(replace(state, fault=fault), reason, now, out)
 
 

@@ -150,7 +150,7 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if _start_failed(job):
         return []
-    if scenario.harmless and not (published and _comes_and_goes(job)):
+    if scenario.harmless and not ((published or refused) and _comes_and_goes(job)):
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:
         return []
@@ -158,6 +158,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return [] if exits or not sound(job) else ["I11: the start failed without a word"]
     if _leads_nobody(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
         return []  # nobody is left who could look for another controller, or be told anything by a new one
+    if not refused and not covers(job, sound(job)):
+        return []  # a rank that cannot cover alone gave the wait for a controller up
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job)
@@ -166,8 +168,9 @@ def _outcome(scenario: Scenario) -> list[str]:
 def _comes_and_goes(job: Job) -> bool:
     """True when one absence of a controller and another trouble came together, close before the alarm: a second absence, or a
     stream of a rank that had just failed. One that is heard for a moment keeps a rank from the standby for a lease more, which
-    is longer than the standby waits for it. That costs a dump, and no step."""
-    alarm_s = next(at for at, line in job.story if line.event == "decided")
+    is longer than the standby waits for it. That costs a dump; and the steps since the newest checkpoint, where the others do
+    not cover."""
+    alarm_s = next(at for at, line in job.story if line.event in ("decided", "refused"))
     return _away_among_troubles(job, alarm_s - job.times.lease_s - job.times.orphan_timeout_s, alarm_s, OF_STREAMS)
 
 
@@ -175,7 +178,8 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
     """True when a controller was away, within two leases before its verdict, while ranks had to come to it or to another:
     streams had failed, or another controller was lost or away too. Each may have known a part of the ranks only, which does
     not cover. A single absence, or a clock that leaps, is no such thing: then all ranks are there again."""
-    kinds = (*OF_STREAMS, "duplication", "controller kill", "rank and controller kill")
+    routes = ("duplication", "rank hears nobody", "rank is heard by nobody")
+    kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
     return _away_among_troubles(job, verdict_s - 2 * job.times.lease_s, verdict_s, kinds)
 
 

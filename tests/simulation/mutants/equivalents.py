@@ -19,7 +19,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without stage in _ORDERED"),
         ("controller.machine", "if stage in _ORDERED and state.dump is not None:", "stage in _ORDERED and state.dump is not None: without state.dump is not None"),
         ("controller.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
-        ("controller.machine", "if state.fault is not None and state.members.present == 0:", "state.fault is not None and state.members.present == 0: without state.fault is not None"),
+        ("controller.machine", "if state.fault is not None and silent(state.members):", "state.fault is not None and silent(state.members): without state.fault is not None"),
         ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.stage in _ORDERED"),
         ("controller.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.dump is not None"),
         ("controller.settling", "if state.dump is None or state.dump.pending:", "state.dump is None or state.dump.pending: without state.dump is None"),

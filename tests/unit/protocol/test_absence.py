@@ -179,6 +179,16 @@ def test_the_silence_of_all_ranks_at_once_is_the_controllers(ranks: int) -> None
     assert job.at(Stage.FREEZING)
 
 
+def test_nothing_is_decided_while_all_ranks_are_silent() -> None:
+    """Their streams are open, and the round's time is over: whoever is silent could not be told anything, and would not count."""
+    job = ControllerBench(freeze_timeout_s=2.6)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.wait(2.9, heard=())
+    assert job.state.members.suspects == 4 and not job.told("refused")
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in range(4)))
+    assert job.told("decided")[0]["step"] == 6
+
+
 def test_a_rank_that_alone_is_left_has_its_whole_time_again_when_it_comes_back() -> None:
     job = ControllerBench(((0,),), freeze_timeout_s=10.0)
     job.say(fault(0, CauseKind.EXCEPTION))

@@ -78,6 +78,26 @@ def test_an_older_step_that_nobody_covers_is_refused_with_what_failed_before() -
     assert "and then no live rank can write" in reason
 
 
+def test_a_step_is_tried_again_when_a_rank_has_come_to_it_whose_update_was_not_over() -> None:
+    """Rank 0's partner, rank 2, cannot write; rank 0 could not close its gate in time, and has step 7 since."""
+    job = ControllerBench()
+    job.say(killed(1))
+    updating = report(0, 1, Phase.UPDATING, 7, records=[7], closed=False)
+    job.say(*(report(rank, 1, DONE, 7, records=[6, 7], backup_step=6) for rank in (2, 3)), updating)
+    assert job.told("decided")[-1]["able"] == (2, 3)
+    fails_in_both_directories(job)
+    job.say(*(report(rank, 2, DONE, 7, records=[6, 7], backup_step=6) for rank in (0, 2, 3)))
+    decided = job.told("decided")[-1]
+    assert (decided["step"], decided["able"]) == (7, (0, 2, 3))
+    job.say(failed(2, job.orders()[2]))
+    assert sorted(job.orders()) == [0] and not job.told("refused")
+    job.say(failed(0, job.orders()[0]))
+    for rank in (0, 2):
+        job.say(failed(rank, job.orders()[rank]))
+    job.say(*(report(rank, 3, DONE, 7, records=[6, 7], backup_step=6) for rank in (0, 2, 3)))
+    assert job.told("decided")[-1]["step"] == 6, "nobody new has come to step 7"
+
+
 def test_each_step_is_tried_once() -> None:
     """Where the disks take no step at all, it ends with the oldest."""
     job = two_ahead()
