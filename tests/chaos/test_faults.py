@@ -192,6 +192,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_falls_through_to_the_next_directory_and_then_refuses(
     tmp_path: Path, whole_job: RunJob, small_disk: Path | None
 ) -> None:

@@ -69,6 +69,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_stuck_survivor_is_ended_when_the_time_of_the_fault_is_over(tmp_path: Path) -> None:
     """First SIGTERM, not before TTP_OT; then SIGKILL, its children too; the killed rank stays the root cause."""
     with Launch(tmp_path, STUCK, "--nproc-per-node", "2", "--max-restarts", "0", environ={"TTP_OT": "2"}) as job:
@@ -241,6 +242,7 @@ def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, numb
         job.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Path) -> None:
     """As under torchrun: it may be saving. Here --shutdown-timeout ends it."""
     options = ("--nproc-per-node", "1", "--shutdown-timeout", "8")
