@@ -15,7 +15,7 @@ from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, silent, sweep
+from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, silent, sweep, turned_back
 from .patience import pass_over
 from .presence import die, suspicion
 from .progress import limit, unknown
@@ -64,6 +64,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         )
     out: list[Effect] = []
     was_deaf = _hears_nobody(state)
+    if now < state.seen:
+        state = replace(state, members=turned_back(state.members, now, state.settings))
     state = _excuse_own_absence(state, now)
     if isinstance(event, Received):
         _check_rank(state, event.message)

@@ -162,6 +162,12 @@ def came_back(members: Membership, now: float, settings: ControllerSettings) -> 
     return forgive(replace(members, away_until=now), now, settings)
 
 
+def turned_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """The controller's clock leapt back: nobody was heard in the future. O(world), and rare."""
+    later = {rank: replace(member, heard=now) for rank, member in enumerate(members.table) if member.heard > now}
+    return came_back(replace(members, table=members.table.put_all(later)), now, settings)
+
+
 def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool) -> Swept:
     """Look at every lease; O(world), but not before `sweep_at`.
 

@@ -189,6 +189,18 @@ def test_nothing_is_decided_while_all_ranks_are_silent() -> None:
     assert job.told("decided")[0]["step"] == 6
 
 
+def test_who_was_heard_before_the_clock_leapt_back_was_not_heard_in_the_future() -> None:
+    """Silence after it counts as any other: nothing is decided without the rank that cannot be heard."""
+    job = ControllerBench(((0, 1),), freeze_timeout_s=2.6)
+    job.wait(10.0)
+    job.now -= 9.0
+    job.say(killed(1))
+    job.wait(4.0, heard=())
+    assert job.state.members.suspects == 1 and not job.told("refused")
+    job.say(report(0, 1, COMPUTE, 7))
+    assert job.told("decided")[0]["step"] == 6
+
+
 def test_a_rank_that_alone_is_left_has_its_whole_time_again_when_it_comes_back() -> None:
     job = ControllerBench(((0,),), freeze_timeout_s=10.0)
     job.say(fault(0, CauseKind.EXCEPTION))
