@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,11 @@ while os.environ["WORLD_SIZE"] == "3":  # for ranks that will not come
 """
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
 def place(port: int) -> tuple[str, ...]:
     return (
         *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
@@ -52,11 +58,14 @@ def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path)
     """After so many broken rounds it says why and goes; the others, whose ranks wait for its, hear of it and meet again."""
     driver = tmp_path / "driver.py"
     driver.write_text(BROKEN)
-    options, nodes = place(free_port()), []
+    port, nodes = free_port(), []
+    options = place(port)
     with contextlib.ExitStack() as stack:
         for number, program in enumerate((TTPRUN, TTPRUN, (str(driver),))):
             launch = Launch(tmp_path, WAITING, "--nnodes", "2:3", *options, program=program, name=f"node{number}")
             nodes.append(stack.enter_context(launch))
+            # The first one has the store: were it the broken one's, its leaving would be told as the loss of the store.
+            launch.until(lambda: listens(port), "a store")
         assert nodes[2].wait() == 1
         assert "the rendezvous was complete and broke (wait timeout after 60000ms)" in nodes[2].text
         assert [node.wait() for node in nodes[:2]] == [0, 0], nodes[0].text + nodes[1].text
