@@ -29,9 +29,8 @@ def late(job: Job) -> list[str]:
     found = [text for controller in job.controllers for text in _total(job, controller)]
     verdicts = [at for at, line in job.story if line.event in ("published", "refused")]
     if verdicts:
-        found += _left_late(
-            job, verdicts[-1]
-        )  # a controller that takes over meanwhile says it again, after a dump of its own
+        # A controller that takes over meanwhile says it again, after a dump of its own.
+        found += _left_late(job, verdicts[-1])
         found += _decided_late(job, verdicts[0])
     return found
 
