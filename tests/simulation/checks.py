@@ -158,8 +158,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return [] if exits or not sound(job) else ["I11: the start failed without a word"]
     if _leads_nobody(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
         return []  # nobody is left who could look for another controller, or be told anything by a new one
-    if not refused and not covers(job, sound(job)):
-        return []  # a rank that cannot cover alone gave the wait for a controller up
+    if not refused and not covers(job, sound(job)) and any(rank.ended == "exit code 1" for rank in job.ranks):
+        return []  # who is left cannot cover, and gave the wait for a controller up
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job)

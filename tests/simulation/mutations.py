@@ -118,6 +118,7 @@ MUTATIONS = (
     Mutation("a silent rank is never dead", controllers.never_sees_silence, ("I11",)),
     Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
     Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),
+    Mutation("a job never assembles", controllers.nobody_assembles, ("I11",), within=20),
     Mutation("a hang is not disproved by a rank that got on", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
     Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_not_heard_of, ("I7",), pauses_for_longer_than_a_hang, within=20),
     Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),

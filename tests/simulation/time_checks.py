@@ -16,6 +16,8 @@ UNTROUBLED_S = 2.5
 """From the first death to the word, where nothing but deaths and exceptions befell the job: a lease for a silent host, the end
 of the updates, and the work itself."""
 SLACK_S = 0.5
+CROSSING_S = 0.1
+"""A rank's turn to another controller and the word of its own may cross on the network."""
 _OF_ROUTES = (*OF_STREAMS, "slow network", "duplication", "rank hears nobody", "rank is heard by nobody")
 _SUDDEN = (
     "kill", "several kills", "all replicas killed", "host loss", "exception", "peer error", "full disk", "rank's disk",
@@ -29,8 +31,10 @@ def late(job: Job) -> list[str]:
     found = [text for controller in job.controllers for text in _total(job, controller)]
     verdicts = [at for at, line in job.story if line.event in ("published", "refused")]
     if verdicts:
-        # A controller that takes over meanwhile says it again, after a dump of its own.
-        found += _left_late(job, verdicts[-1])
+        # A controller to which a rank turned before the word came says it again, after a dump of its own.
+        began = [at for at, line in job.story if line.event == "takeover_began"]
+        crossed = any(at <= verdicts[0] + CROSSING_S for at in began)
+        found += _left_late(job, verdicts[-1] if crossed else verdicts[0])
         found += _decided_late(job, verdicts[0])
     return found
 

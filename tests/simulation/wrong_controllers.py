@@ -395,6 +395,11 @@ def one_lease_for_a_hang(patch: Patch) -> None:
     patch.setattr(progress, "limit", wrong)
 
 
+def nobody_assembles(patch: Patch) -> None:
+    """Training never begins: nothing bad can happen then."""
+    patch.setitem(settling._ADVANCE, Stage.ASSEMBLING, lambda state, now, out: state)
+
+
 def hang_without_proof(patch: Patch) -> None:
     """Nothing disproves a hang: whoever got on since is dumped all the same."""
     patch.setattr(hangs, "_disproved", lambda state, rank, order, now, out: state)
