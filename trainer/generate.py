@@ -19,7 +19,7 @@ from .config import check
 from .device_table import DEVICES
 from .devices import bind, choose_device
 from .model import GPT
-from .tokenizer import Tokenizer, open_tokenizer
+from .tokenizer import BYTES, Tokenizer, open_tokenizer
 from .weights import model_of, open_trained
 
 
@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tokenizer(path: str | None) -> Tokenizer:
     if path is None:
         raise ConfigError(
-            "the model was trained on token ids, and the checkpoint does not say whose: name the tokenizer with --tokenizer PATH"
+            "the model was trained on token ids, and the checkpoint does not say whose: name the tokenizer with"
+            f" --tokenizer PATH, or {BYTES} where the text was prepared without one"
         )
     return open_tokenizer(path)
 
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability together"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--tokenizer", help="default: the one that the checkpoint names")
+    parser.add_argument("--tokenizer", help="a tokenizer, or bytes; default: the one that the checkpoint names")
     parser.add_argument("--device", default="auto", choices=["auto", *DEVICES])
     return parser
 

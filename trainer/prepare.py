@@ -215,9 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             count = write_tokens(
                 unfinished, given.input, tokenizer, given.text_column, lambda share: bar.update(task, completed=share)
             )
-        Path(f"{given.output}.idx").unlink(
-            missing_ok=True
-        )  # an old index with the new tokens would be a wrong data set
+        # An old index with the new tokens would be a wrong data set.
+        Path(f"{given.output}.idx").unlink(missing_ok=True)
         for end in ends:  # the index last: without it there is no data set
             os.replace(f"{unfinished}.{end}", f"{given.output}.{end}")
     except (TTPError, OSError) as exc:

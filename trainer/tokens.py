@@ -192,7 +192,7 @@ def list_files(root: Path) -> list[Path]:
             files = sorted((p for p in visible if p.is_file()), key=lambda p: p.relative_to(root).parts)
         else:
             raise DatasetError(
-                f"{root}: no such file or folder; set dataset_config.dataset_dir to a text file or folder"
+                f"{root}: no such file or folder; name a text file or folder (a configuration does in dataset_config.dataset_dir)"
             )
     except OSError as exc:
         raise DatasetError(f"{root}: cannot be read ({exc.strerror}); give this user the right to read it") from None
