@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 DEADLINE_S = 1500.0
 FIFTY = {"training_config.training_iters": 50}
+GROWN = 1e-3
+"""How far norms of the fiftieth step may be apart, relative to their size: 2.8e-4 was the most seen, where losses
+were 3.9e-7 apart at most, and norms of the first ten steps 4.4e-8."""
 
 
 def test_a_vocabulary_that_ranks_share_unevenly_trains_as_the_whole_one(tmp_path: Path, train_all: TrainAll) -> None:
@@ -128,7 +131,7 @@ def test_weights_and_moments_move_from_any_layout_to_any_other(
 
 
 def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
-    """Losses and norms to FP32 round-off."""
+    """Losses and norms to FP32 round-off, which fifty steps of training make larger in a norm."""
     layouts = [
         Axes(data=2),
         Axes(data=3),
@@ -146,7 +149,8 @@ def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all:
         deadline_s=DEADLINE_S,
     )
     for axes in layouts:
-        assert_same_curve(done[str(axes)], done[str(Axes())])
+        assert_same_curve(done[str(axes)], done[str(Axes())], norm=1e-6, until=10)
+        assert_same_curve(done[str(axes)], done[str(Axes())], norm=GROWN)
 
 
 def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
@@ -166,6 +170,7 @@ def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: Train
         deadline_s=DEADLINE_S,
     )
     for name in ("divided", "sliced"):
-        assert_same_curve(done[f"all {name}"], done["all whole"])
+        assert_same_curve(done[f"all {name}"], done["all whole"], norm=1e-6, until=10)
+        assert_same_curve(done[f"all {name}"], done["all whole"], norm=GROWN)
         assert_same_curve(done[f"chosen {name}"], done["chosen whole"], until=10)
         assert_same_curve(done[f"chosen {name}"], done["chosen whole"], loss=1e-3, norm=1e-2)
