@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, Registration
+from ttp.proto.messages import Cause, CauseKind, Registration
 
 from .events import ControllerSettings
 from .rank_table import RankTable
@@ -150,6 +150,18 @@ def bury(members: Membership, rank: int, cause: Cause, gone: bool, now: float) -
     members = update(members, rank, replace(member, dead=cause, attached=attached))
     emptied = members.present == 0 and _is_present(member)
     return replace(members, empty_since=now) if emptied else members
+
+
+def was_only_silent(member: Member) -> bool:
+    """True for a rank that was taken for dead because it was silent, and whose stream is open."""
+    return member.dead is not None and member.attached and member.dead.kind is CauseKind.SILENT
+
+
+def revive(members: Membership, rank: int, now: float) -> Membership:
+    """Note that a rank that was only silent, and is attached, lives."""
+    if members.present == 0:
+        members = replace(members, amnesty=now, empty_since=inf)
+    return update(members, rank, replace(members.table[rank], dead=None, suspect=False, heard=now))
 
 
 def forgive(members: Membership, now: float, settings: ControllerSettings) -> Membership:

@@ -27,14 +27,14 @@ from ttp.proto.messages import (
     WorkerExit,
 )
 
-from .coverage import overview, warnings
+from .coverage import coverage_of, overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update
 from .progress import taught
 from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
-from .rounds import add_cause, begin_fault, forget, root_cause
+from .rounds import add_cause, begin_fault, count_again, forget, root_cause
 from .state import ControllerState, Stage
 from .writing import replace_writers
 
@@ -50,6 +50,8 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     known = member.registration
     if known is not None and known.pid != message.pid:
         cause = Cause(CauseKind.EXITED, (rank,), f"process {known.pid} was replaced by {message.pid}")
+        if member.dead is not None:  # it may have been taken for silent, and is gone
+            state = replace(state, members=update(state.members, rank, replace(member, dead=cause)))
         state = die(state, rank, cause, True, now, out)
         member = state.members.table[rank]
     if known is None:
@@ -63,7 +65,17 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
         state = learn_successors(state, message.controllers[1:], out)
+    state = count_again(state, rank, now, out)
+    if known is None and state.stage is Stage.FREEZING:
+        state = _with_its_shards(state)
     return _catch_up(state, rank, out)
+
+
+def _with_its_shards(state: ControllerState) -> ControllerState:
+    """A rank came to a new controller after it had taken over: what it holds is known from now on."""
+    registrations = [member.registration for member in state.members.table if member.registration is not None]
+    coverage = coverage_of(registrations, state.settings.world_size)
+    return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
 
 
 def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
@@ -180,7 +192,7 @@ def worker_exit(state: ControllerState, message: WorkerExit, now: float, out: li
 
 
 def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float, out: list[Effect]) -> ControllerState:
-    """A rank is dead for the rest of this controller's life. `gone`: its process is known to have ended."""
+    """A rank is dead, and stays so unless it was only silent and comes while a round asks. `gone`: its process is known to have ended."""
     member = state.members.table[rank]
     if member.dead is not None:
         return state

@@ -77,6 +77,11 @@ def _without_node(
     return _written_anew(state, ranks, f"node {place} could not publish: {last}", now, out)
 
 
+def _torn(state: ControllerState, writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:
+    """Nobody contradicts that files of these ranks ended short."""
+    return _written_anew(state, writers, f"files of {named('rank', sorted(writers))} ended short: {why}", now, out)
+
+
 def _written_anew(
     state: ControllerState, unfit: Iterable[int], why: str, now: float, out: list[Effect]
 ) -> ControllerState:
@@ -97,8 +102,13 @@ def _places(state: ControllerState) -> tuple[str, ...]:
     assert state.dump is not None
     if not state.settings.local_dirs:
         return ("",)
-    writers = state.dump.work.ranks(lambda work: bool(work.results))
-    return tuple(sorted({_place_of(state, rank) for rank in writers}))
+    return tuple(sorted({_place_of(state, rank) for rank in _writers(state)}))
+
+
+def _writers(state: ControllerState) -> tuple[int, ...]:
+    """Return the ranks that wrote something of this attempt, dead ones included."""
+    assert state.dump is not None
+    return state.dump.work.ranks(lambda work: bool(work.results))
 
 
 def _place_of(state: ControllerState, rank: int) -> str:
@@ -158,15 +168,14 @@ def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: 
     assert dump is not None
     if rank not in dump.publishers or answer.tmp_name != tmp_name(state):
         return state
-    torn = frozenset(answer.torn).intersection(dump.work.ranks(lambda work: bool(work.results)))
+    torn = frozenset(answer.torn).intersection(_writers(state))
     fields: Fields = {"rank": rank, "tmp_name": answer.tmp_name, "error": answer.error}
     out.append(Journal("publish_failed", {**fields, "torn": tuple(sorted(torn))} if torn else fields))
     errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
     proven = torn if not others_to_publish(state, rank) else torn & dump.doubted
     state = replace(state, dump=replace(dump, errors=errors, doubted=dump.doubted | torn))
     if proven:
-        why = f"files of {named('rank', sorted(proven))} ended short: {answer.error}"
-        return _written_anew(state, proven, why, now, out)
+        return _torn(state, proven, answer.error, now, out)
     return replace_publishers(state, {rank}, now, out)
 
 
@@ -185,12 +194,23 @@ def silent_while_publishing(state: ControllerState, now: float, out: list[Effect
     late = state.dump.publishers
     out.append(Journal("stuck", {"ranks": tuple(sorted(late)), "stage": "publish"}))
     state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | late))
-    return replace_publishers(state, late, now, out)
+    return _unanswered(state, late, now, out)
 
 
 def lost_while_publishing(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank died: it may have been a publisher, or the last one of its node."""
-    return state if state.dump is None else replace_publishers(state, {rank}, now, out)
+    return state if state.dump is None else _unanswered(state, {rank}, now, out)
+
+
+def _unanswered(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+    """These ranks answer no more. Where the last that could look again at doubtful files is among them, the doubt stands."""
+    dump = state.dump
+    assert dump is not None
+    for rank in sorted(dump.publishers & ranks):
+        doubted = {writer for writer in dump.doubted if _place_of(state, writer) == _place_of(state, rank)}
+        if doubted and not others_to_publish(state, rank):
+            return _torn(state, doubted, "nobody is left to look again", now, out)
+    return replace_publishers(state, ranks, now, out)
 
 
 def replace_publishers(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:

@@ -15,7 +15,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw
 
 from .events import Effect, Fields, Journal, Send
-from .membership import reachable
+from .membership import reachable, revive, was_only_silent
 from .progress import rested
 from .rank_table import RankTable
 from .state import ControllerState, Fault, Stage
@@ -62,6 +62,9 @@ def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) ->
     fault = state.fault
     assert fault is not None
     freeze_id = state.freeze_id + 1
+    lease_s = state.settings.lease_s
+    for rank in state.members.table.ranks(lambda member: was_only_silent(member) and now < member.heard + lease_s):
+        state = _revived(state, rank, now, out)  # it came back while others were at work
     asked = awaited(state)
     told = reachable(state.members)
     out.append(Send(told, Freeze(freeze_id, cause)))
@@ -137,6 +140,28 @@ def root_cause(causes: tuple[Cause, ...]) -> Cause | None:
 def cause_fields(cause: Cause) -> Fields:
     """Return a cause as journal fields."""
     return {"kind": cause.kind.value, "culprits": cause.ranks, "text": cause.text}
+
+
+def count_again(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank whose silence was taken for death is there while a round still asks: its report counts, and is waited for.
+
+    Nothing was decided without it yet, and what stands behind its gate it says anew. The cause stays: its peers may have failed.
+    """
+    fault = state.fault
+    if state.stage is not Stage.FREEZING or not was_only_silent(state.members.table[rank]):
+        return state
+    assert fault is not None
+    state = _revived(state, rank, now, out)
+    if fault.reports[rank] is not None or rank in fault.stuck:
+        return state
+    until = min(now + state.settings.freeze_timeout_s, fault.began + state.settings.total_timeout_s / 2)
+    fault = replace(fault, awaiting=fault.awaiting + 1, round_deadline=max(fault.round_deadline, until))
+    return replace(state, fault=fault)
+
+
+def _revived(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    out.append(Journal("cleared", {"rank": rank, "why": "it was only silent"}))
+    return replace(state, members=revive(state.members, rank, now))
 
 
 def take_report(state: ControllerState, report: StateReport, out: list[Effect]) -> ControllerState:

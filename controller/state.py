@@ -64,7 +64,7 @@ class Fault:
     """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
     unwritable: tuple[tuple[int, frozenset[int]], ...] = ()
     """(step, ranks): steps that could be written into no directory while those ranks had them. Until another rank has come to
-    it (its update has ended), an older one that local copies cover is written instead."""
+    it (its update has ended), an older one that local copies cover is written instead, if any."""
     errors: tuple[str, ...] = ()
     """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None
@@ -152,6 +152,8 @@ class ControllerState:
     """GATHERING: faults that ranks told before the takeover."""
     heard_at: float = inf
     """GATHERING: when a rank was heard last."""
+    waited_longer: bool = False
+    """GATHERING: the ranks that came did not cover, and the others had a lease more."""
     successors: tuple[str, ...] = ()
     """Addresses of all standbys, in the order of their terms."""
     seen: float = -inf

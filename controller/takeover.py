@@ -70,7 +70,7 @@ def note_fault(state: ControllerState, message: FaultReport, now: float, out: li
 
 
 def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Take over once every rank has come or is known to be dead, or a lease has passed."""
+    """Take over once every rank has come or is known to be dead, or a lease has passed; two where those that came do not cover."""
     members, settings = state.members, state.settings
     if members.alive == 0 or members.finished == settings.world_size:
         return _nothing_left_to_do(state, out)
@@ -84,6 +84,9 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
         return replace(state, deadline=now + settings.lease_s)
     absent = members.table.ranks(lambda member: member.dead is None and member.registration is None)
+    if absent and not state.waited_longer and not _covers(state):
+        # Whoever stood still itself for a moment gave the lost controller a new lease, and comes as much later.
+        return replace(state, deadline=now + settings.lease_s, waited_longer=True)
     for rank in absent:
         cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")
         out.append(Journal("death_seen", {"rank": rank, "kind": cause.kind.value, "text": cause.text}))
@@ -109,6 +112,14 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         return leave(state, "the controller was lost before the job had assembled", now, out)
     suspicion = Cause(CauseKind.CONTROLLER_LOST, (), f"the controller was lost; term {settings.term} took over")
     return begin_fault(state, (*deaths, *state.early), suspicion, now, out, takeover=True)
+
+
+def _covers(state: ControllerState) -> bool:
+    """True when those that came, and live, hold every shard that any of them knows of."""
+    came = (member for member in state.members.table if member.dead is None)
+    registrations = [member.registration for member in came if member.registration is not None]
+    known = max((registration.job_groups for registration in registrations), default=0)
+    return len(coverage_of(registrations, state.settings.world_size).groups) >= known
 
 
 def _may_have_been_dismissed(state: ControllerState) -> bool:

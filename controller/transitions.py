@@ -30,7 +30,7 @@ from .hangs import beat, beats, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
 from .rolling import got_on, roll_failed, rolled
-from .rounds import still_updating, take_report
+from .rounds import count_again, still_updating, take_report
 from .state import ControllerState, Stage
 from .takeover import first_rank_came, note_exit, note_fault
 from .writing import write_failed, written
@@ -51,7 +51,8 @@ def state_report(state: ControllerState, message: StateReport, now: float, out: 
     """What a rank holds behind its closed gate."""
     if message.freeze_id != state.freeze_id:
         return state
-    return take_report(report_disproves(state, message, now, out), message, out)
+    state = count_again(report_disproves(state, message, now, out), message.rank, now, out)
+    return take_report(state, message, out)
 
 
 def rolled_forward(state: ControllerState, message: RolledForward, now: float, out: list[Effect]) -> ControllerState:

@@ -15,7 +15,7 @@ from .leaving import refuse
 from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
 from .rolling import able_holders, holders
-from .rounds import next_round, quarter_of_the_rest
+from .rounds import awaited, next_round, quarter_of_the_rest
 from .state import ControllerState, Dump, Work
 
 SLOW_DISK_BYTES_PER_S = 50e6
@@ -177,20 +177,26 @@ def next_directory(state: ControllerState, now: float, out: list[Effect]) -> Con
 
 
 def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effect]) -> ControllerState:
-    """No directory took the step. An older one of which local copies are left is worth more than none; else refuse."""
+    """No directory took the step. A rank that was not asked may have come to it since, or an older one of which local copies
+    are left is worth more than none; else refuse."""
     fault = state.fault
     assert fault is not None
     errors = (*fault.errors, *dump.errors)
     reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
-    if not dump.decision.copies:
+    step = dump.decision.step
+    tried = dump.able.union(*(who for known, who in fault.unwritable if known == step))
+    if not dump.decision.copies and not _not_asked(state, tried):
         return refuse(state, Refusal(reason), now, out)
-    step, tried = (
-        dump.decision.step,
-        dump.able.union(*(who for known, who in fault.unwritable if known == dump.decision.step)),
-    )
     unwritable = (*(pair for pair in fault.unwritable if pair[0] != step), (step, tried))
     fault = replace(fault, unwritable=unwritable, errors=errors)
     return next_round(replace(state, fault=fault), reason, now, out)
+
+
+def _not_asked(state: ControllerState, tried: frozenset[int]) -> bool:
+    """True when some living rank, whose state is whole, was not asked to write the step: it may have come to it since."""
+    assert state.fault is not None
+    reports = state.fault.reports
+    return any(rank not in tried and not ((it := reports[rank]) and it.torn) for rank in awaited(state))
 
 
 def results(dump: Dump) -> tuple[ShareResult, ...]:

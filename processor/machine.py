@@ -42,11 +42,13 @@ def transition(state: ProcessorState, event: Event, now: float) -> tuple[Process
 
 
 def _listen(state: ProcessorState, event: Event, now: float) -> ProcessorState:
-    """Note that the controller was heard. Nothing can have been heard while this process was stopped itself: a driver that
-    comes much later than it promised gives the controller a new lease."""
-    was_away = now - state.seen > OWN_ABSENCE_HEARTBEATS * state.heartbeat_s
-    heard = now if was_away or isinstance(event, Received) else state.heard
-    return replace(state, seen=now, heard=heard)
+    """Note that the controller was heard. Nothing can have been heard while this process was stopped itself, or its clock leapt:
+    a driver that comes much later than it promised gives the controller a new lease, and waits for one as long as it would have."""
+    absence_s = now - state.seen
+    if absence_s > OWN_ABSENCE_HEARTBEATS * state.heartbeat_s:
+        lost_since, answer_by = state.lost_since + absence_s, state.answer_by + absence_s
+        return replace(state, seen=now, heard=now, lost_since=lost_since, answer_by=answer_by)
+    return replace(state, seen=now, heard=now if isinstance(event, Received) else state.heard)
 
 
 def next_deadline(state: ProcessorState) -> float | None:

@@ -91,6 +91,8 @@ class ProcessorState:
     """This rank was told to leave: by what. It leaves with an exit status of its own."""
     notice_by: float = inf
     """The controller is told of the notice then, if the end of the step is not reached before; inf: it has been told."""
+    parked: bool = False
+    """The training thread stands behind a finished step, because some rank leaves; it never goes on."""
     finished: bool = False
     """`train` has returned."""
     successors: tuple[str, ...] = ()

@@ -162,7 +162,7 @@ def give_up_at(state: ProcessorState) -> float:
     standing = state.standing
     if standing is _LEAVING:
         return inf
-    if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:
+    if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):
         return inf
     lost = state.lost_since + state.settings.controller_lost_s
     return lost if lost < state.answer_by else state.answer_by
@@ -175,6 +175,8 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
         return _exit(state, 1, f"{waited} after: {state.faults[0].cause.text}", out)
     if state.standing is not Standing.TRAINING:
         return _exit(state, 75, f"{waited} while this rank was frozen", out)
+    if state.parked:
+        return _exit(state, 75, f"{waited} after another rank's notice to leave", out)
     if state.term < 0:
         out += [Log(f"{waited} before the job had assembled"), Release()]
         return replace(state, standing=Standing.LEAVING)
@@ -219,6 +221,10 @@ def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]
 
 def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, out: list[Effect]) -> ProcessorState:
     """The training thread stands behind a finished step. A rank that was not told to leave only waits there."""
+    lost_since = (
+        state.lost_since if state.link is Link.UP else now
+    )  # a controller that is long gone gets its time from here on
+    state = replace(state, parked=True, lost_since=lost_since)
     return _tell_notice(state, f"step {event.step} is finished", now, out) if state.notice_by < inf else state
 
 

@@ -150,7 +150,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if _start_failed(job):
         return []
-    if scenario.harmless and not ((published or refused) and _comes_and_goes(job)):
+    excused = (published or refused) and (_comes_and_goes(job) or _stood_still_itself(job))
+    if scenario.harmless and not excused:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:
         return []
@@ -174,13 +175,28 @@ def _comes_and_goes(job: Job) -> bool:
     return _away_among_troubles(job, alarm_s - job.times.lease_s - job.times.orphan_timeout_s, alarm_s, OF_STREAMS)
 
 
+def _stood_still_itself(job: Job) -> bool:
+    """True when a rank was kept from looking for another controller for a moment, while it had none: it comes as much later
+    than the others, who cover without it. That costs a restart, and no step."""
+    brief = ("brief stop", "interpreter held briefly")
+    return any(strike.where == "leaderless" and strike.kind in brief for strike in job.strikes)
+
+
+def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
+    """Return the ranks of which what they had said last was lost within a lease before a verdict: they were silent for longer
+    than it took to notice, and may have come back too late."""
+    since_s = verdict_s - job.times.lease_s
+    return frozenset(s.rank for s in job.strikes if s.kind == "message loss" and since_s <= s.at_s <= verdict_s)
+
+
 def _kept_apart(job: Job, verdict_s: float) -> bool:
-    """True when a controller was away, within two leases before its verdict, while ranks had to come to it or to another:
+    """True when a controller was away, within two leases before its verdict or before it took over, while ranks had to come to it or to another:
     streams had failed, or another controller was lost or away too. Each may have known a part of the ranks only, which does
     not cover. A single absence, or a clock that leaps, is no such thing: then all ranks are there again."""
     routes = ("duplication", "rank hears nobody", "rank is heard by nobody")
     kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
-    return _away_among_troubles(job, verdict_s - 2 * job.times.lease_s, verdict_s, kinds)
+    takeovers = [at for at, line in job.story if line.event == "takeover_began" and at <= verdict_s]
+    return _away_among_troubles(job, max(takeovers, default=verdict_s) - 2 * job.times.lease_s, verdict_s, kinds)
 
 
 def _away_among_troubles(job: Job, since_s: float, until_s: float, kinds: Collection[str]) -> bool:
@@ -232,7 +248,7 @@ def _false_refusal(job: Job) -> list[str]:
     The first refusal is judged, since ranks leave after it.
     """
     refused = next(snapshot for snapshot in job.snapshots if snapshot.verdict == "refused")
-    step = refused.newest(job, sound(job, refused.at_s))
+    step = refused.newest(job, sound(job, refused.at_s) - _unheard(job, refused.at_s))
     if not step or _kept_apart(job, refused.at_s):
         return []
     return [f"I9: step {step} was covered by ranks that nothing happened to, yet refused: {events(job, 'refused')[0]}"]
@@ -244,7 +260,7 @@ def _lost_steps(job: Job) -> list[str]:
     if not decided or not events(job, "published"):
         return []
     last = decided[-1]
-    newest = last.newest(job, sound(job))
+    newest = last.newest(job, sound(job) - _unheard(job, last.at_s))
     published = max(int(str(fields["step"])) for fields in events(job, "published"))
     if published >= newest or _kept_apart(job, last.at_s):
         return []
@@ -256,7 +272,7 @@ def _vetoed(job: Job) -> list[str]:
     and that nothing happened to. A directory with a file that ended short unnoticed serves nobody, as for a refusal."""
     said = next((at for at, line in job.story if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
-    if said == inf or not decided or job.own is not None:
+    if said == inf or not decided or job.own is not None or _kept_apart(job, decided[-1].at_s):
         return []
     first = min(job.roots.index(str(fields["path"]).rsplit("/", 1)[0]) for fields in events(job, "published"))
     step = int(str(events(job, "published")[0]["step"]))

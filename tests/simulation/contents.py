@@ -30,11 +30,11 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
     if step == committed or job.training.local_copy:
         return []
     for controller in job.controllers:
-        mine = [dict(line.fields) for _, line in controller.story]
-        if any(fields.get("path") == path for fields in mine) and any(
-            committed in cast(tuple[int, ...], fields.get("records", ())) for fields in mine
-        ):
-            return [f"I6: step {step} was published although a rank told record {committed}"]
+        told = False
+        for _, line in controller.story:
+            told = told or committed in cast(tuple[int, ...], line.fields.get("records", ()))
+            if told and line.fields.get("path") == path:
+                return [f"I6: step {step} was published although a rank told record {committed}"]
     return []
 
 

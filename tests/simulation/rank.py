@@ -60,6 +60,8 @@ class Rank:
         self._work_done = 0
         self.late_results: dict[int, float] = {}
         """Seconds for which a step's commit record is under way to this rank when others have it, by step."""
+        self.closed_late_s = -inf
+        """When an update ended whose rank had given up waiting for it and said that its gate is not closed."""
         self.noticed = False
         self.waiting = False
         self.break_roll = False

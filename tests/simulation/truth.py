@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
 
 
+LATE_CLOSING_S = 0.3
+"""A rank whose update ended after it had said that its gate is not closed says so again within 0.2 s, and that is under way."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The gates of all living ranks at the moment of a verdict (`decided`, `refused`)."""
@@ -27,8 +31,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, job: Job, verdict: str) -> Snapshot:
-        reports = tuple(rank.gate.report(rank.gate.freeze_id) for rank in job.ranks if rank.alive and rank.started)
-        return cls(verdict, job.now, reports)
+        ranks = [rank for rank in job.ranks if rank.alive and rank.started]
+        if (
+            job.training.local_copy
+        ):  # a step that not all have is not waited for: who ended it just now has not told yet
+            ranks = [rank for rank in ranks if rank.closed_late_s < job.now - LATE_CLOSING_S]
+        return cls(verdict, job.now, tuple(rank.gate.report(rank.gate.freeze_id) for rank in ranks))
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
         """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""

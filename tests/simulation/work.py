@@ -105,6 +105,7 @@ class Worker:
                 self.process.gate_closed(freeze_id)
                 self._next()
             elif self.gate.freeze_id == freeze_id and self.gate.barred:  # it was reported as not closed before
+                self.process.closed_late_s = self.job.now
                 self.process.later(self.job.rng.uniform(0.0, 0.2), partial(self._closed_late, freeze_id))
 
         def give_up() -> None:

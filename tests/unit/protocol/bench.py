@@ -176,6 +176,17 @@ class ProcessorBench:
     def tick(self, after: float = 0.0) -> tuple[processor_events.Effect, ...]:
         return self.take(processor_events.Tick(Phase.COMPUTE, 1), after)
 
+    def wait(self, seconds: float) -> tuple[processor_events.Effect, ...]:
+        """Let time pass, ticking at every deadline and at least each tenth of a second; return all effects."""
+        end = self.now + seconds
+        effects: list[processor_events.Effect] = []
+        while self.now < end:
+            deadline = self.deadline()
+            moment = min(end, self.now + 0.1, end if deadline is None else max(deadline, self.now + 1e-3))
+            effects += self.tick(after=moment - self.now)
+        self.effects = tuple(effects)
+        return self.effects
+
     def deadline(self) -> float | None:
         return processor_machine.next_deadline(self.state)
 

@@ -109,9 +109,25 @@ def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss:
     if loss == "was told":
         assert any(UNPROTECTED in line for line in alone_for(rank, 60.0))
     rank.take(TrainReturned())
-    rank.tick(after=0.1 if loss == "was told" else 15.1)
+    rank.wait(0.1 if loss == "was told" else 15.1)
     assert only(rank.effects, Release) and rank.state.standing is Standing.LEAVING
     assert rank.tick(after=1.0) == ()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_rank_that_stood_still_itself_waits_for_a_controller_as_long_as_it_would_have(fault: bool) -> None:
+    """Nobody can have answered while its process was stopped, or before its clock leapt."""
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    if fault:
+        rank.take(ERROR)
+    else:
+        rank.freeze()
+    rank.take(Disconnected("reset"))
+    rank.wait(5.0)
+    assert not only(rank.tick(after=100.0), ExitProcess)
+    assert not only(rank.wait(9.8), ExitProcess)
+    assert only(rank.wait(0.3), ExitProcess)
 
 
 def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
@@ -120,7 +136,7 @@ def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
     rank.take(ERROR)
     rank.freeze()
     rank.take(Disconnected("reset"))
-    (leaving,) = only(rank.tick(after=15.1), ExitProcess)
+    (leaving,) = only(rank.wait(15.1), ExitProcess)
     assert leaving.code == 1 and "bad batch" in leaving.reason
 
 

@@ -384,7 +384,7 @@ def test_a_rank_that_attaches_again_gets_what_it_may_have_missed() -> None:
     assert not job.sent(Thaw), "orders are out: no false alarm any more"
 
 
-def test_a_silent_rank_that_comes_back_in_the_dump_stays_out_of_it_and_is_told_to_exit() -> None:
+def test_a_silent_rank_that_comes_back_in_the_dump_stays_out_of_it_and_is_asked_when_it_falls_through() -> None:
     job = ControllerBench()
     job.wait(1.0)
     job.close(3)
@@ -396,7 +396,9 @@ def test_a_silent_rank_that_comes_back_in_the_dump_stays_out_of_it_and_is_told_t
     job.say(registration(3))
     assert sorted(job.sent(Freeze)) == [3] and not job.orders()
     job.say(killed(0), killed(1), killed(2))
-    assert sorted(job.sent(Exit)) == [3], "all others are dead: it is told to leave"
+    assert job.at(Stage.FREEZING)
+    job.all_report(7, ranks=(3,))
+    assert job.told("refused") and sorted(job.sent(Exit)) == [3], "nobody else is left"
 
 
 def test_a_live_rank_without_a_stream_is_told_to_exit_when_it_attaches() -> None:

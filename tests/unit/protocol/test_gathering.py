@@ -52,6 +52,35 @@ def test_a_rank_that_came_and_went_again_is_no_absent_one() -> None:
     assert job.at(Stage.RUNNING)
 
 
+def test_a_rank_that_comes_after_the_takeover_brings_its_shards() -> None:
+    """Rank 2 was waited for in vain, twice; its partner 0 is dead, so that it alone has their shard."""
+    job = standby()
+    job.say(coming(1), coming(3), killed(0))
+    job.wait(2 * LEASE_S, heard=(1, 3))
+    assert job.told("took_over")[0]["absent"] == (2,)
+    job.all_report(7, ranks=(1,))
+    job.say(coming(2))
+    job.all_report(7, ranks=(2, 3))
+    assert job.told("decided")[0]["able"] == (1, 2, 3)
+
+
+def test_where_those_that_came_do_not_cover_the_others_have_another_lease() -> None:
+    """They may have stood still for a moment, each with a new lease for the lost controller; once, and not for dead ones."""
+    job = standby()
+    job.say(coming(1), coming(3), killed(0))
+    job.wait(LEASE_S + 0.1, heard=(1, 3))
+    assert job.at(Stage.GATHERING)
+    job.say(coming(2))
+    assert job.told("took_over")[0]["absent"] == ()
+
+
+def test_where_those_that_came_cover_nobody_is_waited_for_longer() -> None:
+    job = standby()
+    job.say(coming(1), coming(2))
+    job.wait(LEASE_S, heard=(1, 2))
+    assert job.told("took_over")[0]["absent"] == (0, 3)
+
+
 def test_nobody_is_silent_for_what_was_before_the_takeover() -> None:
     """Whoever came first had nothing to say until now."""
     job = standby()

@@ -86,6 +86,22 @@ def test_a_rank_that_was_not_told_to_leave_only_waits_at_the_boundary() -> None:
     assert rank.effects == ()
 
 
+@pytest.mark.parametrize("long_gone", [False, True])
+def test_a_rank_at_the_boundary_does_not_wait_for_ever_without_a_controller(long_gone: bool) -> None:
+    """Its training thread never goes on; a controller that is long gone has its time from the boundary on."""
+    rank = ProcessorBench(1)
+    rank.hear(Welcome(1, 3, 1.0, 3.0, "any 1 of 4 ranks"))
+    if not long_gone:
+        rank.take(BoundaryReached(7))
+    rank.take(Disconnected("reset"))
+    if long_gone:
+        rank.wait(60.0)
+        rank.take(BoundaryReached(7))
+    assert not only(rank.wait(14.8), ExitProcess)
+    (leaving,) = only(rank.wait(0.4), ExitProcess)
+    assert leaving.code == 75 and "another rank's notice to leave" in leaving.reason
+
+
 def test_a_notice_is_told_again_on_a_new_stream() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)

@@ -67,6 +67,31 @@ def test_without_local_copies_nobody_is_asked_again() -> None:
     assert job.state.freeze_id == 1
 
 
+def test_a_rank_that_was_not_asked_may_have_come_to_the_step_that_no_directory_took() -> None:
+    """Rank 1's update was not over when the step was decided; without it nobody else has its shard on a disk that works."""
+    job = ControllerBench(RING)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.say(report(1, 1, Phase.UPDATING, 7, closed=False, records=[7]))
+    job.say(*(report(rank, 1, DONE, 7, records=[7]) for rank in (0, 2)))
+    assert job.told("decided")[0]["able"] == (0, 2)
+    fails_in_both_directories(job)
+    assert not job.told("refused")
+    job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in range(3)))
+    assert job.told("decided")[1] == {"freeze_id": 2, "step": 7, "able": (0, 1, 2), "roll_forward": ()}
+    orders = job.orders()
+    job.say(failed(2, orders[2]))
+    assert sorted(job.orders()) == [0, 1], "they do what rank 2 could not"
+
+
+def test_a_torn_rank_is_not_asked_again() -> None:
+    job = ControllerBench(RING)
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.say(report(1, 1, Phase.UPDATING, 7, torn=True, records=[7]))
+    job.say(*(report(rank, 1, DONE, 7, records=[7]) for rank in (0, 2)))
+    fails_in_both_directories(job)
+    assert job.told("refused") and job.state.freeze_id == 1
+
+
 def test_an_older_step_that_nobody_covers_is_refused_with_what_failed_before() -> None:
     job = two_ahead()
     fails_in_both_directories(job)

@@ -175,8 +175,8 @@ def test_a_fault_that_no_controller_answers_ends_the_process_with_1() -> None:
     rank = ProcessorBench()
     rank.hear(WELCOME)
     rank.take(ERROR)
-    assert not only(rank.tick(after=14.9), ExitProcess)
-    (leaving,) = only(rank.tick(after=0.2), ExitProcess)
+    assert not only(rank.wait(14.9), ExitProcess)
+    (leaving,) = only(rank.wait(0.2), ExitProcess)
     assert leaving.code == 1 and "bad batch" in leaving.reason
 
 
@@ -191,10 +191,10 @@ def test_a_fault_while_the_controller_is_long_gone_waits_from_the_fault_on() -> 
     rank = ProcessorBench()
     rank.hear(WELCOME)
     rank.take(Disconnected("reset"))
-    rank.tick(after=100.0)
+    rank.wait(100.0)
     rank.take(ERROR)
-    assert not only(rank.tick(after=14.0), ExitProcess)
-    assert only(rank.tick(after=2.0), ExitProcess)
+    assert not only(rank.wait(14.0), ExitProcess)
+    assert only(rank.wait(2.0), ExitProcess)
 
 
 def test_a_frozen_rank_without_a_controller_leaves_with_75() -> None:

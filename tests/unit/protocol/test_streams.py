@@ -22,6 +22,7 @@ from ttp.proto.messages import (
     PublishOrder,
     Registration,
     RollForward,
+    StateReport,
     Successors,
     Thaw,
     Welcome,
@@ -162,14 +163,80 @@ def test_a_rank_that_attaches_again_is_registered_once_and_cleared_only_of_a_sus
     assert len(job.told("registered")) == 4 and len(job.told("cleared")) == 1
 
 
-def test_a_rank_declared_dead_that_comes_back_is_not_cleared() -> None:
-    """It is dead for the rest of this controller's life."""
-    job = ControllerBench()
-    job.close(3)
-    job.wait(3.1, heard=(0, 1, 2))
-    assert job.told("death_seen")
+def done(rank: int) -> StateReport:
+    return report(rank, 1, DONE, 7, records=[7])
+
+
+def busy(rank: int) -> StateReport:
+    """Its update has not ended."""
+    return report(rank, 1, Phase.UPDATING, 7, records=[7], closed=False)
+
+
+def silent_rank(*silent: int) -> ControllerBench:
+    """These ranks were silent for a lease and count as dead; a round still waits for the end of rank 1's update."""
+    job = ControllerBench(freeze_timeout_s=1.0)
+    job.close(*silent)
+    job.say(*(busy(1) if rank == 1 else done(rank) for rank in range(4) if rank not in silent))
+    job.wait(3.1, heard=[rank for rank in range(4) if rank not in silent])
+    assert job.told("awaiting_updates") and job.at(Stage.FREEZING)
+    return job
+
+
+def test_a_rank_that_was_only_silent_counts_again_while_a_round_asks() -> None:
+    """The round waits for what it holds; that it was taken for dead stays the fault's cause."""
+    job = silent_rank(3)
     job.say(registration(3))
-    assert not job.told("cleared")
+    assert job.told("cleared")[-1] == {"rank": 3, "why": "it was only silent"}
+    job.say(done(1))
+    assert job.at(Stage.FREEZING), "rank 3 has not reported"
+    job.say(done(3))
+    assert job.told("decided")[0]["able"] == (0, 1, 2, 3)
+    job.all_write(job.orders())
+    assert job.told("publish_sent")[0]["culprits"] == (3,)
+
+
+def test_a_rank_that_was_only_silent_counts_again_with_its_report() -> None:
+    """Its stream was open all the time: it answers the freeze that it got meanwhile."""
+    job = ControllerBench(freeze_timeout_s=0.5)
+    job.wait(2.4, heard=(0, 1, 2))
+    job.say(done(0), busy(1), done(2))
+    job.wait(1.0, heard=(0, 1, 2))
+    job.say(done(3))
+    assert job.told("cleared")[-1] == {"rank": 3, "why": "it was only silent"}
+    assert job.told("decided")[0]["able"] == (0, 2, 3), "rank 1's update needs no waiting for any more"
+
+
+def test_a_rank_that_comes_back_again_and_again_makes_the_round_no_longer_than_half_of_the_fault() -> None:
+    job = silent_rank(3)
+    settings, fault = job.state.settings, job.state.fault
+    assert fault is not None
+    while job.at(Stage.FREEZING):
+        job.say(registration(3))
+        job.close(3)
+        job.wait(settings.lease_s + 0.1, heard=(0, 1, 2))
+    assert job.now <= fault.began + settings.total_timeout_s / 2 + 2 * settings.lease_s
+
+
+def test_a_rank_that_was_only_silent_is_asked_when_a_plan_without_it_falls_through() -> None:
+    """It comes back while the others write; then rank 1, the last that has their shard, dies."""
+    job = silent_rank(3)
+    job.say(done(1))
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
+    job.say(registration(3))
+    assert job.at(Stage.WRITING)
+    job.say(killed(1))
+    assert job.told("replanned")
+    job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in (0, 2)))
+    assert job.at(Stage.FREEZING), "rank 3 is waited for"
+    job.say(report(3, 2, DONE, 7, records=[7]))
+    assert job.told("decided")[1]["able"] == (0, 2, 3)
+
+
+def test_a_silent_rank_whose_process_was_replaced_stays_dead() -> None:
+    job = silent_rank(3)
+    job.say(registration(3, pid=9999), done(3))
+    assert not [line for line in job.told("cleared") if line["why"] == "it was only silent"]
+    assert job.at(Stage.FREEZING)
 
 
 def test_a_rank_that_says_with_its_registration_that_it_has_finished_is_noted_once() -> None:

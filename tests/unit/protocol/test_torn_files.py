@@ -86,6 +86,28 @@ def test_a_torn_writer_that_nobody_can_do_without_writes_in_the_next_directory()
     assert sorted(orders) == [0, 1, 2] and {order.directory for order in orders.values()} == {"/b"}
 
 
+@pytest.mark.parametrize("end", ["dies", "is stuck"])
+@pytest.mark.parametrize("local_dirs", [False, True])
+def test_a_doubt_stands_when_the_last_that_could_look_again_is_gone(end: str, local_dirs: bool) -> None:
+    """Three holders of one shard, on one node: rank 2's own file is torn, rank 2 is asked last and never answers."""
+    job = ControllerBench(((0, 1, 2),), assembled=False, local_dirs=local_dirs)
+    job.say(*(registration(rank, job.holders, host="a") for rank in range(3)))
+    job.say(killed(1))
+    job.say(*(report(rank, 1, COMPUTE, 7) for rank in (0, 2)))
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    job.say(torn(0, order, 2))
+    assert job.publish_order() == (2, order)
+    if end == "dies":
+        job.say(killed(2))
+    else:
+        job.wait(job.state.settings.progress_timeout_s + 0.1, heard=(0, 2))
+    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: nobody is left to look again"
+    asked_again(job, 0)
+    orders = job.orders()
+    assert sorted(orders) == [0] and orders[0].directory == "/a"
+
+
 def test_words_about_ranks_that_wrote_nothing_are_no_news() -> None:
     """Rank 3 is dead, and there is no rank 9."""
     job, _, order = publishing()

@@ -166,7 +166,9 @@ def test_folder_is_read_sorted_and_recursively_without_hidden_files(tmp_path: Pa
 
 def test_text_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Missing, empty, too short, not text, changed under way."""
-    with pytest.raises(DatasetError, match=r"no such file or folder; name a text file or folder .*dataset_config.dataset_dir"):
+    with pytest.raises(
+        DatasetError, match=r"no such file or folder; name a text file or folder .*dataset_config.dataset_dir"
+    ):
         FileText(tmp_path / "missing")
     with pytest.raises(DatasetError, match=r"the folder has no files"):
         FileText(tmp_path)
