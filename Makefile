@@ -15,7 +15,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos                        the long tests, and many real kills at random moments"
-	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, the larger exhaustive search, real kills"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds to the end, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
@@ -49,7 +49,7 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
-	@$(PY) -m tests.model --faults 2 --calm-steps 1 --limit 5000000
+	@$(PY) -m tests.model.pairs
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)

@@ -203,7 +203,8 @@ def _hears_nobody(state: ControllerState) -> bool:
 def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
     """Whoever heard nobody for most of a lease was cut off: those that could not come have a lease from now on."""
     if now - state.heard_at >= SUSPECT_AFTER * state.settings.lease_s:
-        state = replace(state, deadline=now + state.settings.lease_s)
+        longest = max(state.deadline, state.gather_by)
+        state = replace(state, deadline=min(now + state.settings.lease_s, longest))
     return replace(state, heard_at=now)
 
 

@@ -152,6 +152,8 @@ class ControllerState:
     """GATHERING: faults that ranks told before the takeover."""
     heard_at: float = inf
     """GATHERING: when a rank was heard last."""
+    gather_by: float = inf
+    """GATHERING: words that come after a silence give the others no more time than until then."""
     waited_longer: bool = False
     """GATHERING: the ranks that came did not cover, and the others had a lease more."""
     successors: tuple[str, ...] = ()

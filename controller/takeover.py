@@ -33,7 +33,9 @@ def first_rank_came(state: ControllerState, message: Registration, now: float, o
     out.append(Journal("takeover_began", fields))
     if earlier:
         out.append(Supersede(earlier))
-    state = replace(state, stage=Stage.GATHERING, deadline=now + state.settings.lease_s)
+    settings = state.settings
+    gather_by = now + settings.orphan_timeout_s
+    state = replace(state, stage=Stage.GATHERING, deadline=now + settings.lease_s, gather_by=gather_by)
     return register(state, message, now, out)
 
 

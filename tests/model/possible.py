@@ -125,7 +125,7 @@ class Possibilities:
             found += self.faults_of(situation, rank)
         for place in range(len(situation.controllers)):
             found += self.faults_of_controller(situation, place)
-        if "full disk" in self.shape.kinds:
+        if self._may_come(situation, "full disk"):
             root = self.shape.roots[0]
             if root not in self.disk(situation).full:
                 found.append(("full disk", root))
@@ -134,12 +134,16 @@ class Possibilities:
     def faults_of(self, situation: Situation, rank: int) -> list[Action]:
         if not situation.faults_left:
             return []
-        return [(kind, rank) for kind in self.views[situation.ranks[rank]].faults]
+        faults = self.views[situation.ranks[rank]].faults
+        return [(kind, rank) for kind in faults if not situation.spent & self.shape.spent_by(kind)]
 
     def faults_of_controller(self, situation: Situation, place: int) -> list[Action]:
         if not situation.faults_left or not self.controller(situation, place).running:
             return []
-        return [(kind, place) for kind in ("controller kill", "controller stop") if kind in self.shape.kinds]
+        return [(kind, place) for kind in ("controller kill", "controller stop") if self._may_come(situation, kind)]
+
+    def _may_come(self, situation: Situation, kind: str) -> bool:
+        return kind in self.shape.kinds and not situation.spent & self.shape.spent_by(kind)
 
     def _all_came(self, situation: Situation, which: int, step: int) -> bool:
         return all(self.views[number].came[which] >= step for number in situation.ranks)

@@ -55,7 +55,7 @@ class Search:
         self.world, self.reduced = world, reduced
         self._ids: dict[object, int] = {}
         self._seen: set[bytes] = set()
-        size = world.shape.world_size + 1 + world.shape.standbys + 8
+        size = world.shape.world_size + 1 + world.shape.standbys + 9
         self._reductions = (self._nothing_new, self._one_rank, self._one_answer, self._all_the_same)
         self._pack = struct.Struct(f"{size}i").pack
 

@@ -30,6 +30,8 @@ class Shape:
     faults: int = 2
     standbys: int = 1
     kinds: tuple[str, ...] = FAULTS
+    each_once: bool = False
+    """No kind comes twice."""
     agents: bool = True
     peer_errors: int = 1
     """How many ranks' collectives raise on account of a dead peer; the others hang, as gloo's do."""
@@ -55,6 +57,10 @@ class Shape:
     @cached_property
     def groups(self) -> tuple[str, ...]:
         return tuple(f"g{index}" for index in range(len(self.holders)))
+
+    def spent_by(self, kind: str) -> int:
+        """Return the bit of a kind that cannot come any more once it came; 0: it may come again, or is no fault."""
+        return 1 << FAULTS.index(kind) if self.each_once and kind in FAULTS else 0
 
     def groups_of(self, rank: int) -> tuple[ShardGroup, ...]:
         """Return what a rank registers."""

@@ -34,6 +34,8 @@ class Situation(NamedTuple):
     """(controller, rank): an agent will tell that controller of that rank's end; or SUPERSEDED."""
     disk: int
     faults_left: int
+    spent: int
+    """Kinds of faults that cannot come any more, one bit each."""
     peer_errors_left: int
     thawed_up_to: int
     committed: int
@@ -115,14 +117,14 @@ class Draft:
         self.ranks, self.controllers = list(situation.ranks), list(situation.controllers)
         self.up, self.down = list(situation.up), list(situation.down)
         self.exits = set(situation.exits)
-        self.disk, self.faults_left = situation.disk, situation.faults_left
+        self.disk, self.faults_left, self.spent = situation.disk, situation.faults_left, situation.spent
         self.peer_errors_left, self.thawed_up_to = situation.peer_errors_left, situation.thawed_up_to
         self.committed = situation.committed
 
     def done(self) -> Situation:
         return Situation(
             tuple(self.ranks), tuple(self.controllers), tuple(self.up), tuple(self.down), tuple(sorted(self.exits)),
-            self.disk, self.faults_left, self.peer_errors_left, self.thawed_up_to, self.committed,
+            self.disk, self.faults_left, self.spent, self.peer_errors_left, self.thawed_up_to, self.committed,
         )  # fmt: skip
 
 

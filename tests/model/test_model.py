@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
 import pytest
 
 from tests.model import gate as gates
+from tests.model.pairs import PAIRS, shape_of
 from tests.model.search import Found, Search
 from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
@@ -60,6 +62,17 @@ def test_the_reduction_loses_no_outcome(kind: str) -> None:
     assert whole.complete and reduced.complete
     assert whole.endings == reduced.endings
     assert reduced.states < whole.states
+
+
+def test_pairs_of_kinds_are_all_ways_to_have_two_faults() -> None:
+    """Each kind twice, and each with each other; in a pair of different kinds neither comes twice."""
+    assert {frozenset(pair) for pair in PAIRS} == {frozenset(pair) for pair in product(FAULTS, FAULTS)}
+    for pair, left in (("kill", "full disk"), {"full disk"}), (("kill", "kill"), {"kill"}):
+        world = World(shape_of(pair, calm_steps=1))
+        start = world.start()
+        assert {action[0] for action in world.faults(start)} == set(pair)
+        killed = world.apply(start, next(action for action in world.faults(start) if action[0] == "kill"))
+        assert {action[0] for action in world.faults(killed)} == left
 
 
 @dataclass(frozen=True)

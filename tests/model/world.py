@@ -30,7 +30,7 @@ class World(Possibilities):
                 tuple(self._rank_number(ranks.first(shape, rank)) for rank in range(size)),
                 tuple(self.of_controllers.of(controllers.first(shape, place)) for place in range(places)),
                 ((),) * (size * places), ((),) * (size * places), (), self.of_disks.of(Disk()), shape.faults,
-                shape.peer_errors, -1, 0,
+                0, shape.peer_errors, -1, 0,
             )
         )  # fmt: skip
         for rank in range(size):
@@ -56,6 +56,7 @@ class World(Possibilities):
         """Return the situation after an action."""
         draft = Draft(situation)
         _ACTIONS[action[0]](self, draft, *action[1:])
+        draft.spent |= self.shape.spent_by(action[0])
         self._leave_alone(draft)
         return draft.done()
 

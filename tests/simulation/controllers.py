@@ -226,7 +226,7 @@ class Controller:
             case ev.Finish(reason):
                 self.over = reason
                 self.job.controller_gone(killed=False)
-                self.job.scheduler.after(0.05, self.close_all)
+                self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 
     def _supersede(self, older: Controller) -> None:
         """The request reaches it once it runs and the network carries it."""

@@ -394,11 +394,19 @@ class Job:
 
     def ended(self) -> bool:
         """Nobody runs any more but standbys that nobody came to: the launchers end those."""
-        if all(c.gone for c in self.controllers) and self.now > self._last_kill_s + 3 * self.times.controller_lost_s:
+        if self.now > self._last_kill_s + 3 * self.times.controller_lost_s and all(
+            c.gone for c in self._within_reach()
+        ):
             return True  # who is left hangs in a collective or a gate, and its launcher ends it
         return all(c.gone or c.idle for c in self.controllers) and all(
             not p.alive or p.stopped_for_good for p in self.ranks
         )
+
+    def _within_reach(self) -> set[Controller]:
+        """Return the controllers that some living rank knows of, all where none lives: of a standby that began while a rank was
+        stopped it may not know."""
+        addresses = {address for rank in self.ranks if rank.alive for address in ("c0", *rank.state.successors)}
+        return {self.controller_at(address) for address in sorted(addresses)} or set(self.controllers)
 
     def run(self, until_s: float) -> bool:
         return self.scheduler.run(until_s, self.ended)

@@ -74,6 +74,17 @@ def test_where_those_that_came_do_not_cover_the_others_have_another_lease() -> N
     assert job.told("took_over")[0]["absent"] == ()
 
 
+def test_words_that_come_now_and_then_do_not_put_the_takeover_off_for_ever() -> None:
+    """One rank is heard once in most of a lease; the others have the orphan timeout, and a lease more as they do not cover."""
+    job = standby()
+    job.say(coming(0), coming(1))
+    while job.at(Stage.GATHERING) and job.now < 100.0:
+        job.wait(LEASE_S * 0.9, heard=())
+        if job.at(Stage.GATHERING):
+            job.say(Heartbeat(0, COMPUTE, 1))
+    assert job.now <= job.state.settings.orphan_timeout_s + 2 * LEASE_S
+
+
 def test_where_those_that_came_cover_nobody_is_waited_for_longer() -> None:
     job = standby()
     job.say(coming(1), coming(2))

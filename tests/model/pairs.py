@@ -1,0 +1,88 @@
+"""Two faults of all kinds, to the end: `python -m tests.model.pairs`.
+
+One search for each pair of kinds, so that the memory of one is enough: together they are the search of two faults of any kind. Prints
+how many situations and ends each had, and how the jobs ended. Exit status 1 after a violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import combinations_with_replacement
+from multiprocessing import get_context
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.model.search import Found, Search
+from tests.model.shape import FAULTS, Shape
+from tests.model.world import World
+
+Pair = tuple[str, str]
+PAIRS: tuple[Pair, ...] = tuple(combinations_with_replacement(FAULTS, 2))
+
+
+def shape_of(pair: Pair, calm_steps: int) -> Shape:
+    """Return the search of at most one fault of each of two kinds, or of two of one kind."""
+    first, second = pair
+    kinds = (first,) if first == second else pair
+    return Shape(faults=2, kinds=kinds, each_once=first != second, calm_steps=calm_steps)
+
+
+def search(pair: Pair, calm_steps: int) -> tuple[Pair, Found, float]:
+    """Search one pair; also return the seconds of CPU that it took."""
+    began = time.process_time()
+    return pair, Search(World(shape_of(pair, calm_steps))).run(), time.process_time() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.model.pairs", description=__doc__)
+    parser.add_argument(
+        "--calm-steps", type=int, default=1, help="steps that are finished before anything goes wrong (1)"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    began = time.monotonic()
+    results: list[tuple[Pair, Found, float]] = []
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for done in as_completed([pool.submit(search, pair, args.calm_steps) for pair in PAIRS]):
+            pair, found, seconds = done.result()
+            results.append((pair, found, seconds))
+            print(f"{len(results)} of {len(PAIRS)}: {_line(pair, found, seconds)}", flush=True)
+            if found.violation:
+                _tell(pair, found)
+                pool.shutdown(cancel_futures=True)
+                return 1
+    _print_table(results)
+    states = sum(found.states for _, found, _ in results)
+    print(f"{states} situations in {time.monotonic() - began:.0f} s, no violation; every search came to its end")
+    return 0
+
+
+def _line(pair: Pair, found: Found, seconds: float) -> str:
+    return f"{' + '.join(pair)}: {found.states} situations, {found.ends} ends, {seconds:.0f} s CPU {found.violation}"
+
+
+def _tell(pair: Pair, found: Found) -> None:
+    print(f"VIOLATION with {' + '.join(pair)}: {found.violation}")
+    for action in found.path:
+        print("  ", *action)
+
+
+def _print_table(results: list[tuple[Pair, Found, float]]) -> None:
+    table = Table("two faults", "situations", "ends", "s CPU", *(names := _outcomes(results)))
+    for pair, found, seconds in sorted(results, key=lambda result: PAIRS.index(result[0])):
+        counts = (str(found.outcomes[name]) for name in names)
+        table.add_row(" + ".join(pair), str(found.states), str(found.ends), f"{seconds:.0f}", *counts)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _outcomes(results: list[tuple[Pair, Found, float]]) -> list[str]:
+    return sorted({name for _, found, _ in results for name in found.outcomes})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
