@@ -120,7 +120,7 @@ def _covers(state: ControllerState) -> bool:
     """True when those that came, and live, hold every shard that any of them knows of."""
     came = (member for member in state.members.table if member.dead is None)
     registrations = [member.registration for member in came if member.registration is not None]
-    known = max((registration.job_groups for registration in registrations), default=0)
+    known = max(registration.job_groups for registration in registrations)
     return len(coverage_of(registrations, state.settings.world_size).groups) >= known
 
 

@@ -44,11 +44,36 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
 
 
+class GrowingLines:
+    """A JSON-lines file that grows: each look reads only what was added since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all whole lines so far. A file that has become shorter is read anew."""
+        try:
+            with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._lines = 0, []
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._lines += [json.loads(line) for line in whole.splitlines() if line.strip()]
+        self._offset += len(whole)
+        return list(self._lines)
+
+
 class Observed(ABC):
     """What a job that writes to `output_dir` tells an observer, however it was launched."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
+        self._metrics = GrowingLines(output_dir / "metrics.jsonl")
         output_dir.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod
@@ -68,7 +93,7 @@ class Observed(ABC):
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, the job's first start to its last."""
-        return read_jsonl(self.output_dir / "metrics.jsonl")
+        return self._metrics.read()
 
     def last_step(self) -> int:
         return max((int(line["step"]) for line in self.metrics() if "loss" in line), default=0)
@@ -76,9 +101,15 @@ class Observed(ABC):
     def journals(self) -> list[list[dict[str, Any]]]:
         """Return each start's journal, oldest first: what all its controllers told, in order of time. An event's fields
         stand beside its name and time; `controller` is 0 for the one that the start began with, i for the i-th standby."""
+        return [self._journal(start) for start in self.starts()]
+
+    def starts(self) -> list[int]:
+        """Return the numbers of the starts that a controller began so far."""
         log_dir = self.output_dir / "log"
-        starts = sorted(int(path.stem.split("_")[1]) for path in log_dir.glob("journal_*.jsonl"))
-        return [sorted(self._lines_of(start), key=lambda line: line["unix_s"]) for start in starts]
+        return sorted(int(path.stem.split("_")[1]) for path in log_dir.glob("journal_*.jsonl"))
+
+    def _journal(self, start: int) -> list[dict[str, Any]]:
+        return sorted(self._lines_of(start), key=lambda line: line["unix_s"])
 
     def _lines_of(self, start: int) -> Iterator[dict[str, Any]]:
         log_dir = self.output_dir / "log"
@@ -111,8 +142,8 @@ class Observed(ABC):
 
     def pids(self) -> dict[int, int]:
         """Return the pid of every rank of the newest start, from its controller's journal."""
-        journals = self.journals()
-        lines = journals[-1] if journals else []
+        starts = self.starts()
+        lines = self._journal(starts[-1]) if starts else []
         return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") == "registered"}
 
     def controller_pids(self) -> dict[int, int]:

@@ -65,9 +65,10 @@ def test_a_rank_that_comes_after_the_takeover_brings_its_shards() -> None:
 
 
 def test_where_those_that_came_do_not_cover_the_others_have_another_lease() -> None:
-    """They may have stood still for a moment, each with a new lease for the lost controller; once, and not for dead ones."""
+    """They may have stood still for a moment, each with a new lease for the lost controller; once, and not for dead ones.
+    One of those that came was never welcomed, and knows of no groups."""
     job = standby()
-    job.say(coming(1), coming(3), killed(0))
+    job.say(coming(1, groups=0), coming(3, groups=2), killed(0))
     job.wait(LEASE_S + 0.1, heard=(1, 3))
     assert job.at(Stage.GATHERING)
     job.say(coming(2))
