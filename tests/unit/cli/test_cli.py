@@ -1,0 +1,35 @@
+"""The command `ttp` hands a command line on to the tool that it names, and says what there is where it names none."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from ttp import cli
+
+
+def test_the_rest_of_the_command_line_and_the_exit_status_are_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool gets its own words only, and its exit status is the command's."""
+    got: list[list[str]] = []
+    tool = types.ModuleType("a_tool")
+    tool.__dict__["main"] = lambda words: got.append(words) or 7
+    monkeypatch.setitem(sys.modules, "a_tool", tool)
+    monkeypatch.setitem(cli.TOOLS, "some", cli.Tool("a_tool", "a tool"))
+    assert cli.main(["some", "thing", "--help"]) == 7
+    assert got == [["thing", "--help"]]
+
+
+def test_an_unknown_tool_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names what was got and what was wanted; the status is 2."""
+    assert cli.main(["caos"]) == 2
+    told = capsys.readouterr().err
+    assert "got 'caos': wanted one of chaos, ckpt" in told and "ttp chaos" in told
+
+
+def test_help_lists_the_tools_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    """`ttp --help` loads no tool."""
+    assert cli.main(["--help"]) == 0
+    assert "ttp ckpt" in capsys.readouterr().out
+    assert cli.main([]) == 2

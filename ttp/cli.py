@@ -1,0 +1,48 @@
+"""The command `ttp`: one word, then a tool's own command line.
+
+    ttp chaos ...      faults for any job, and the verdict (`ttp.chaos.cli`)
+    ttp ckpt ...       checkpoints (`ttp.checkpoint.cli`)
+
+Owns the list of tools and nothing of what they do; a tool is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Tool(NamedTuple):
+    module: str
+    """Has `main(argv) -> exit status`."""
+    summary: str
+
+
+TOOLS = {
+    "chaos": Tool("ttp.chaos.cli", "run a job under a schedule of faults, and judge it"),
+    "ckpt": Tool("ttp.checkpoint.cli", "look at checkpoints, compare, export and prune them"),
+}
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand the rest of the command line to the tool named first; return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in TOOLS:
+        run = importlib.import_module(TOOLS[words[0]].module).main
+        return int(run(words[1:]))
+    asked = bool(words) and words[0] in ("-h", "--help")
+    out = sys.stdout if asked else sys.stderr
+    if words and not asked:
+        print(f"ttp: got {words[0]!r}: wanted one of {', '.join(TOOLS)}", file=out)
+    print("usage: ttp TOOL ...\n", file=out)
+    for name, tool in TOOLS.items():
+        print(f"  ttp {name:<8} {tool.summary}", file=out)
+    print("\n`ttp TOOL --help` says more.", file=out)
+    return 0 if asked else USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
