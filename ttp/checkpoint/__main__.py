@@ -1,7 +1,7 @@
-"""`python -m ttp.checkpoint`: see `tool.py`."""
+"""`python -m ttp.checkpoint`: the same as `ttp ckpt`, see `cli.py`."""
 
 import sys
 
-from ttp.checkpoint.tool import main
+from ttp.checkpoint.cli import main
 
 sys.exit(main())

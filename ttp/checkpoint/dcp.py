@@ -303,10 +303,10 @@ def files_of_runs(path: Path, targets: Sequence[HeldTensor]) -> set[str]:
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
-def read_runs(path: Path, targets: Sequence[HeldTensor]) -> None:
+def read_runs(path: Path, targets: Sequence[HeldTensor], metadata: Metadata | None = None) -> None:
     """Fill the targets' values from the checkpoint at `path`, converting dtypes. Raises as `RunLoadPlanner` does, or
-    CorruptCheckpoint; the values are then undefined."""
-    metadata = read_metadata(path)
+    CorruptCheckpoint; the values are then undefined. `metadata`: what `read_metadata` returned, for who reads often."""
+    metadata = metadata or read_metadata(path)
     planner = RunLoadPlanner(targets, str(path))
     planner.set_up_planner({}, metadata, is_coordinator=True)
     reader = FileSystemReader(path)
@@ -327,3 +327,25 @@ def read_runs(path: Path, targets: Sequence[HeldTensor]) -> None:
         raise
     except Exception as error:  # a damaged archive raises anything
         raise CorruptCheckpoint(f"{path}: its tensors cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_blobs(path: Path, metadata: Metadata) -> dict[str, object]:
+    """Return the plain values of a checkpoint by key, without running code from it. Raises CorruptCheckpoint."""
+    found: dict[tuple[str, int], object] = {}
+    blobs: dict[str, object] = {}
+    for key, description in metadata.state_dict_metadata.items():
+        if not isinstance(description, BytesStorageMetadata):
+            continue
+        place = metadata.storage_data[MetadataIndex(key)]
+        where = (place.relative_path, place.offset)
+        if where not in found:  # many keys share one value
+            with open(path / place.relative_path, "rb") as stream:
+                stream.seek(place.offset)
+                content = stream.read(place.length)
+            try:
+                found[where] = torch.load(io.BytesIO(content), weights_only=True)
+            except Exception as error:  # a damaged archive raises anything
+                text = f"{path / place.relative_path}: {key!r} cannot be read: {type(error).__name__}: {error}"
+                raise CorruptCheckpoint(text) from error
+        blobs[key] = found[where]
+    return blobs

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from ttp.checkpoint import tool
+from ttp.checkpoint import cli
+from ttp.checkpoint.answer import size_text
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(*arguments: str) -> tuple[int, str]:
     out = io.StringIO()
-    status = tool.main(arguments, Console(file=out, width=300))
+    status = cli.main(arguments, Console(file=out, width=300))
     return status, out.getvalue()
 
 
@@ -76,7 +77,7 @@ def test_nothing_is_cut_in_a_file_or_a_pipe(job: Job, tmp_path: Path, capsys: py
     folder.mkdir()
     path = job.save(folder, 41)
     (path / "__0_0_0.distcp").unlink()
-    tool.main([str(folder), "list"])
+    cli.main([str(folder), "list"])
     text = capsys.readouterr().out
     assert f"{path}/__0_0_0.distcp is missing; rank 0 wrote it" in text and "\u2026" not in text
 
@@ -87,11 +88,11 @@ def test_wrong_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(str(tmp_path), "verify")[0] == 1
     assert run(str(tmp_path), "list")[0] == 1
     with pytest.raises(SystemExit) as exited:
-        tool.main([str(tmp_path), "destroy"])
+        cli.main([str(tmp_path), "destroy"])
     assert exited.value.code == 2 and "invalid choice: 'destroy'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
 def test_sizes_are_readable(nbytes: int, text: str) -> None:
     """Binary units."""
-    assert tool.size_text(nbytes) == text
+    assert size_text(nbytes) == text

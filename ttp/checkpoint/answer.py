@@ -1,0 +1,85 @@
+"""What a command of `ttp ckpt` answers: an exit status, the same for people and for machines, or why there is no answer.
+
+Owns the meaning of the exit statuses and the two forms of the output. Knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+
+class Status(enum.IntEnum):
+    """Exit status of `ttp ckpt`; docs/checkpoints.md lists them."""
+
+    YES = 0
+    """Valid, complete, equal; written, removed, or nothing to do."""
+    NO = 1
+    """A checkpoint is broken or none is there (list, inspect, verify); two differ (diff)."""
+    USAGE = 2
+    """The command line is wrong, or names what cannot be meant: no such folder, an output that is there already."""
+    FAILED = 3
+    """There is no answer, or the work was not done: no right to read, no room, a broken checkpoint to compare or export."""
+
+
+class UsageError(Exception):
+    """The command line is well-formed, and names something that cannot be meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command found out or did."""
+
+    status: Status
+    told: Mapping[str, Any]
+    """Plain values, for --json."""
+    shown: Sequence[RenderableType]
+    """The same for people."""
+
+
+def print_answer(answer: Answer, console: Console, *, as_json: bool) -> None:
+    """Print it: tables with lines on a terminal, aligned columns without any elsewhere, or one JSON object."""
+    if as_json:
+        text = json.dumps(_finite({"status": int(answer.status), **answer.told}), indent=1, allow_nan=False)
+        console.print(text, markup=False, soft_wrap=True)
+        return
+    for number, item in enumerate(answer.shown):
+        if isinstance(item, Table) and not console.is_terminal:
+            item.box, item.pad_edge = None, False
+            if number:
+                console.print()
+        console.print(item)
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values with numbers that JSON has not (`nan`, `inf`) as text."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def size_text(nbytes: float) -> str:
+    """`12.3 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `2,000 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,149 @@
+"""`ttp ckpt COMMAND ...`, also `python -m ttp.checkpoint`: looking at checkpoints, comparing, exporting and pruning them.
+
+Owns the command line. Each command is a function of the parsed arguments that returns an `Answer`; its module, and torch with it,
+is imported when it is asked for. The older order `PATH {list,inspect,verify}` is taken as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from ttp.checkpoint.answer import Answer, Status, UsageError, print_answer
+from ttp.console import open_console
+from ttp.errors import TTPError
+
+COMMANDS = {
+    "list": "ttp.checkpoint.look:list_folder",
+    "inspect": "ttp.checkpoint.look:inspect",
+    "verify": "ttp.checkpoint.look:verify",
+    "diff": "ttp.checkpoint.diff:run",
+    "export": "ttp.checkpoint.export:run",
+    "prune": "ttp.checkpoint.prune:run",
+}
+FORMATS = ("safetensors", "torch", "hf")
+DTYPES = ("float32", "bfloat16", "float16")
+
+_STATUSES = """exit status:
+  0  yes: valid, complete, equal; exported, pruned
+  1  no: broken, or none is there (list, inspect, verify); different (diff)
+  2  wrong usage: the command line, no such folder, an output that is there already
+  3  no answer, or not done: no right to read, no room, a broken checkpoint to compare, export or keep
+
+docs/checkpoints.md says more."""
+
+
+def main(argv: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run the command line; return the exit status. argparse itself exits with 2."""
+    given = parser().parse_args(command_first(sys.argv[1:] if argv is None else argv))
+    console = console or open_console(soft_wrap=False)
+    module, _, name = COMMANDS[given.command].partition(":")
+    command: Callable[[argparse.Namespace, Console], Answer] = getattr(importlib.import_module(module), name)
+    progress = open_console(sys.stderr)  # the answer alone is on stdout
+    try:
+        answer = command(given, progress)
+    except UsageError as error:
+        answer = _refusal(given.command, Status.USAGE, str(error))
+    except TTPError as error:
+        answer = _refusal(given.command, Status.FAILED, str(error))
+    except OSError as error:
+        answer = _refusal(given.command, Status.FAILED, _told_by_system(error))
+    print_answer(answer, console, as_json=given.json)
+    return int(answer.status)
+
+
+def command_first(words: Sequence[str]) -> list[str]:
+    """Return the command line with its command in front, where a folder was named before it."""
+    places = [place for place, word in enumerate(words) if not word.startswith("-")]
+    if len(places) < 2 or words[places[0]] in COMMANDS:
+        return list(words)
+    command = places[1]
+    return [words[command], *words[:command], *words[command + 1 :]]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    root = argparse.ArgumentParser(
+        prog="ttp ckpt",
+        description="Look at checkpoints, compare, export and prune them.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    one = "a checkpoint (iter_0000042), or a folder of checkpoints: the newest one of it"
+    many = "a folder of checkpoints, or an output folder that has one"
+    _look(commands, one, many)
+
+    diff = _command(commands, "diff", "compare two checkpoints bit by bit: weights, optimizer state, plain values")
+    diff.add_argument("a", type=Path, metavar="A", help=one)
+    diff.add_argument("b", type=Path, metavar="B", help=one)
+    diff.add_argument("--limit", type=_natural, default=20, metavar="N", help="differing tensors shown (default: 20)")
+    diff.add_argument("--shallow", action="store_true", help="do not compare checksums first")
+
+    export = _command(commands, "export", "write the newest valid checkpoint, or the one named, as one file or folder")
+    export.add_argument("path", type=Path, metavar="PATH", help=one + " that is valid")
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file (hf: a new folder)")
+    export.add_argument(
+        "--to", required=True, choices=FORMATS, help="hf: a model of the bundled trainer, for transformers"
+    )
+    export.add_argument("--all", action="store_true", help="optimizer state, too (safetensors, torch)")
+    export.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored; hf: float32)")
+    export.add_argument("--tokenizer", help="hf: a tokenizer to put beside; default: the one that the checkpoint names")
+
+    prune = _command(
+        commands, "prune", "show which checkpoints are older than the newest valid ones; with --yes: remove them"
+    )
+    prune.add_argument("path", type=Path, metavar="PATH", help=many)
+    prune.add_argument(
+        "--keep", type=_natural, required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
+    )
+    prune.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
+    return root
+
+
+def _look(commands: argparse._SubParsersAction[argparse.ArgumentParser], one: str, many: str) -> None:
+    listing = _command(commands, "list", "what a folder holds: each checkpoint's step, cause, size and state")
+    listing.add_argument("path", type=Path, metavar="PATH", help=many)
+    listing.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)  # it always is
+    inspect = _command(commands, "inspect", "step, cause, layout, sizes, host state, and who wrote what")
+    inspect.add_argument("path", type=Path, metavar="PATH", help=one)
+    inspect.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)
+    verify = _command(commands, "verify", "check that all files are there, whole, and as they were written")
+    verify.add_argument("path", type=Path, metavar="PATH", help=one)
+    verify.add_argument("--shallow", action="store_true", help="names, sizes and completeness only, no checksums")
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    return command
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}: wanted a number, 1 or more")
+    return int(text)
+
+
+def _refusal(command: str, status: Status, text: str) -> Answer:
+    return Answer(status, {"error": text}, [f"[red]ttp ckpt {command}:[/] {escape(text)}"])
+
+
+def _told_by_system(error: OSError) -> str:
+    named = f"{error.filename}: " if error.filename else ""
+    advice = "; have it read by who may, or correct its permissions" if isinstance(error, PermissionError) else ""
+    return f"{named}{error.strerror or error}{advice}"

@@ -1,0 +1,168 @@
+"""What differs between two checkpoints, by name and position: tensors bit by bit, and plain values.
+
+Owns the comparison. Reads a window of both at a time, so that any size goes into little memory; shows nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ttp.checkpoint.stored import Stored, numel_of
+
+WINDOW_ELEMENTS = 16 << 20
+
+
+class Kind(enum.Enum):
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer state"
+    OTHER = "other tensors"
+    VALUES = "plain values"
+    """Hyperparameters of the optimizer's groups, and the host state (data position, loss scale)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One name that differs. `a`, `b`: what stands there, in words; the first element's, where elements differ."""
+
+    kind: Kind
+    name: str
+    a: str
+    b: str
+    position: tuple[int, ...] | None = None
+    """Index of the first element that differs; None: another shape or type, a name that one lacks, or a plain value."""
+    count: int = 0
+    """Elements that differ."""
+    numel: int = 0
+    largest: float | None = None
+    """Largest difference; None where elements are no numbers or not all finite."""
+
+    @property
+    def place(self) -> str:
+        """`model.w[3, 17]`."""
+        return self.name if self.position is None else f"{self.name}{list(self.position)}"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one kind: how many names and elements were compared, and what differs, in order."""
+
+    names: int = 0
+    elements: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def differing_elements(self) -> int:
+        return sum(each.count for each in self.differences)
+
+
+def compare(a: Stored, b: Stored, advance: Callable[[int], None] = lambda count: None) -> dict[Kind, Tally]:
+    """Compare all tensors and plain values; `advance` is told of elements. Raises CorruptCheckpoint."""
+    tallies = {kind: Tally() for kind in Kind}
+    for key in sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys(), key=_natural):
+        tally = tallies[kind_of(key)]
+        tally.names += 1
+        difference = _described(a, b, key) or _elements(a, b, key, tally, advance)
+        if difference is not None:
+            tally.differences.append(difference)
+    values = tallies[Kind.VALUES]
+    for name, one, other in _pairs(_plain(a), _plain(b)):
+        values.names += 1
+        if one != other:
+            values.differences.append(Difference(Kind.VALUES, name, one, other))
+    return tallies
+
+
+def kind_of(key: str) -> Kind:
+    """Return what a tensor of this name is."""
+    return {"model": Kind.WEIGHTS, "optim": Kind.OPTIMIZER}.get(key.partition(".")[0], Kind.OTHER)
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Order of layers as people count them: `layers.2` before `layers.10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+
+def _described(a: Stored, b: Stored, key: str) -> Difference | None:
+    """Return how type or shape differ, or that one has no such tensor."""
+    texts = []
+    for side in (a, b):
+        spec = side.manifest.tensors.get(key)
+        texts.append("not there" if spec is None else f"{spec.dtype} {list(spec.shape)}")
+    return None if texts[0] == texts[1] else Difference(kind_of(key), key, texts[0], texts[1])
+
+
+def _elements(a: Stored, b: Stored, key: str, tally: Tally, advance: Callable[[int], None]) -> Difference | None:
+    """Return the first element that differs, how many do and by how much; None: the same bits."""
+    spec = a.manifest.tensors[key]
+    numel = numel_of(spec)
+    tally.elements += numel
+    first: tuple[int, str, str] | None = None
+    count, largest, measured = 0, 0.0, True
+    for start in range(0, numel, WINDOW_ELEMENTS):
+        stop = min(numel, start + WINDOW_ELEMENTS)
+        one, other = a.run(key, start, stop), b.run(key, start, stop)
+        advance(stop - start)
+        places = differing(one, other)
+        if places.numel() == 0:
+            continue
+        count += places.numel()
+        if first is None:
+            at = int(places[0])
+            first = (start + at, *_texts(one[at], other[at]))
+        distance = _largest(one[places], other[places])
+        measured = measured and distance is not None
+        largest = max(largest, distance or 0.0)
+    if first is None:
+        return None
+    place, *texts = first
+    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), spec.shape)) if spec.shape else ()
+    return Difference(
+        kind_of(key), key, texts[0], texts[1], position, count, numel, largest if measured else None
+    )  # fmt: skip
+
+
+def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the places of the elements of two flat tensors of one type whose bits differ: a NaN equals its own bits, and 0.0
+    is not -0.0."""
+    bits = [tensor.contiguous().view(torch.uint8).view(-1, tensor.element_size()) for tensor in (one, other)]
+    return (bits[0] != bits[1]).any(dim=1).nonzero().flatten()
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    if not one.is_floating_point():
+        return None
+    distance = float((one.double() - other.double()).abs().max())
+    return distance if torch.isfinite(torch.tensor(distance)) else None
+
+
+def _texts(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]:
+    """Return both elements as numbers, and as bits where the numbers read the same (two kinds of NaN)."""
+    texts = str(one.item()), str(other.item())
+    if texts[0] != texts[1]:
+        return texts
+    first, second = (bytes(t.reshape(1).view(torch.uint8).tolist())[::-1].hex() for t in (one, other))
+    return f"{texts[0]} (bits {first})", f"{texts[1]} (bits {second})"
+
+
+def _plain(side: Stored) -> dict[str, str]:
+    """Return the plain values and the host state by name, each as text that tells all its bits."""
+    found = {key: repr(value) for key, value in side.blobs().items()}
+    return found | dict(_flattened(side.manifest.state, "state"))
+
+
+def _flattened(value: object, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flattened(item, f"{name}.{key}")
+    else:
+        yield name, repr(value)
+
+
+def _pairs(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in sorted(one.keys() | other.keys(), key=_natural):
+        yield name, one.get(name, "not there"), other.get(name, "not there")
