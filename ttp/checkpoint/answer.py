@@ -55,7 +55,7 @@ def print_answer(answer: Answer, console: Console, *, as_json: bool) -> None:
             item.box, item.pad_edge = None, False
             if number:
                 console.print()
-        console.print(item)
+        console.print(item, soft_wrap=isinstance(item, str))  # a sentence goes on over the edge: it can be searched
 
 
 def _finite(value: Any) -> Any:

@@ -61,7 +61,7 @@ def open_stored(path: Path, console: Console, *, deep: bool = True) -> Stored:
             manifest = checked(candidate, console, deep=deep)
         except CorruptCheckpoint as error:
             broken.append(str(error))
-            console.print(f"skipped {candidate}: {error}", markup=False)
+            console.print(f"skipped: {error}", markup=False)
             continue
         return _opened(candidate, manifest)
     raise CheckpointError(f"{folder} holds no valid checkpoint: {'; '.join(broken)}") if broken else nothing_in(folder)

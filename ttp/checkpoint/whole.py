@@ -74,7 +74,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, deep: bool = True) -> Check
         broken = [str(each) for each in load.list_checkpoints([root])]
         raise CheckpointError(
             f"{root} holds no valid checkpoint ({', '.join(broken) + ': broken' if broken else 'no iter_* is there'});"
-            " see python -m ttp.checkpoint PATH list"
+            " see ttp ckpt list"
         )
     return _checkpoint(found.path, found.manifest, found.skipped)
 

@@ -1,8 +1,14 @@
-"""What people see at the terminal, and the exit status that scripts use."""
+"""What people and scripts see of `ttp ckpt`: text, JSON and the exit status, for whatever they name."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +16,18 @@ import pytest
 from rich.console import Console
 
 from ttp.checkpoint import cli
-from ttp.checkpoint.answer import size_text
+from ttp.checkpoint.answer import Status, size_text
+from ttp.checkpoint.manifest import read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
 
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
 
-def run(*arguments: str) -> tuple[int, str]:
+
+def run(*arguments: str, terminal: bool = False) -> tuple[int, str]:
     out = io.StringIO()
-    status = cli.main(arguments, Console(file=out, width=300))
+    status = cli.main(arguments, Console(file=out, width=300, force_terminal=terminal, no_color=True, highlight=False))
     return status, out.getvalue()
 
 
@@ -67,6 +76,7 @@ def test_verify_names_the_damage(job: Job, tmp_path: Path) -> None:
 
 
 def test_list_says_that_it_did_not_compare_the_sums(job: Job, tmp_path: Path) -> None:
+    """What was not looked at is not called valid."""
     job.save(tmp_path, 41)
     assert "sums not checked" in run(str(tmp_path), "list")[1]
 
@@ -96,3 +106,254 @@ def test_wrong_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_sizes_are_readable(nbytes: int, text: str) -> None:
     """Binary units."""
     assert size_text(nbytes) == text
+
+
+def test_the_command_stands_before_or_after_the_folder(job: Job, tmp_path: Path) -> None:
+    """The older order means the same, wherever the options are."""
+    path = str(job.save(tmp_path, 41))
+    assert cli.command_first(["--shallow", path, "verify", "--json"]) == ["verify", "--shallow", path, "--json"]
+    assert cli.command_first(["verify", path]) == ["verify", path]
+    for words in ((path, "verify", "--shallow"), ("--shallow", path, "verify"), (path, "list"), (path, "inspect")):
+        assert run(*words) == run(*cli.command_first(words)) and run(*words)[0] == 0
+
+
+def test_tables_have_lines_on_a_terminal_and_aligned_columns_in_a_pipe(job: Job, tmp_path: Path) -> None:
+    """A column of the plain form begins at the same place in every line."""
+    for step in (7, 41):
+        job.save(tmp_path, step)
+    assert "\u2502" in run("list", str(tmp_path), terminal=True)[1]
+    text = run("list", str(tmp_path))[1]
+    assert not re.search("[\u2500-\u257f]", text)
+    head, *rows = (line for line in text.splitlines() if re.match(r" *(step|7|41) ", line))
+    assert {row.index("exited") for row in rows} == {head.index("cause")} and len(rows) == 2
+
+
+def test_an_output_folder_means_the_checkpoints_in_it(job: Job, tmp_path: Path) -> None:
+    """`ttp ckpt list output` and `ttp ckpt list output/checkpoints` are one."""
+    job.save(tmp_path / "checkpoints", 41)
+    for command in ("list", "inspect", "verify"):
+        assert run(command, str(tmp_path)) == run(command, str(tmp_path / "checkpoints"))
+
+
+def test_inspect_tells_who_wrote_what(job: Job, tmp_path: Path) -> None:
+    """Every rank with its bytes and elements, which add up to all, and every tensor with its writers."""
+    path = job.save(tmp_path, 42, holders=3)
+    status, text = run("inspect", str(path), "--json")
+    told = json.loads(text)
+    elements = {key: tensor.numel() for key, tensor in job.tensors.items()}
+    assert (
+        status == 0 and told["step"] == 42 and told["cause"]["text"] == "signal SIGKILL" and told["layout"] == {"dp": 3}
+    )
+    assert told["tensors"].keys() == elements.keys()
+    assert {rank for tensor in told["tensors"].values() for rank in tensor["ranks"]} == {0, 1, 2}
+    rows = [line.split() for line in run("inspect", str(path))[1].splitlines() if re.match(r" +[012]  -", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert sum(int(row[6]) for row in rows) == sum(elements.values())
+    assert sum(int(row[2]) for row in rows) == len(told["files"])
+
+
+def test_inspect_of_a_damaged_one_tells_what_there_is_and_says_so(job: Job, tmp_path: Path) -> None:
+    """The manifest is whole; what cannot be read of the files is named, and the status is 1."""
+    path = job.save(tmp_path, 42)
+    (path / "__1_0_0.distcp").unlink()
+    status, text = run("inspect", str(path))
+    assert (
+        status == 1 and "signal SIGKILL" in text and "INVALID" in text and "__1_0_0.distcp is missing; rank 1" in text
+    )
+
+
+def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
+    """Attempts, half removed and broken ones, with what becomes of each."""
+    path = job.save(tmp_path, 42)
+    for name in (
+        "iter_0000043_tmp_a",
+        "iter_0000041_tmp_pruned_x",
+        "iter_0000040_broken_1",
+        "iter_0000039_superseded_1",
+    ):
+        shutil.copytree(path, tmp_path / name)
+    text = run("list", str(tmp_path))[1]
+    for name, meaning in (
+        ("iter_0000043_tmp_a", "an unfinished attempt"),
+        ("iter_0000041_tmp_pruned_x", "half removed"),
+        ("iter_0000040_broken_1", "moved aside"),
+        ("iter_0000039_superseded_1", "superseded by a later attempt"),
+    ):
+        assert re.search(rf"^{name} .*{meaning}", text, re.MULTILINE), text
+    told = json.loads(run("list", str(tmp_path), "--json")[1])
+    assert [entry["step"] for entry in told["checkpoints"]] == [42] and len(told["leftovers"]) == 4
+    assert all(entry["bytes"] > 0 for entry in told["leftovers"])
+
+
+def test_a_nodes_piece_is_judged_as_one_and_not_compared_or_pruned(job: Job, tmp_path: Path) -> None:
+    """What only all nodes together can tell is refused, with what to do."""
+    path = job.save(tmp_path, 42)
+    write_manifest(path, replace(read_manifest(path), hosts=("a", "b", "b")))
+    assert "piece of a node" in run("list", str(tmp_path))[1]
+    assert re.search(r"^ +1 +b ", run("inspect", str(path))[1], re.MULTILINE)
+    assert "one node's piece" in run("verify", str(path))[1]
+    for words in (("diff", str(path), str(path)), ("export", str(path), str(tmp_path / "x"), "--to", "torch")):
+        status, text = run(*words)
+        assert status == 3 and "one node's piece of a checkpoint of 2 nodes: wanted a whole one" in text
+    status, text = run("prune", str(tmp_path), "--keep", "1")
+    assert status == 3 and "only all nodes together can tell" in text
+
+
+def become_empty(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def become_foreign(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "weights.bin").write_bytes(b"x")
+
+
+def become_stock(path: Path) -> None:
+    (path / ".metadata").rename(path.parent / ".metadata")
+    shutil.rmtree(path)
+
+
+def take_another_worlds_files(path: Path) -> None:
+    """Of the same step and the same model, saved by another number of ranks."""
+    other = path.parent.parent / "other" / path.name
+    for file in other.glob("*.distcp"):
+        shutil.copy(file, path / file.name)
+
+
+def tear(path: Path) -> None:
+    os.truncate(path / "__1_0_0.distcp", (path / "__1_0_0.distcp").stat().st_size // 2)
+
+
+def lose_a_part(path: Path) -> None:
+    (path / "__1_0_0.distcp").unlink()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray((path / "__1_0_0.distcp").read_bytes())
+    content[len(content) // 3] ^= 4
+    (path / "__1_0_0.distcp").write_bytes(content)
+
+
+def become_older(path: Path) -> None:
+    body = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(body | {"format_version": 0}))
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (become_empty, r"no checkpoint in .*: wanted directories like iter_0000042; name the folder that was given"),
+    (become_foreign, r"manifest\.json is missing: .* was never published, or was damaged"),
+    (become_stock, r"it has \.metadata and no manifest\.json, so torch\.distributed\.checkpoint wrote it alone"),
+    (take_another_worlds_files, r"__0_0_0\.distcp is longer than written: it has \d+ bytes, wanted \d+"),
+    (tear, r"__1_0_0\.distcp is truncated: it has \d+ bytes, wanted \d+"),
+    (lose_a_part, r"__1_0_0\.distcp is missing; rank 1 wrote it"),
+    (flip_a_bit, r"__1_0_0\.distcp was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
+    (become_older, r"has format version 0; this ttp reads version 1\. Read it with the ttp that wrote it"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+def test_every_command_names_the_damage(job: Job, tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+    """1 from those that judge, 3 from those that cannot do their work; in text and as JSON; nothing is written or removed."""
+    folder = tmp_path / "folder"
+    path = job.save(folder, 42, holders=3)
+    job.save(tmp_path / "other", 42, holders=2)
+    damage(path)
+    before = sorted(str(file) for file in folder.rglob("*"))
+    good, output = str(tmp_path / "other"), str(tmp_path / "out")
+    for words, wanted in (
+        (("verify", str(folder)), Status.NO),
+        (("diff", str(folder), good), Status.FAILED),
+        (("diff", good, str(folder)), Status.FAILED),
+        (("export", str(folder), output, "--to", "safetensors"), Status.FAILED),
+        (("prune", str(folder), "--keep", "1", "--yes"), Status.FAILED),
+    ):
+        status, text = run(*words)
+        assert status == wanted and re.search(reason, text), (words, text)
+        told = json.loads(run(*words, "--json")[1])
+        assert told["status"] == wanted and re.search(reason, told["error"]), (words, told)
+    judged = run("list", str(folder))[0]
+    assert judged == (Status.YES if damage is flip_a_bit else Status.NO)
+    assert sorted(str(file) for file in folder.rglob("*")) == before and not Path(output).exists()
+
+
+@pytest.mark.parametrize("words", [["list"], ["inspect"], ["verify"], ["diff", "{}"], ["export", "x", "--to", "torch"]])
+def test_a_path_that_is_no_folder_is_wrong_usage(tmp_path: Path, words: list[str]) -> None:
+    """A file and nothing at all are told apart."""
+    (tmp_path / "file").write_text("x")
+    for name, what in (("file", "is a file"), ("nothing", "is not there")):
+        path = str(tmp_path / name)
+        status, text = run(words[0], path, *(word.format(path) for word in words[1:]))
+        assert status == 2 and f"{path} {what}: wanted a checkpoint (iter_0000042) or a folder" in text
+
+
+@pytest.fixture
+def as_nobody(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Return a function that takes this process's right to read what belongs to root, until the test ends."""
+    euid = os.geteuid()
+    parents = [
+        parent for parent in (tmp_path, *tmp_path.parents) if parent.stat().st_uid == euid and parent != Path("/")
+    ]
+    modes = [(parent, parent.stat().st_mode) for parent in parents]
+
+    def drop() -> None:
+        for parent, mode in modes:
+            parent.chmod(mode | 0o055)
+        if euid == 0:
+            os.seteuid(65534)
+
+    yield drop
+    os.seteuid(euid)
+    for parent, mode in modes:
+        parent.chmod(mode)
+
+
+def test_what_may_not_be_read_is_not_called_broken(job: Job, tmp_path: Path, as_nobody: Callable[[], None]) -> None:
+    """3 and the file's name: neither valid nor invalid is known, and prune removes nothing."""
+    older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
+    path.chmod(0o755)
+    (path / "manifest.json").chmod(0)
+    as_nobody()
+    for command in ("inspect", "verify"):
+        status, text = run(command, str(path))
+        assert status == 3 and f"{path}/manifest.json: Permission denied; have it read by who may" in text
+        assert "INVALID" not in text
+    status, text = run("list", str(tmp_path))
+    assert status == 3 and "unreadable" in text and f"{path}/manifest.json: Permission denied" in text
+    assert path.is_dir() and older.is_dir()
+
+
+def test_a_folder_that_may_not_be_entered_is_named(job: Job, tmp_path: Path, as_nobody: Callable[[], None]) -> None:
+    """Every command says so, and fails with 3."""
+    folder = tmp_path / "closed"
+    job.save(folder, 42)
+    folder.chmod(0)
+    as_nobody()
+    for words in (["list"], ["inspect"], ["verify"], ["prune", "--keep", "1"], ["diff", str(folder)]):
+        status, text = run(words[0], str(folder), *words[1:])
+        assert status == 3 and str(folder) in text and "Permission denied" in text, (words, text)
+
+
+def test_wrong_command_lines_are_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse names what was got and what was wanted."""
+    for words, told in (
+        ([], "the following arguments are required: COMMAND"),
+        (["prune", "x"], "the following arguments are required: --keep"),
+        (["prune", "x", "--keep", "0"], "got '0': wanted a number, 1 or more"),
+        (["export", "x", "y"], "the following arguments are required: --to"),
+        (["export", "x", "y", "--to", "onnx"], "invalid choice: 'onnx'"),
+        (["diff", "x"], "the following arguments are required: B"),
+    ):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(words)
+        assert exited.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_the_documented_exit_statuses_are_the_codes() -> None:
+    """docs/checkpoints.md, `--help` and the code name the same numbers; every command is in the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    listed = [int(number) for number in re.findall(r"^\| (\d) \|", text, re.MULTILINE)]
+    told = [int(number) for number in re.findall(r"^  (\d)  ", cli.parser().format_help(), re.MULTILINE)]
+    assert listed == told == [int(status) for status in Status]
+    for command in cli.COMMANDS:
+        assert f"ttp ckpt {command}" in text
