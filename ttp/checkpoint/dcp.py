@@ -125,6 +125,15 @@ def write_metadata(
     The checkpoint's place is recorded as plain text: torch's writer pickles a `Path`, which another version of Python may
     not be able to read.
     """
+    metadata = metadata_of(contents)
+    metadata.storage_meta = StorageMeta(checkpoint_id=final_path, save_id=save_id)
+    stream = io.BytesIO()
+    _YieldingPickler(stream, advance).dump(metadata)
+    write_durably(directory / METADATA_NAME, stream.getvalue())
+
+
+def metadata_of(contents: Contents) -> Metadata:
+    """Return torch's index of what all writers wrote."""
     blobs: dict[str, BlobEntry] = {}
     for entry in contents.blobs:
         blobs.setdefault(entry.key, entry)
@@ -144,12 +153,9 @@ def write_metadata(
         described[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _place(blobs[key])
     metadata = Metadata(described, planner_data={key: nested_path(key) for key in described}, storage_data=stored)
-    metadata.storage_meta = StorageMeta(checkpoint_id=final_path, save_id=save_id)
     if (version := getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)) is not None:  # not in older torch
         metadata.version = version
-    stream = io.BytesIO()
-    _YieldingPickler(stream, advance).dump(metadata)
-    write_durably(directory / METADATA_NAME, stream.getvalue())
+    return metadata
 
 
 def _place(entry: TensorEntry | BlobEntry) -> Any:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from ttp.checkpoint import dcp
 from ttp.checkpoint import manifest as manifests
 from ttp.checkpoint.durable import step_of_directory, steps_in
@@ -162,14 +164,14 @@ def check_tensors(
             )
 
 
-def read_into(path: str | os.PathLike[str], targets: Sequence[HeldTensor]) -> None:
+def read_into(path: str | os.PathLike[str], targets: Sequence[HeldTensor], metadata: Metadata | None = None) -> None:
     """Fill every target's `values` in place; only the stored boxes that overlap them are read, each once.
 
     Any rank may call this alone, with any cut; the dtype is converted where it differs. The caller has verified the
-    checkpoint. Raises CheckpointMismatch naming the first missing key or other shape (nothing is changed then) and
+    checkpoint. `metadata`: torch's index, where it is known already. Raises CheckpointMismatch naming the first missing key or other shape (nothing is changed then) and
     CorruptCheckpoint when the bytes cannot be read (the values are undefined then).
     """
     root = Path(path)
     if not root.is_dir():
         raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
-    dcp.read_runs(root, targets)
+    dcp.read_runs(root, targets, metadata)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ttp.checkpoint import dcp
 from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.joined import joined
 from ttp.checkpoint.load import list_checkpoints
 from ttp.checkpoint.look import checked
 from ttp.checkpoint.manifest import Manifest, TensorSpec
@@ -50,7 +51,7 @@ class Stored:
 def open_stored(path: Path, console: Console, *, deep: bool = True) -> Stored:
     """Return the checkpoint at `path`, or the newest valid one of the folder `path`, verified.
 
-    deep: compare checksums. Raises UsageError, CheckpointError when none is valid or it is one node's piece.
+    deep: compare checksums. Raises UsageError, CheckpointError when none is valid, or a node's piece without those of the others.
     """
     chosen = newest_at(path)
     if is_checkpoint(path):
@@ -69,11 +70,7 @@ def open_stored(path: Path, console: Console, *, deep: bool = True) -> Stored:
 
 def _opened(path: Path, manifest: Manifest) -> Stored:
     if manifest.hosts:
-        nodes = len(set(manifest.hosts))
-        raise CheckpointError(
-            f"{path} is one node's piece of a checkpoint of {nodes} nodes: wanted a whole one; resume the job on its nodes and"
-            " save into a directory that all nodes share (TTP_SHARED_DIRS=True)"
-        )
+        return Stored(path, *joined(path, manifest))
     return Stored(path, manifest, dcp.read_metadata(path))
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ttp.checkpoint import keys, load
 from ttp.checkpoint.durable import step_of_directory
 from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.joined import joined
 from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
+from ttp.errors import CheckpointError, CheckpointMismatch
 
 _MODEL = keys.model_key("")
 
@@ -39,6 +41,8 @@ class Checkpoint:
     """Of the model's parameters, by name."""
     skipped: tuple[str, ...]
     """Newer checkpoints that were not valid, with the reason each."""
+    _metadata: Metadata | None = field(default=None, repr=False, compare=False)
+    """Torch's index, where it is not in the folder: of pieces that were copied together."""
 
     def weights(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         """Return parameters (all of them, or `names`) whole, on the CPU, in float32: the optimizer's masters.
@@ -55,7 +59,7 @@ class Checkpoint:
         held = [
             HeldTensor(keys.model_key(name), self.shapes[name], 0, tensor.view(-1)) for name, tensor in found.items()
         ]
-        load.read_into(self.path, held)
+        load.read_into(self.path, held, self._metadata)
         return found
 
 
@@ -80,11 +84,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, deep: bool = True) -> Check
 
 
 def _checkpoint(path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Checkpoint:
+    metadata = None
     if manifest.hosts:
-        raise CorruptCheckpoint(
-            f"{path} is one node's piece of a checkpoint of {len(set(manifest.hosts))} nodes: copy the files of all nodes'"
-            " pieces together, or resume the job on its nodes and save into a shared directory"
-        )
+        manifest, metadata = joined(path, manifest)
     shapes = {key.removeprefix(_MODEL): spec.shape for key, spec in manifest.tensors.items() if key.startswith(_MODEL)}
     state = manifest.state.get("trainer")
     return Checkpoint(
@@ -95,4 +97,5 @@ def _checkpoint(path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Che
         state=state if isinstance(state, dict) else {},
         shapes=shapes,
         skipped=skipped,
+        _metadata=metadata,
     )

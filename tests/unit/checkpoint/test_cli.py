@@ -8,16 +8,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
+from tests.unit.checkpoint.test_pieces import Cluster
 from ttp.checkpoint import cli
 from ttp.checkpoint.answer import Status, size_text
-from ttp.checkpoint.manifest import read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -186,17 +185,38 @@ def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_nodes_piece_is_judged_as_one_and_not_compared_or_pruned(job: Job, tmp_path: Path) -> None:
-    """What only all nodes together can tell is refused, with what to do."""
-    path = job.save(tmp_path, 42)
-    write_manifest(path, replace(read_manifest(path), hosts=("a", "b", "b")))
-    assert "piece of a node" in run("list", str(tmp_path))[1]
-    assert re.search(r"^ +1 +b ", run("inspect", str(path))[1], re.MULTILINE)
-    assert "one node's piece" in run("verify", str(path))[1]
+    """What only all nodes together can tell is refused: which file is not here, which node has it, and what to do."""
+    Cluster(tmp_path).save(job, 42)
+    path = tmp_path / "a" / "iter_0000042"
+    assert "piece of a node" in run("list", str(tmp_path / "a"))[1]
+    text = run("inspect", str(path))[1]
+    assert re.search(r"^ +3 +b ", text, re.MULTILINE) and "nodes          a, b" in text
+    assert "one node's piece: 3 of 5 files are here" in run("verify", str(path))[1]
     for words in (("diff", str(path), str(path)), ("export", str(path), str(tmp_path / "x"), "--to", "torch")):
         status, text = run(*words)
-        assert status == 3 and "one node's piece of a checkpoint of 2 nodes: wanted a whole one" in text
-    status, text = run("prune", str(tmp_path), "--keep", "1")
+        assert (
+            status == 3
+            and "one node's piece of a checkpoint of 2 nodes: __2_0_0.distcp is not here (node b has" in text
+        )
+        assert "nor is 1 more; copy the *.distcp files of all nodes' pieces" in text
+    status, text = run("prune", str(tmp_path / "a"), "--keep", "1")
     assert status == 3 and "only all nodes together can tell" in text
+
+
+def test_pieces_that_were_copied_together_are_a_checkpoint(job: Job, tmp_path: Path) -> None:
+    """Compared and exported like any other, without torch's index; a lost box is still found."""
+    Cluster(tmp_path).save(job, 42)
+    whole = job.save(tmp_path / "whole", 42, blobs={"group": 0.5})
+    path = tmp_path / "a" / "iter_0000042"
+    for file in (tmp_path / "b" / "iter_0000042").glob("*.distcp"):
+        shutil.copy(file, path)
+    assert not (path / ".metadata").exists() and "5 of 5 files are here" in run("verify", str(path))[1]
+    assert run("diff", str(path), str(whole))[0] == 0
+    assert run("export", str(path), str(tmp_path / "w"), "--to", "safetensors", "--all")[0] == 0
+    assert run("prune", str(tmp_path / "a"), "--keep", "1")[0] == 3
+    (path / "__3_0_0.distcp").unlink()
+    status, text = run("diff", str(path), str(whole))
+    assert status == 3 and "__3_0_0.distcp is not here (node b has it); copy" in text
 
 
 def become_empty(path: Path) -> None:

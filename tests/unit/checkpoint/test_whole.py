@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ttp
-from ttp.checkpoint.manifest import read_manifest, write_manifest
+from tests.unit.checkpoint.test_pieces import Cluster
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -56,12 +56,22 @@ def test_a_broken_newer_one_is_skipped_and_named_and_refused_when_it_is_meant(tr
 
 
 def test_where_there_is_none_it_says_so(trained: Job, tmp_path: Path) -> None:
-    """No directory, an empty one, one node's piece."""
+    """No directory, an empty one."""
     with pytest.raises(CheckpointError, match="is no directory: name a checkpoint"):
         ttp.open_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"holds no valid checkpoint \(no iter_\* is there\)"):
         ttp.open_checkpoint(tmp_path)
-    path = trained.save(tmp_path, 3)
-    write_manifest(path, replace(read_manifest(path), hosts=("a", "b", "b")))
-    with pytest.raises(CheckpointError, match="one node's piece of a checkpoint of 2 nodes"):
-        ttp.open_checkpoint(tmp_path)
+
+
+def test_a_nodes_piece_is_refused_until_those_of_the_others_are_beside_it(trained: Job, tmp_path: Path) -> None:
+    """The message says what to copy; then all parameters are there, bit for bit."""
+    Cluster(tmp_path).save(trained, 3)
+    with pytest.raises(CorruptCheckpoint, match=r"piece of a checkpoint of 2 nodes: .* copy the"):
+        ttp.open_checkpoint(tmp_path / "a")
+    for file in (tmp_path / "b" / "iter_0000003").glob("*.distcp"):
+        shutil.copy(file, tmp_path / "a" / "iter_0000003")
+    found = ttp.open_checkpoint(tmp_path / "a")
+    weights = found.weights()
+    wanted = {key.removeprefix("model."): t for key, t in trained.tensors.items() if key.startswith("model.")}
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in wanted.items())
