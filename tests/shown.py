@@ -156,7 +156,7 @@ def shown(text: str) -> list[str]:
 
 
 def _lines(block: str) -> Iterator[str]:
-    for line in block.replace("\\\n", " ").splitlines():
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
         line = re.sub(r"\s+# .*", "", line.strip().removeprefix("$ "))
         words = line.split()
         while words and _SETTING.fullmatch(words[0]):

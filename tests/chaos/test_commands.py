@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import SMALL
+from ttp.checkpoint.cli import main as ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +73,7 @@ def test_ones_own_trainer_trains_alone_without_a_launcher(tmp_path: Path) -> Non
 
 
 def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
-    """list, inspect and verify, and a broken one is told by exit status 1."""
+    """list, inspect and verify of a real run's, and a broken one is told by exit status 1; diff, export and prune take them as well."""
     output = tmp_path / "run"
     arguments = ("--training_config.output_dir", str(output), "--training_config.training_iters=4")
     done = run("-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL, *arguments, "--training_config.save_interval=2")
@@ -80,6 +81,10 @@ def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
     for what in ("list", "inspect", "verify"):
         looked = run("-m", "ttp.checkpoint", str(output / "checkpoints"), what)
         assert looked.returncode == 0 and "4" in looked.stdout, looked.stdout + looked.stderr
+    at_2, at_4 = (output / "checkpoints" / f"iter_000000{step}" for step in (2, 4))
+    assert [ckpt(["diff", str(at_4), str(other)]) for other in (output, at_2)] == [0, 1]
+    assert ckpt(["export", str(output), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert ckpt(["prune", str(output), "--keep", "2", "--yes"]) == 0 and at_2.is_dir()
     next((output / "checkpoints" / "iter_0000004").glob("*.distcp")).unlink()
     looked = run("-m", "ttp.checkpoint", str(output / "checkpoints" / "iter_0000004"), "verify")
     assert looked.returncode == 1 and "missing" in looked.stdout + looked.stderr

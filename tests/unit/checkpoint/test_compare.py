@@ -80,6 +80,11 @@ def test_bits_are_compared_and_not_numbers() -> None:
     one = torch.stack([nan, torch.tensor(0.0), nan, torch.tensor(1.0)])
     other = torch.stack([nan, torch.tensor(-0.0), other_nan, torch.tensor(1.0)])
     assert differing(one, other).tolist() == [1, 2]
+    for dtype in (torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
+        some = torch.ones(5).to(dtype)
+        changed_one = some.clone()
+        changed_one[3] = 0
+        assert differing(some, some.clone()).tolist() == [] and differing(some, changed_one).tolist() == [3], dtype
 
 
 def test_elements_that_read_the_same_are_told_by_their_bits(job: Job, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_commands_are_found_in_every_form() -> None:
         "```\nA=1 make demo  # a comment\n$ ttp ckpt list x \\\n    --json\noutput of make\n```\n"
         "```python\nmake = 3\nttp start\n```\n\n    python -m a.b c    # yes\n\nSay `pip\ninstall .` or `train.py` or `make`.\n"
     )
-    assert shown.shown(text) == ["make demo", "ttp ckpt list x      --json", "python -m a.b c", "pip install ."]
+    assert shown.shown(text) == ["make demo", "ttp ckpt list x --json", "python -m a.b c", "pip install ."]
 
 
 @pytest.mark.parametrize("command", [*PARSED, *TESTED])
