@@ -14,7 +14,12 @@ def test_the_rest_of_the_command_line_and_the_exit_status_are_the_tools(monkeypa
     """A tool gets its own words only, and its exit status is the command's."""
     got: list[list[str]] = []
     tool = types.ModuleType("a_tool")
-    tool.__dict__["main"] = lambda words: got.append(words) or 7
+
+    def main(words: list[str]) -> int:
+        got.append(words)
+        return 7
+
+    tool.__dict__["main"] = main
     monkeypatch.setitem(sys.modules, "a_tool", tool)
     monkeypatch.setitem(cli.TOOLS, "some", cli.Tool("a_tool", "a tool"))
     assert cli.main(["some", "thing", "--help"]) == 7
