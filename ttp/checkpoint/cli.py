@@ -27,6 +27,8 @@ COMMANDS = {
     "export": "ttp.checkpoint.export:run",
     "prune": "ttp.checkpoint.prune:run",
 }
+_INTERRUPTED = 130
+
 FORMATS = ("safetensors", "torch", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
         answer = _refusal(given.command, Status.FAILED, str(error))
     except OSError as error:
         answer = _refusal(given.command, Status.FAILED, _told_by_system(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED  # what a shell says of Ctrl-C; no command leaves anything half done that looks whole
     print_answer(answer, console, as_json=given.json)
     return int(answer.status)
 

@@ -171,6 +171,19 @@ def test_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytes
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_ctrl_c_leaves_nothing_and_is_130(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the file is written; no traceback."""
+    job.save(tmp_path / "c", 42)
+
+    def interrupt(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ttp.checkpoint.export.torch.save", interrupt)
+    assert export(tmp_path / "c", tmp_path / "w", "--to", "torch")[0] == 130
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_a_broken_newer_checkpoint_is_skipped_aloud(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
