@@ -74,7 +74,7 @@ def compare(a: Stored, b: Stored, advance: Callable[[int], None] = lambda count:
         if difference is not None:
             tally.differences.append(difference)
     values = tallies[Kind.VALUES]
-    for name, one, other in _pairs(_plain(a), _plain(b)):
+    for name, one, other in pairs(_plain(a), _plain(b)):
         values.names += 1
         if one != other:
             values.differences.append(Difference(Kind.VALUES, name, one, other))
@@ -160,17 +160,19 @@ def _texts(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]:
 def _plain(side: Stored) -> dict[str, str]:
     """Return the plain values and the host state by name, each as text that tells all its bits."""
     found = {key: repr(value) for key, value in side.blobs().items()}
-    return found | dict(_flattened(side.manifest.state, "state"))
+    return found | dict(flattened(side.manifest.state, "state"))
 
 
-def _flattened(value: object, name: str) -> Iterator[tuple[str, str]]:
+def flattened(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what stands at each place of nested mappings, as text that tells all its bits."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flattened(item, f"{name}.{key}")
+            yield from flattened(item, f"{name}.{key}")
     else:
         yield name, repr(value)
 
 
-def _pairs(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def pairs(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield every name with what stands on both sides."""
     for name in sorted(one.keys() | other.keys(), key=_natural):
         yield name, one.get(name, "not there"), other.get(name, "not there")

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from ttp.checkpoint.answer import Answer, Status, counted
-from ttp.checkpoint.compare import Difference, Kind, Tally, compare
+from ttp.checkpoint.compare import Difference, Kind, Tally, compare, flattened, pairs
 from ttp.checkpoint.stored import Stored, numel_of, open_stored
 
 
@@ -37,7 +37,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         "kinds": {kind.value: _kind_fields(tally) for kind, tally in tallies.items() if tally.names},
         "differences": [_fields(each) for each in differences],
     }
-    shown = [_sides(a, b), _kinds(tallies)]
+    shown: list[RenderableType] = [_sides(a, b), *_layouts(a, b), _kinds(tallies)]
     if not differences:
         return Answer(Status.YES, told, [*shown, "[green]EQUAL[/]: the same bits in all of it"])
     return Answer(Status.NO, told, [*shown, *_different(tallies, differences, given.limit)])
@@ -75,11 +75,21 @@ def _side(side: Stored) -> dict[str, Any]:
 
 
 def _sides(a: Stored, b: Stored) -> Table:
-    table = Table("", "checkpoint", Column("step", justify="right"), "cause", "layout")
+    table = Table("", "checkpoint", Column("step", justify="right"), "cause")
     for name, side in (("A", a), ("B", b)):
         row = _side(side)
-        table.add_row(name, *(escape(str(row[column])) for column in ("path", "step", "cause", "layout")))
+        table.add_row(name, *(escape(str(row[column])) for column in ("path", "step", "cause")))
     return table
+
+
+def _layouts(a: Stored, b: Stored) -> list[RenderableType]:
+    """Return a table of what differs in the layouts that wrote both; none where nothing does."""
+    table = Table(Column("layout, not compared", overflow="fold"), "A", "B")
+    layouts = (dict(flattened(side.manifest.layout, "layout")) for side in (a, b))
+    for name, one, other in pairs(*layouts):
+        if one != other:
+            table.add_row(escape(name), escape(one), escape(other))
+    return [table] if table.row_count else []
 
 
 def _kinds(tallies: Mapping[Kind, Tally]) -> Table:

@@ -180,7 +180,7 @@ def _summary(path: Path, found: Manifest) -> Table:
         ("cause", f"{found.cause.kind.value}: {found.cause.text} (ranks {list(found.cause.ranks)})"),
         ("written", f"{_when(found)} by torch {found.versions.get('torch')}, ttp {found.versions.get('ttp')}"),
         ("attempt", f"{found.attempt}, term {found.term}"),
-        ("layout", found.layout),
+        *_layout_rows(found.layout),
         ("commit record", found.record or "none survived"),
         ("host state", found.state),
         ("tensors", f"{len(found.tensors):,}: {', '.join(f'{n:,} elements of {kind}' for kind, n in by_kind.items())}"),
@@ -190,6 +190,17 @@ def _summary(path: Path, found: Manifest) -> Table:
     for name, value in rows:
         table.add_row(name, escape(str(value)))
     return table
+
+
+def _layout_rows(layout: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return a row of the plain entries, and one for each that has entries of its own: they are many."""
+    plain = {key: value for key, value in layout.items() if not isinstance(value, Mapping)}
+    nested = [(key, value) for key, value in layout.items() if isinstance(value, Mapping)]
+    return [("layout", _entries(plain) or "-"), *((f"  {key}", _entries(value)) for key, value in nested)]
+
+
+def _entries(entries: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in entries.items())
 
 
 def _writers(found: Manifest, written: Written) -> Table:

@@ -151,6 +151,14 @@ def test_inspect_tells_who_wrote_what(job: Job, tmp_path: Path) -> None:
     assert sum(int(row[2]) for row in rows) == len(told["files"])
 
 
+def test_inspect_gives_each_part_of_a_large_layout_a_row(job: Job, tmp_path: Path) -> None:
+    """The trainer's has a model and an optimizer in it."""
+    job.save(tmp_path, 42, layout={"dp": 3, "model": {"layers": 2, "width": 8}, "kind": "even"})
+    text = run("inspect", str(tmp_path))[1]
+    assert re.search(r"^layout +dp 3, kind even", text, re.MULTILINE)
+    assert re.search(r"^ +model +layers 2, width 8", text, re.MULTILINE)
+
+
 def test_inspect_of_a_damaged_one_tells_what_there_is_and_says_so(job: Job, tmp_path: Path) -> None:
     """The manifest is whole; what cannot be read of the files is named, and the status is 1."""
     path = job.save(tmp_path, 42)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def test_the_same_state_by_another_number_of_ranks_is_equal(job: Job, tmp_path: 
     a, b = job.save(tmp_path / "a", 42, holders=3, blobs=BLOBS), job.save(tmp_path / "b", 42, holders=5, blobs=BLOBS)
     status, text, told = diff(a, b)
     assert status == 0 and "EQUAL" in text and told["equal"] and told["differences"] == []
+    assert re.search(r"^layout\.dp +3 +5 *$", text, re.MULTILINE), "what differs in the layouts is told"
     assert sum(kind["elements"] for kind in told["kinds"].values()) == sum(t.numel() for t in job.tensors.values())
     assert told["kinds"]["plain values"]["names"] == len(BLOBS) + 2  # and the host state
 
