@@ -136,6 +136,39 @@ TESTED: dict[str, Proof] = {
 }  # fmt: skip
 
 
+OF_PARTS: dict[str, dict[str, Proof]] = {
+    "docs/chaos.md": {
+        "ttp chaos run examples/chaos/kills.yaml -- ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 4000 --save-dir {output}": Proof(
+            "tests/chaos/test_harness.py::test_one_of_each_kind_is_survived_and_told", '["run", str(ROOT / "examples" / "chaos"'
+        ),
+        "ttp chaos faults": Proof(
+            "tests/unit/chaos/test_scenario.py::test_the_documentation_names_every_kind_and_every_field", "chaos.md"
+        ),
+        "ttp chaos check SCENARIO": Proof(
+            "tests/unit/chaos/test_scenario.py::test_every_example_is_a_scenario", "load_scenario"
+        ),
+        "ttp chaos report RESULT.json": Proof(
+            "tests/unit/chaos/test_judge.py::test_the_report_is_one_page_with_its_pictures_and_every_fault", "ttp.chaos.report"
+        ),
+        "ttp chaos matrix": Proof(
+            "tests/chaos/test_harness.py::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was", '"matrix"'
+        ),
+    },
+    "docs/mindio.md": {
+        "ttprun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --save output/megatron_style --train-iters 40": Proof(
+            "tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote",
+            '"megatron_style" / "pretrain_gpt.py"',
+        ),
+    },
+}  # fmt: skip
+"""Commands of a part that has a document of its own; asked for where that document is there."""
+
+for _document, _proofs in OF_PARTS.items():
+    if (ROOT / _document).exists():
+        for _command, _proof in _proofs.items():
+            (PARSED if _command.startswith("ttprun") else TESTED)[_command] = _proof
+
+
 def documents() -> list[Path]:
     """Return README.md and docs/*.md."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

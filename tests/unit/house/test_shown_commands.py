@@ -73,7 +73,8 @@ def test_the_launchers_parser_takes_every_line(command: str) -> None:
         assert ended.value.code == 0
         return
     assert command in PARSED
-    assert parse(words).training_script in ("train.py", "ttp.trainer")
+    script = parse(words).training_script
+    assert script in ("train.py", "ttp.trainer") or (ROOT / script).is_file()
 
 
 def test_make_runs_what_there_is() -> None:
