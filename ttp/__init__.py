@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ttp.adopt.protect import Guard as Guard
+    from ttp.adopt.protect import protect as protect
     from ttp.checkpoint.whole import Checkpoint as Checkpoint
     from ttp.checkpoint.whole import open_checkpoint as open_checkpoint
     from ttp.config import Settings as Settings
@@ -38,6 +40,8 @@ _HOMES = {
     "Session": "ttp.session",
     "Settings": "ttp.config",
     "current_session": "ttp.session",
+    "Guard": "ttp.adopt.protect",
+    "protect": "ttp.adopt.protect",
     "open_checkpoint": "ttp.checkpoint.whole",
     "replicas_apart": "ttp.optim.placement",
     "start": "ttp.session",

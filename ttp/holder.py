@@ -18,7 +18,7 @@ from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import param_group_blobs
 from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
 from ttp.errors import CheckpointError, ConfigError
-from ttp.optim.replica_optimizer import TTPReplicaOptimizer
+from ttp.protected import ProtectedOptimizer
 from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
 
 KEPT_STEPS = 3
@@ -66,11 +66,11 @@ class StepStates:
 
 
 class OptimizerHolder:
-    """The `StateHolder` of a rank that trains with a replica optimizer."""
+    """The `StateHolder` of a rank whose optimizer is protected."""
 
     def __init__(
         self,
-        optimizer: TTPReplicaOptimizer,
+        optimizer: ProtectedOptimizer,
         *,
         rank: int,
         world_size: int,

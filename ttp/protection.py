@@ -182,13 +182,14 @@ def introduce(welcome: Welcome) -> None:
     standbys = len(welcome.successors)
     behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
     for line in welcome.overview:
-        _show(logging.INFO, line)
-    _show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
+        show(logging.INFO, line)
+    show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
     for line in welcome.warnings:
-        _show(logging.WARNING, line)
+        show(logging.WARNING, line)
 
 
-def _show(level: int, line: str) -> None:
+def show(level: int, line: str) -> None:
+    """Say a line to people, whether or not the program has configured logging."""
     if log.hasHandlers():
         log.log(level, "%s", line)
     else:

@@ -43,7 +43,7 @@ from ttp.directories import RunDirectories, check_same
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
 from ttp.exchange import broadcast_json, exchange_json, receive_bytes, send_bytes
 from ttp.holder import OptimizerHolder
-from ttp.optim.replica_optimizer import TTPReplicaOptimizer
+from ttp.protected import ProtectedOptimizer
 from ttp.protection import Protection
 from ttp.proto.messages import (
     Cause,
@@ -82,7 +82,7 @@ class ResumePoint:
 
 
 def start(
-    optimizer: TTPReplicaOptimizer,
+    optimizer: ProtectedOptimizer,
     *,
     save_dirs: Sequence[str | os.PathLike[str]],
     layout: Mapping[str, Any] | None = None,
@@ -125,7 +125,7 @@ class Session:
 
     def __init__(
         self,
-        optimizer: TTPReplicaOptimizer,
+        optimizer: ProtectedOptimizer,
         save_dirs: Sequence[str | os.PathLike[str]],
         layout: Mapping[str, Any],
         log_dir: str | os.PathLike[str] | None,

@@ -54,6 +54,12 @@ def create_state(base: Optimizer) -> None:
 
     Raises ConfigError when the fresh state cannot be known, or cannot be cut into shards.
     """
+    make_state(base)
+    _check_state(base)
+
+
+def make_state(base: Optimizer) -> None:
+    """The same for an optimizer whose state need not be cut: it may have any shape. Raises ConfigError when it cannot be known."""
     if isinstance(base, torch.optim.SGD):
         _create_momentum(base)
     elif hasattr(base, "_init_group"):
@@ -63,7 +69,6 @@ def create_state(base: Optimizer) -> None:
             base._init_group(group, *([] for _ in range(lists)))
     else:
         _create_by_probing(base)
-    _check_state(base)
 
 
 def state_kinds(

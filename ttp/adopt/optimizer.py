@@ -1,0 +1,316 @@
+"""Any torch optimizer as one that ttp protects: its hooks tell the phases, its memory is read in place.
+
+Owns the order of one step around the trainer's own `optimizer.step()`:
+
+    pre hook     host state, buffers, ready(t)        this rank's reduced gradients are final        state = t - 1
+                 agree                                one small all-reduce over all ranks makes the commit record
+                 begin_update, clip (norm mode)
+    step         the optimizer's own update           local maths
+    post hook    end_update                                                                          state = t
+
+In *barrier* mode the all-reduce is 24 bytes that only this needs. In *norm* mode (`clip`) it carries the global gradient norm
+that clipping needs anyway: the trainer's own clipping is left out then. Never writes checkpoints, never talks to a controller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ttp.adopt.state import AdoptedState, check_optimizer
+from ttp.checkpoint.held import HeldTensor
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
+from ttp.exchange import exchange_json
+from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
+from ttp.optim.lane import Lane
+from ttp.optim.split import gradient_of
+from ttp.optim.verdict import ClipNorm, clip_factor
+from ttp.proto.messages import CommitRecord, ShardGroup
+from ttp.tracking import NullTracker, UpdateTracker
+
+
+class AdoptedOptimizer:
+    """Implements `ttp.protected.ProtectedOptimizer` over the trainer's own model and optimizer."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: ClipNorm | None = None) -> None:
+        """A collective over WORLD. Raises ConfigError, LayoutError for what cannot be protected."""
+        check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
+        self.optimizer = optimizer
+        self.clip = clip
+        self.current_step = 0
+        self.last_record: CommitRecord | None = None
+        self.on_point: Callable[[str, int], None] | None = None
+        self.on_ready: Callable[[int], None] = lambda step: None
+        """Called with the step before it is READY: the trainer's host state is taken now."""
+        self.on_step_end: Callable[[int], None] = lambda step: None
+        """Called with the step when it is finished and the gate given back."""
+        self._state = AdoptedState(model, optimizer)
+        self.device = self._state.device
+        self._lane = Lane(self.device)
+        self._tracker: UpdateTracker = NullTracker()
+        self._computing = self._ready = 0
+        self._told_to_leave = False
+        self._record: CommitRecord | None = None
+        self._rolling = False
+        """The step is being run by another thread in place of the training thread, which stands in the pre hook."""
+        self._torn = ""
+        self._at_ready = self._hyper_parameters()
+        self._host_state = self._describe()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def mode(self) -> str:
+        """How the ranks learn that all are ready: `norm` or `barrier`."""
+        return "barrier" if self.clip is None else "norm"
+
+    # --- the training thread ---
+
+    def attach(self, tracker: UpdateTracker) -> None:
+        self._tracker = tracker
+
+    def begin_pass(self) -> None:
+        """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
+        step = self.current_step + 1
+        if self._computing != step or self._ready:
+            self._tracker.computing(step)
+            self._computing, self._ready = step, 0
+
+    def begin_backward(self, output: object) -> None:
+        """A forward pass has ended; for fault injection, its backward pass will tell when it begins."""
+        if self.on_point is None:
+            return
+        values = output.values() if isinstance(output, Mapping) else output
+        for value in values if isinstance(values, Iterable) and not torch.is_tensor(values) else (values,):
+            if torch.is_tensor(value) and value.requires_grad:
+                value.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad: self._point("backward", self.current_step + 1)
+                )
+
+    def differing(self) -> list[str]:
+        """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
+        labels = {group.group_id: group.label for group in self._state.shard_groups()}
+        told = exchange_json([self._state.bits(), labels], self.device)
+        found = []
+        for group, bits in sorted({pair for sums, _ in told for pair in sums.items()}):
+            others = [rank for rank, (sums, _) in enumerate(told) if sums.get(group, bits) != bits]
+            same = [rank for rank, (sums, _) in enumerate(told) if sums.get(group) == bits]
+            if others and min(same) < min(others):
+                found.append(f"{told[same[0]][1][group]} has other bits on ranks {same} than on ranks {others}")
+        return found
+
+    def close(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rolling:
+            return
+        if kwargs.get("closure") is not None or any(callable(arg) for arg in args if not isinstance(arg, Optimizer)):
+            raise ConfigError(
+                "optimizer.step was called with a closure, which runs the model within the update: wanted backward before"
+                " step(), and step() without arguments"
+            )
+        step = self.current_step + 1
+        self._tracker.waiting = True
+        self._state.share_buffers()
+        self.on_ready(step)
+        self._at_ready = self._hyper_parameters()
+        self._lane.mark_ready()
+        self._ready = step
+        self._tracker.ready(step)
+        self._point("ready", step)
+        record, self._told_to_leave = self._agree(step)
+        self._tracker.waiting = False
+        self._point("record", step)
+        self._tracker.begin_update(step, record)
+        self._begin(record)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rolling or self._record is None:
+            return
+        step = self._record.step
+        self._point("updating", step)
+        self._end()
+        self._lane.mark_updated()
+        self._tracker.end_update(step)
+        self._point("done", step)
+        self.on_step_end(step)
+        if self._told_to_leave:
+            self._tracker.boundary(step)
+
+    def _agree(self, step: int) -> tuple[CommitRecord, bool]:
+        """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
+        # The sum of squares is the square of the sum over the world exactly when all ranks count the same step.
+        vector = torch.tensor([float(self._tracker.notice), step, step * step], dtype=torch.float64, device=self.device)
+        world = 1
+        if self.clip is not None:
+            vector = torch.cat([vector, self._own_squares()])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            world = dist.get_world_size()
+            dist.all_reduce(vector)
+        notices, steps, squares, *norms = vector.tolist()
+        if squares * world != steps * steps:
+            raise ProtocolError(
+                f"step {step}: the ranks are not at the same step (their mean is {steps / world:g}): every rank must call"
+                " optimizer.step() as often as the others, and on the same batches"
+            )
+        total = math.sqrt(norms[0]) if norms and norms[0] >= 0 else math.nan if norms else 0.0
+        skipped = not math.isfinite(total)
+        factor = 1.0 if skipped else clip_factor(self.clip, total)
+        rates = tuple(float(group["lr"]) for group in self._at_ready if "lr" in group)
+        return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), notices > 0
+
+    def _own_squares(self) -> torch.Tensor:
+        """Return the sum of squares (FP64, one element) of the gradients that this rank counts: every element of the model's is
+        counted once over all ranks."""
+        norms = [
+            torch.linalg.vector_norm(gradient_of(param), dtype=torch.float64)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None and self._state.counts(param)
+        ]
+        return torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum().view(1)
+
+    # --- the update, on whichever thread has the gate ---
+
+    def _begin(self, record: CommitRecord) -> None:
+        """The optimizer's own step follows at once, on this thread."""
+        if self._torn or self._ready != record.step or self.current_step != record.step - 1:
+            raise ProtocolError(
+                f"update of step {record.step}: the state is {self._torn or f'that of step {self.current_step}'} and gradients are"
+                f" ready for step {self._ready}; wanted state {record.step - 1} and gradients of {record.step}"
+            )
+        self._torn = f"in the middle of the update of step {record.step}"
+        self._record = record
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if record.skipped:
+                    param.grad = None
+                elif record.clip_factor != 1.0:
+                    param.grad.mul_(record.clip_factor)
+
+    def _end(self) -> None:
+        assert self._record is not None
+        self._state.updated()
+        self.current_step, self.last_record = self._record.step, self._record
+        self._record, self._ready, self._torn = None, 0, ""
+        self._host_state = self._describe()
+
+    def roll_forward(self, record: CommitRecord) -> int:
+        with self._lane.after_ready(), torch.no_grad():
+            self._rolling = True
+            try:
+                self._begin(record)
+                type(self.optimizer).step(self.optimizer)  # not a trainer's wrapper of it
+                self._end()
+            finally:
+                self._rolling = False
+            self._lane.mark_updated()
+        self._lane.drain()
+        return self.current_step
+
+    @property
+    def work_done(self) -> int:
+        return self.current_step
+
+    def drain(self) -> None:
+        self._lane.drain()
+
+    def drain_within(self, timeout_s: float) -> bool:
+        return self._lane.drain_within(timeout_s)
+
+    @property
+    def needs_drain(self) -> bool:
+        return self._lane.ordered
+
+    def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
+        self._check_held(step)
+        return self._state.holdings()
+
+    def host_state(self, step: int | None = None) -> dict[str, Any]:
+        self._check_held(step)
+        return self._host_state
+
+    # --- what the job has ---
+
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        return self._state.shard_groups()
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        return self._state.shapes
+
+    def param_names(self, group: int) -> list[str]:
+        return self._state.group_names[group]
+
+    def layout_json(self) -> str:
+        return json.dumps({"adopted": type(self.optimizer).__name__, "mode": self.mode})
+
+    # --- loading ---
+
+    def load_targets(self) -> list[HeldTensor]:
+        return self._state.targets()
+
+    def load_begin(self) -> list[HeldTensor]:
+        self._torn = "in the middle of a load"
+        return self.load_targets()
+
+    def load_end(self, step: int, host_state: dict[str, Any]) -> None:
+        saved = host_state["param_groups"]
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(groups)}; group the"
+                " parameters as in the run that wrote it"
+            )
+        restore_hyper_parameters(groups, saved)
+        self._state.loaded()
+        self.current_step, self.last_record = step, None
+        self._computing = self._ready = 0
+        self._torn = ""
+        self._at_ready = self._hyper_parameters()
+        self._host_state = self._describe()
+
+    # --- inside ---
+
+    def _point(self, name: str, step: int) -> None:
+        """Points in order: backward, ready, record, updating (done, not ended), done."""
+        if self.on_point is not None:
+            self.on_point(name, step)
+
+    def _hyper_parameters(self) -> list[dict[str, Any]]:
+        """Return each param group's plain settings; what JSON cannot carry stays the program's own."""
+        return [
+            {key: list(value) if isinstance(value, tuple) else value for key, value in hyper_parameters(group).items()}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _describe(self) -> dict[str, Any]:
+        plain = (bool, int, float, str, type(None))
+        groups = [
+            {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, plain) or (isinstance(value, list) and all(isinstance(v, plain) for v in value))
+            }
+            for group in self._at_ready
+        ]
+        return {"step": self.current_step, "param_groups": groups}
+
+    def _check_held(self, step: int | None) -> None:
+        if self._torn or step not in (None, self.current_step):
+            state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
+            raise CheckpointError(f"this rank {state}; step {step or 'newest'} was wanted; take another holder")

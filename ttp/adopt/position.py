@@ -1,0 +1,48 @@
+"""Where the trainer stands in its data: the epoch, and how many of its batches were handed out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DataPosition:
+    """Counts batches, and skips on resume those that were trained on."""
+
+    def __init__(self, before_fetch: Callable[[int, int], None]) -> None:
+        """`before_fetch(epoch, index)` is called before each batch is fetched, with -1 before the loader is asked to begin."""
+        self.epoch = 0
+        self.batch = 0
+        """Batches of `epoch` that were handed out."""
+        self._before_fetch = before_fetch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left of `count`, the first where the checkpoint stood."""
+        while self.epoch < count:
+            yield self.epoch
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches that are left of this epoch; those before are fetched and dropped, so the loader must give the same
+        ones again in every run."""
+        skipped = self.batch
+        self._before_fetch(self.epoch, -1)
+        batches = iter(loader)
+        for index in itertools.count():
+            self._before_fetch(self.epoch, index)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if index >= skipped:
+                self.batch = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch, self.batch = int(state_dict["epoch"]), int(state_dict["batch"])

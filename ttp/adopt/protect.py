@@ -1,0 +1,200 @@
+"""`ttp.protect`: a trainer that knows nothing of ttp, protected with three lines.
+
+    guard = ttp.protect(model, optimizer, schedulers=[scheduler], save_dirs=["checkpoints"])
+
+    @ttp.ttp_to_persist
+    def train():
+        for epoch in guard.epochs(epochs):           # in place of range(epochs)
+            for batch in guard.batches(loader):      # in place of loader
+                ...                                  # unchanged: zero_grad, forward, backward, optimizer.step(), scheduler.step()
+
+Owns the joining of the adopted optimizer, the trainer's host state and a session. Over the same protocol and the same
+checkpoints as `ttp.start`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from ttp.adopt.host import HostObjects, Stateful
+from ttp.adopt.optimizer import AdoptedOptimizer
+from ttp.adopt.position import DataPosition
+from ttp.adopt.seeds import Seeds
+from ttp.config import Settings
+from ttp.errors import ConfigError
+from ttp.optim.verdict import ClipNorm
+from ttp.protection import show
+from ttp.session import ResumePoint, start
+
+T = TypeVar("T")
+
+_MODES = {
+    "norm": "the all-reduce of the gradient norm tells that all ranks are ready; clipping is done by ttp",
+    "barrier": "one all-reduce of 24 bytes before each optimizer.step() tells that all ranks are ready",
+}
+
+
+def protect(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    *,
+    save_dirs: Sequence[str | os.PathLike[str]],
+    schedulers: Sequence[Any] = (),
+    state: Mapping[str, Stateful] | None = None,
+    clip: ClipNorm | None = None,
+    save_interval: int = 0,
+    compare_every: int = 100,
+    reseed: bool = True,
+    resume: str = "auto",
+    layout: Mapping[str, Any] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+) -> Guard:
+    """Protect this rank and load the newest checkpoint (all ranks call, after `init_process_group`, `fully_shard` and the
+    building of the optimizer; DDP's wrapper or the model within).
+
+    schedulers: those whose `step()` follows every optimizer.step(). state: other objects with `state_dict` and
+    `load_state_dict` (plain values, equal on all ranks), given back as they were when the step's gradients were ready.
+    clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
+    the barrier. save_interval: a periodic checkpoint after so many steps (0: none). compare_every: after so many steps
+    replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
+    resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
+    Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
+    """
+    for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
+        if number < 0:
+            raise ConfigError(f"{name} is {number}: wanted a number of steps, or 0 for never")
+    adopted = AdoptedOptimizer(model, optimizer, clip)
+    try:
+        return Guard(
+            model, adopted, HostObjects(schedulers, state or {}), save_dirs, save_interval, compare_every, reseed, resume,
+            layout or {}, log_dir, settings,
+        )  # fmt: skip
+    except BaseException:
+        adopted.close()
+        raise
+
+
+class Guard:
+    """What protects one trainer. Made by `ttp.protect`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        adopted: AdoptedOptimizer,
+        host: HostObjects,
+        save_dirs: Sequence[str | os.PathLike[str]],
+        save_interval: int,
+        compare_every: int,
+        reseed: bool,
+        resume: str,
+        layout: Mapping[str, Any],
+        log_dir: str | os.PathLike[str] | None,
+        settings: Settings | None,
+    ) -> None:
+        self._adopted = adopted
+        self._host = host
+        self._save_interval = save_interval
+        self._compare_every = compare_every
+        self._passes = 0
+        self.session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
+        self._seeds = Seeds(adopted.device, enabled=reseed)
+        self._position = DataPosition(self._seeds.seed_fetch)
+        if self.session.rank == 0:
+            show(logging.INFO, f"{adopted.mode} mode: {_MODES[adopted.mode]}")
+        self._take(0)
+        self.resumed: ResumePoint | None = self.session.resume(resume)
+        """Where the run goes on; None: from its beginning."""
+        if self.resumed is not None:
+            self._give_back(self.resumed)
+        elif different := adopted.differing():
+            raise ConfigError(
+                f"before the first step, {different[0]}: wanted the same weights on replicas; seed all ranks alike"
+            )
+        adopted.on_ready = self._take
+        adopted.on_step_end = self._step_ended
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+
+    # --- where the run stands ---
+
+    @property
+    def step(self) -> int:
+        """Updates so far, over all starts of the job."""
+        return self._adopted.current_step
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the newest step's gradient before clipping; 0.0 without `clip`."""
+        record = self._adopted.last_record
+        return record.grad_norm if record is not None else 0.0
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left of `count`: in place of `range(count)`."""
+        return self._position.epochs(count)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
+        run (a function of seed and epoch, as DistributedSampler is)."""
+        return self._position.batches(loader)
+
+    # --- beside the steps ---
+
+    def save(self) -> str:
+        """Write a periodic checkpoint of the current step (all ranks call, between two steps); return its path."""
+        return self.session.save()
+
+    def pause(self, at_most_s: float = 3600.0) -> AbstractContextManager[None]:
+        """Say that this rank does something else than steps for a while (an evaluation): no hang."""
+        return self.session.pause(at_most_s)
+
+    def close(self) -> None:
+        """Stop protecting; the model and the optimizer are as they were found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._adopted.close()
+        self.session.close()
+
+    # --- inside ---
+
+    def _take(self, step: int) -> None:
+        """Keep what the run needs to go on after `step`."""
+        position = self._position.state_dict()
+        self.session.set_step_state(step, {**self._host.take(), "position": position, "seed": self._seeds.base})
+
+    def _give_back(self, point: ResumePoint) -> None:
+        self._host.give_back(point.state, updated=point.step > 0)
+        self._position.load_state_dict(point.state["position"])
+        self._seeds.base = point.state["seed"]
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if module.training:
+            self._adopted.begin_pass()
+            self._seeds.seed_pass(self.step + 1, self._passes)
+            self._passes += 1
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module.training:
+            self._adopted.begin_backward(output)
+
+    def _step_ended(self, step: int) -> None:
+        self._passes = 0
+        if self._compare_every and step % self._compare_every == 0:
+            for text in self._adopted.differing():
+                if self.session.rank == 0:
+                    show(logging.WARNING, f"silent corruption? After step {step}, {text}")
+        if self._save_interval and step % self._save_interval == 0:
+            self.save()
