@@ -1,0 +1,130 @@
+"""`transformers.Trainer`, protected by a callback.
+
+    callback = TTPCallback(save_dirs=["checkpoints"])
+    trainer = Trainer(model=model, args=args, train_dataset=samples, callbacks=[callback])
+    ttp.ttp_to_persist(trainer.train)(resume_from_checkpoint=callback.checkpoint(trainer))
+    callback.close()
+
+Owns the joining of the Trainer's loop with `ttp.protect`. The Trainer itself knows only one way to go on where it stood: a
+checkpoint of its own form, for the step count and the data that it skips. `checkpoint` makes one of the newest checkpoint of
+ttp; the rest (optimizer, schedule) is loaded from that directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerState
+
+from ttp.adopt.host import from_json
+from ttp.adopt.protect import Guard, protect
+from ttp.checkpoint import load
+from ttp.checkpoint.whole import open_checkpoint
+from ttp.errors import ConfigError
+from ttp.exchange import broadcast_json
+
+_FOLDER = "ttp_resume"
+
+
+class TTPCallback(TrainerCallback):  # type: ignore[misc]
+    """Protects the rank from the beginning of `trainer.train` to its end."""
+
+    def __init__(self, *, save_dirs: Sequence[str | os.PathLike[str]], **options: Any) -> None:
+        """`options` go to `ttp.protect`: save_interval, compare_every, reseed, layout, log_dir, settings."""
+        self._save_dirs = save_dirs
+        self._options = options
+        self._pause = contextlib.ExitStack()
+        self.guard: Guard | None = None
+        """From the beginning of training on."""
+
+    def checkpoint(self, trainer: Any) -> str | None:
+        """Return what `trainer.train(resume_from_checkpoint=...)` takes, None for a run's beginning (all ranks call).
+
+        Rank 0 writes it into the Trainer's output directory, which all ranks share.
+        """
+        path = ""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = load.find_newest_valid([Path(directory) for directory in self._save_dirs])
+            path = str(self._write(found, trainer)) if found is not None else ""
+        device = trainer.args.device if dist.is_initialized() else torch.device("cpu")
+        return broadcast_json(path, device) or None
+
+    def close(self) -> None:
+        """Stop protecting, after `train` has returned."""
+        if self.guard is not None:
+            self.guard.close()
+            self.guard = None
+
+    def _write(self, found: load.Found, trainer: Any) -> Path:
+        folder = Path(trainer.args.output_dir) / _FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        weights = open_checkpoint(found.path, deep=False).weights()
+        trainer.model.load_state_dict(weights, strict=False)  # tied weights are there once
+        trainer.model.save_pretrained(folder)
+        state = TrainerState(**from_json(found.manifest.state["trainer"]["state"]["trainer"]))
+        state.global_step = found.manifest.step
+        state.save_to_json(str(folder / "trainer_state.json"))
+        return folder
+
+    # --- what the Trainer calls ---
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        optimizer = objects["optimizer"]
+        self.guard = protect(
+            objects["model"],
+            getattr(optimizer, "optimizer", optimizer),  # what accelerate has wrapped
+            schedulers=[objects["lr_scheduler"]],
+            state={"trainer": _Progress(state)},
+            save_dirs=self._save_dirs,
+            **self._options,
+        )
+        if self.guard.step != state.global_step:
+            raise ConfigError(
+                f"the newest checkpoint is of step {self.guard.step}, the Trainer stands at step {state.global_step}: call"
+                " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._pause.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._pause_before_more(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._pause_before_more(control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._pause.close()
+        if self.guard is not None:
+            self.guard.save()  # the last step is on disk before anybody leaves
+
+    def _pause_before_more(self, control: Any) -> None:
+        """An evaluation or a save of the Trainer's own takes as long as it takes: no hang."""
+        if self.guard is not None and (control.should_evaluate or control.should_save):
+            self._pause.close()
+            self._pause.enter_context(self.guard.pause())
+
+
+class _Progress:
+    """The Trainer's own progress as host state. It is given back through the Trainer's checkpoint, before training begins."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the history of the log, which grows with every step."""
+        fields = {field.name: getattr(self._state, field.name) for field in dataclasses.fields(self._state)}
+        return {**fields, "log_history": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: `TTPCallback.checkpoint` has handed it on."""
