@@ -93,6 +93,32 @@ def test_hsdp_survives_the_death_of_a_rank(tmp_path: Path, rank: int, point: str
     compare(whole, train(tmp_path / "hurt", 4, "hsdp/train.py", "--steps", "14", faults=faults))
 
 
+UNEQUAL = """
+import os, torch, torch.distributed as dist, ttp
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(2, 2)
+ttp.protect(model, torch.optim.SGD(model.parameters(), lr=0.1), save_dirs=[os.environ["SAVE_DIR"]])
+"""
+
+
+@pytest.mark.long
+def test_replicas_that_differ_before_the_first_step_are_refused(tmp_path: Path) -> None:
+    """Weights that every rank has drawn for itself: a checkpoint put together of them would be nobody's."""
+    script = tmp_path / "train.py"
+    script.write_text(UNEQUAL)
+    done = subprocess.run(
+        [sys.executable, "-m", "ttp.launch", "--nproc-per-node", "2", str(script)],
+        env={**os.environ, "SAVE_DIR": str(tmp_path / "save"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == 1 and "has other bits on ranks [0] than on ranks [1]" in text, text
+
+
 @pytest.mark.long
 def test_the_trainer_of_transformers_survives_the_death_of_a_rank(tmp_path: Path) -> None:
     """Its callback is all that was added; gradients are accumulated over two passes, and the data goes on where it stood."""
@@ -148,7 +174,12 @@ def test_a_loop_around_models_of_transformers_survives_the_death_of_a_rank(tmp_p
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": 300, **CONFIGURATIONS[name]}))
     (tmp_path / "text.txt").write_text("\n".join(topics.values())[:40_000])
-    arguments = ("--model_name_or_path", str(path), "--dataset_name_or_path", str(tmp_path / "text.txt"))
+    arguments: tuple[str, ...] = (
+        "--model_name_or_path",
+        str(path),
+        "--dataset_name_or_path",
+        str(tmp_path / "text.txt"),
+    )
     arguments += (
         "--batch_size",
         "4",

@@ -8,11 +8,13 @@ the trainer does between that update and the next step is done again on resume f
 from __future__ import annotations
 
 import base64
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ttp.errors import CheckpointMismatch, ConfigError
 
@@ -42,6 +44,11 @@ class HostObjects:
                 raise ConfigError(
                     f"{name} is a {type(each).__name__}: wanted an object with state_dict() and load_state_dict()"
                 )
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ConfigError(
+                    "ReduceLROnPlateau follows an evaluation and not every update: give it as state={...}, not in schedulers"
+                )
 
     def take(self) -> dict[str, Any]:
         """Return everything as JSON values. Raises ConfigError for what JSON cannot carry."""
@@ -64,7 +71,11 @@ class HostObjects:
         for scheduler, value in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(from_json(value))
             if updated:
-                scheduler.step()
+                with warnings.catch_warnings():
+                    warnings.simplefilter(
+                        "ignore", UserWarning
+                    )  # that no optimizer.step() came before it in this process
+                    scheduler.step()
         for name, each in self._state.items():
             each.load_state_dict(from_json(taken["state"][name]))
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 
@@ -79,12 +80,13 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     # --- what the Trainer calls ---
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        optimizer = objects["optimizer"]
+        optimizer, schedule = objects["optimizer"], objects["lr_scheduler"]
+        follows_updates = not isinstance(schedule, ReduceLROnPlateau)
         self.guard = protect(
             objects["model"],
             getattr(optimizer, "optimizer", optimizer),  # what accelerate has wrapped
-            schedulers=[objects["lr_scheduler"]],
-            state={"trainer": _Progress(state)},
+            schedulers=[schedule] if follows_updates else [],
+            state={"trainer": _Progress(state), **({} if follows_updates else {"schedule": schedule})},
             save_dirs=self._save_dirs,
             **self._options,
         )

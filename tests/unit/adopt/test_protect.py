@@ -197,6 +197,24 @@ def test_a_closure_is_refused(tmp_path: Path) -> None:
         optimizer.step(lambda: model(torch.ones(1, 2)).sum())
 
 
+def test_a_scheduler_that_follows_evaluations_is_state(tmp_path: Path) -> None:
+    """Among those that follow every update it is refused; as state it comes back as it was."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3)
+    with pytest.raises(ConfigError, match="give it as state"):
+        ttp.protect(model, optimizer, schedulers=[plateau], save_dirs=[tmp_path], settings=OFF)
+    plateau.step(1.0)
+    guard = ttp.protect(model, optimizer, state={"plateau": plateau}, save_dirs=[tmp_path], settings=OFF)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    guard.save()
+    guard.close()
+    plateau.load_state_dict({**plateau.state_dict(), "best": 7.0})
+    ttp.protect(model, optimizer, state={"plateau": plateau}, save_dirs=[tmp_path], settings=OFF)
+    assert plateau.best == 1.0
+
+
 class Counted:
     """A stateful object with what JSON has no words for."""
 
