@@ -31,7 +31,7 @@ from ttp.config import Settings
 from ttp.errors import ConfigError
 from ttp.optim.verdict import ClipNorm
 from ttp.protection import show
-from ttp.session import ResumePoint, start
+from ttp.session import ResumePoint, Session, start
 
 T = TypeVar("T")
 
@@ -73,10 +73,11 @@ def protect(
             raise ConfigError(f"{name} is {number}: wanted a number of steps, or 0 for never")
     adopted = AdoptedOptimizer(model, optimizer, clip)
     try:
+        host = HostObjects(schedulers, state or {})
+        session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
         return Guard(
-            model, adopted, HostObjects(schedulers, state or {}), save_dirs, save_interval, compare_every, reseed, resume,
-            layout or {}, log_dir, settings,
-        )  # fmt: skip
+            model, adopted, host, session, resume, save_interval, compare_every, Seeds(adopted.device, enabled=reseed)
+        )
     except BaseException:
         adopted.close()
         raise
@@ -90,22 +91,20 @@ class Guard:
         model: torch.nn.Module,
         adopted: AdoptedOptimizer,
         host: HostObjects,
-        save_dirs: Sequence[str | os.PathLike[str]],
+        session: Session,
+        resume: str,
         save_interval: int,
         compare_every: int,
-        reseed: bool,
-        resume: str,
-        layout: Mapping[str, Any],
-        log_dir: str | os.PathLike[str] | None,
-        settings: Settings | None,
+        seeds: Seeds,
     ) -> None:
+        self.session = session
         self._adopted = adopted
         self._host = host
         self._save_interval = save_interval
         self._compare_every = compare_every
         self._passes = 0
-        self.session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
-        self._seeds = Seeds(adopted.device, enabled=reseed)
+        """Forward passes of the step in flight."""
+        self._seeds = seeds
         self._position = DataPosition(self._seeds.seed_fetch)
         if self.session.rank == 0:
             show(logging.INFO, f"{adopted.mode} mode: {_MODES[adopted.mode]}")

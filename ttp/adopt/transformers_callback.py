@@ -30,7 +30,7 @@ from ttp.adopt.host import from_json
 from ttp.adopt.protect import Guard, protect
 from ttp.checkpoint import load
 from ttp.checkpoint.whole import open_checkpoint
-from ttp.errors import ConfigError
+from ttp.errors import CheckpointMismatch, ConfigError
 from ttp.exchange import broadcast_json
 
 _FOLDER = "ttp_resume"
@@ -66,13 +66,18 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
             self.guard = None
 
     def _write(self, found: load.Found, trainer: Any) -> Path:
+        saved = found.manifest.state["trainer"].get("state", {}).get("trainer")
+        if saved is None:
+            raise CheckpointMismatch(
+                f"{found.path} was not written by a transformers.Trainer: use another directory, or move it away"
+            )
         folder = Path(trainer.args.output_dir) / _FOLDER
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         weights = open_checkpoint(found.path, deep=False).weights()
         trainer.model.load_state_dict(weights, strict=False)  # tied weights are there once
         trainer.model.save_pretrained(folder)
-        state = TrainerState(**from_json(found.manifest.state["trainer"]["state"]["trainer"]))
+        state = TrainerState(**from_json(saved))
         state.global_step = found.manifest.step
         state.save_to_json(str(folder / "trainer_state.json"))
         return folder
