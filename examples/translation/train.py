@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
+    torch.backends.mha.set_fastpath_enabled(False)  # it uses a prototype of torch's, and warns of it
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pairs = aligned(args.source, args.target) if args.source else numerals(args.pairs)
