@@ -189,7 +189,6 @@ def introduce(welcome: Welcome) -> None:
 
 
 def show(level: int, line: str) -> None:
-    """Say a line to people, whether or not the program has configured logging."""
     if log.hasHandlers():
         log.log(level, "%s", line)
     else:
