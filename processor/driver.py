@@ -194,9 +194,10 @@ class Processor:
     def end_pause(self, before: float) -> None:
         self._paused_until = before
 
-    def wait_for_verdict(self) -> None:
-        """Stay as a holder until the controller has decided. Returns when released or stopped; else the process ends."""
-        self._released.wait()
+    def wait_for_verdict(self, timeout_s: float | None = None) -> bool:
+        """Stay as a holder until the controller has decided, and say whether this rank was released (or stopped) within the time;
+        else the process ends."""
+        return self._released.wait(timeout_s)
 
     def finished(self) -> None:
         """`train` returned: stay as a holder until every rank has finished. Ends as `wait_for_verdict`."""

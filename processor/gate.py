@@ -27,13 +27,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from ttp.errors import ProtocolError
+from ttp.errors import Overtaken, ProtocolError
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 _COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
 
 ABANDONED_STEP_S = 5.0
 """How long reduced gradients outlive a failed step: longer than a lease, so that a dead peer is known by then."""
+
+_LET_GO_S = 0.02
+"""How often a thread that may be let go looks whether its update was done for it."""
 
 _PASSING_S = 1.0
 """A thread that finds the gate closed holds the lock for a moment, to look; nobody else holds it for less than an update."""
@@ -65,6 +68,7 @@ class Gate:
         "_ticket",
         "_torn",
         "drain_error",
+        "lets_go",
         "notice",
         "on_boundary",
         "on_first_step",
@@ -99,6 +103,8 @@ class Gate:
         self._torn = False
         self._in_update = False  # written and read by the training thread alone
         self.drain_error = ""
+        self.lets_go = False
+        """`begin_update` raises Overtaken, in place of waiting for good, once the work thread has done that very update."""
         self.waiting = False
         """The training thread stands in a collective (it writes, heartbeats read)."""
         self.notice = False
@@ -134,14 +140,14 @@ class Gate:
     def begin_update(self, step: int, record: CommitRecord, backup_step: int = -1) -> None:
         """Take the gate for `step`'s update; waits while closed, for good once the state was rolled forward.
 
-        Raises ProtocolError when an update is in progress already, or an earlier one failed.
+        Raises ProtocolError when an update is in progress already, or an earlier one failed; Overtaken where `lets_go`.
         """
         if self._in_update:
             raise self._misuse("begin_update", step, "an update is in progress already; call end_update first")
         self._acquire()
         if self._barred:
             self._release()
-            self._pass()
+            self._pass(step)
         self._in_update = True
         self._previous_record = self._record
         self._record = record
@@ -208,16 +214,19 @@ class Gate:
         while not self._barred and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _pass(self) -> None:
-        """Take the lock with the gate open."""
+    def _pass(self, update: int = 0) -> None:
+        """Take the lock with the gate open. `update`: the step whose update it is wanted for, if any."""
         while True:
             self._acquire()
             if not self._barred:
                 return
+            overtaken = bool(update) and self.overtook(update)
             self._release()
+            if overtaken and self.lets_go:
+                raise Overtaken(f"rank {self._rank}: the update of step {update} was done by the work thread")
             if self._open.is_set() and self._torn:
                 raise self._misuse("update", self._step, "an earlier update failed half way; restart from a checkpoint")
-            self._open.wait()
+            self._open.wait(_LET_GO_S if self.lets_go else None)
 
     def _tell_first_step(self, step: int) -> None:
         tell, self.on_first_step = self.on_first_step, None
@@ -368,6 +377,10 @@ class Gate:
     def final(self) -> bool:
         """The state was rolled forward: the training thread never passes again."""
         return self._final
+
+    def overtook(self, step: int) -> bool:
+        """The update of `step` was done by a roll forward: the training thread has nothing left to do in it."""
+        return self._final and not self._torn and self._state_step == step
 
     @property
     def backup_step(self) -> int:

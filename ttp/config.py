@@ -14,6 +14,7 @@
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
 | TTP_SHARED_DIRS | True | False: every node has checkpoint directories of its own, not shared with the others |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
+| TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
 """
 
@@ -52,6 +53,7 @@ class Settings:
     local_rank: int = -1
     standbys: int = 2
     shared_dirs: bool = True
+    mindio_dir: str = "output/mindio"
 
     @property
     def start_name(self) -> str:
@@ -107,6 +109,7 @@ class Settings:
             local_rank=_integer(environ, "LOCAL_RANK", -1),
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
+            mindio_dir=environ.get("TTP_MINDIO_DIR") or "output/mindio",
         )
 
 

@@ -10,7 +10,9 @@
     │   └── NotWritable            the directory cannot take a checkpoint
     ├── DatasetError       the training text cannot be read or is too small
     ├── ControllerError    the controller could not be started, or was lost: a fault
-    └── ProtocolError      an event that the protocol's state does not allow
+    ├── ProtocolError      an event that the protocol's state does not allow
+    ├── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
+    └── NotSupported       a name of another product's interface that has no counterpart here  (also a NotImplementedError)
 
 Every message says what, who, got, wanted, and what to do next.
 
@@ -71,3 +73,14 @@ class ControllerError(TTPError):
 
 class ProtocolError(TTPError):
     """An event that the protocol's state does not allow; the state is unchanged."""
+
+
+class Overtaken(TTPError):
+    """The work thread has rolled forward the step whose update the training thread waits to do; the state is that step's.
+
+    Raised only where the trainer asked for it (`Gate.lets_go`): it finishes its own bookkeeping of the step, and no more.
+    """
+
+
+class NotSupported(TTPError, NotImplementedError):
+    """A name of another product's interface that has no counterpart here; the message says what to do instead."""

@@ -59,3 +59,34 @@ def broadcast_json(value: Any, device: torch.device) -> Any:
         content = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
     dist.broadcast(content, src=0)
     return json.loads(content.cpu().numpy().tobytes())
+
+
+def world() -> tuple[int, int]:
+    """Return (rank, world_size) of this process, (0, 1) without a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+class JobRanks:
+    """The job's ranks, agreeing on a checkpoint (`load.Voters`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index, self.count = world()
+        self._device = device
+
+    def same_list(self, paths: list[str]) -> list[str]:
+        shared: list[str] = broadcast_json(paths, self._device)
+        return shared
+
+    def first_failure(self, reason: str) -> str:
+        return next((other for other in exchange_json(reason, self._device) if other), "")
+
+    def exchange(self, value: Any) -> list[Any]:
+        return exchange_json(value, self._device)
+
+    def send(self, chunk: memoryview, rank: int) -> None:
+        send_bytes(chunk, rank, self._device)
+
+    def receive(self, chunk: memoryview, rank: int) -> None:
+        receive_bytes(chunk, rank, self._device)

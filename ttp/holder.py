@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ttp.checkpoint import shards, writer
 from ttp.checkpoint.held import HeldTensor
@@ -23,6 +23,24 @@ from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, S
 
 KEPT_STEPS = 3
 """Host states kept: the step in flight, the one before it (what a dump may choose), and one to spare."""
+
+
+class Publisher(Protocol):
+    """Makes what all writers wrote of one step a checkpoint that the next start goes on from.
+
+    Called by one rank, on the processor's work thread, when every share is durable; after a failure by another rank, for the
+    same attempt. The job's own is `OptimizerHolder.publish`; a session may be given another.
+    """
+
+    def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
+        """Return where the checkpoint is. Raises what went wrong: nothing is visible then.
+
+        state: the optimizer's host state at the order's step. advance: told that the work gets on.
+        """
+
+    @property
+    def work_done(self) -> int:
+        """A number that grows while `publish` gets on; any thread."""
 
 
 def _nothing_around(point: str, step: int, path: str) -> contextlib.AbstractContextManager[None]:
@@ -78,8 +96,11 @@ class OptimizerHolder:
         pid: int,
         save_dirs: Sequence[str],
         layout: Mapping[str, Any],
+        publisher: Publisher | None = None,
     ) -> None:
+        """publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
         self.optimizer = optimizer
+        self._publisher = publisher
         self.step_states = StepStates()
         self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
         """`with around(point, step, path):` encloses every write and publish, for fault injection."""
@@ -140,7 +161,9 @@ class OptimizerHolder:
 
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
-            return self._publish(order)
+            if self._publisher is None:
+                return self._publish(order)
+            return self._publisher.publish(order, self.optimizer.host_state(order.step), self._advance)
 
     def _publish(self, order: PublishOrder) -> str:
         fields: dict[str, Any] = {
@@ -164,7 +187,8 @@ class OptimizerHolder:
     def work_done(self) -> int:
         """Bytes, files, entries and buckets that orders and updates have got through so far: it grows while a write, a publish,
         a roll forward or the training thread's own update gets on. Any thread."""
-        return self._io_done + self.optimizer.work_done
+        publishing = 0 if self._publisher is None else self._publisher.work_done
+        return self._io_done + publishing + self.optimizer.work_done
 
     def _advance(self, count: int) -> None:
         self._io_done += count

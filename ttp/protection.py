@@ -34,6 +34,7 @@ STORE_TIMEOUT = timedelta(seconds=60)
 ASSEMBLY_TIMEOUT_S = 300.0
 """How long a rank waits at the start for all others to be registered."""
 CONTROLLER_END_S = 10.0
+OVERTAKEN_POLL_S = 0.02
 
 
 class Protection:
@@ -87,6 +88,23 @@ class Protection:
     def resumed(self, step: int, record: CommitRecord | None) -> None:
         """A checkpoint of `step` was loaded."""
         self.gate.resumed(step, record)
+
+    def overtaken_after(self, exc: BaseException, step: int) -> bool:
+        """Tell the controller that a peer made this thread's collective of `step` fail, and stay as a holder. True when the step was
+        then finished by a roll forward: only bookkeeping is left. False: the exception may go on."""
+        cause = cause_of(self._rank, type(exc).__name__, str(exc))
+        if cause.kind is not CauseKind.PEER_ERROR:
+            return False
+        log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
+        self.processor.fault(cause, "".join(traceback.format_exception(exc)))
+        while not self.gate.overtook(step):
+            if self.processor.wait_for_verdict(OVERTAKEN_POLL_S):
+                return False
+        return True
+
+    def hold(self) -> None:
+        """Stay as a holder: this thread has nothing left to do. Returns only when nobody will end the process any more."""
+        self.processor.wait_for_verdict()
 
     def hold_after(self, exc: BaseException) -> None:
         """Tell the controller that `train` raised and stay as a holder. Returns when the exception may go on; a rank whose

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ttp import error_file
 from ttp.chaos.disk import dump_faults
@@ -41,8 +40,8 @@ from ttp.checkpoint import gather, load, writer
 from ttp.config import Settings
 from ttp.directories import RunDirectories, check_same
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
-from ttp.exchange import broadcast_json, exchange_json, receive_bytes, send_bytes
-from ttp.holder import OptimizerHolder
+from ttp.exchange import JobRanks, exchange_json, world
+from ttp.holder import OptimizerHolder, Publisher
 from ttp.protected import ProtectedOptimizer
 from ttp.protection import Protection
 from ttp.proto.messages import (
@@ -88,6 +87,7 @@ def start(
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
+    publisher: Publisher | None = None,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -95,6 +95,8 @@ def start(
     TTP_SHARED_DIRS=False, each node's own under the same names.
     layout: JSON facts for the manifest (the axes' sizes, the model's shape).
     log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory).
+    publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.holder.Publisher`): it makes them of the
+    shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError.
     """
     global _current
@@ -103,7 +105,7 @@ def start(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
     error_file.install()
-    session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env())
+    session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
     _current = session
     return session
 
@@ -130,6 +132,7 @@ class Session:
         layout: Mapping[str, Any],
         log_dir: str | os.PathLike[str] | None,
         settings: Settings,
+        publisher: Publisher | None,
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
@@ -153,6 +156,7 @@ class Session:
             pid=os.getpid(),
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
+            publisher=publisher,
         )
         self.holder.hosts, self.holder.start = self._hosts, start
         holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
@@ -166,6 +170,8 @@ class Session:
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
+        if self._protection is not None and optimizer.current_step:  # the trainer has loaded a checkpoint of its own
+            self._protection.resumed(optimizer.current_step, None)
         self._inject(settings)
         self._at_point("protected")
 
@@ -179,6 +185,11 @@ class Session:
     def protected(self) -> bool:
         """False with `ENABLE_TTP=False`: saving and resuming work, a fault is not survived."""
         return self._protection is not None
+
+    @property
+    def protection(self) -> Protection | None:
+        """This rank's gate and processor; None when the session is not `protected`."""
+        return self._protection
 
     @property
     def _device(self) -> torch.device:
@@ -247,7 +258,7 @@ class Session:
             return self._resume(choice)
 
     def _resume(self, choice: str) -> ResumePoint | None:
-        voters = _Ranks(self._device)
+        voters = JobRanks(self._device)
         candidates = self._agree_on_candidates(choice)
         anything = bool(self._first("some" if candidates else ""))
         reasons: list[str] = []
@@ -455,37 +466,6 @@ class Session:
         self._directories.release()
         if _current is self:
             _current = None
-
-
-class _Ranks:
-    """The job's ranks, agreeing on a checkpoint (`load.Voters`)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.index, self.count = world()
-        self._device = device
-
-    def same_list(self, paths: list[str]) -> list[str]:
-        shared: list[str] = broadcast_json(paths, self._device)
-        return shared
-
-    def first_failure(self, reason: str) -> str:
-        return next((other for other in exchange_json(reason, self._device) if other), "")
-
-    def exchange(self, value: Any) -> list[Any]:
-        return exchange_json(value, self._device)
-
-    def send(self, chunk: memoryview, rank: int) -> None:
-        send_bytes(chunk, rank, self._device)
-
-    def receive(self, chunk: memoryview, rank: int) -> None:
-        receive_bytes(chunk, rank, self._device)
-
-
-def world() -> tuple[int, int]:
-    """Return (rank, world_size) of this process, (0, 1) without a process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
 
 
 def decode_share(fields: Mapping[str, Any]) -> ShareResult:

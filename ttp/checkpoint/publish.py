@@ -121,7 +121,7 @@ def publish(
 def _publish_once(attempt: _Attempt, final: Path, fields: Manifest, blobs: Mapping[str, object], rank: int) -> bool:
     """Claim the attempt, complete it, rename it. False when another publisher came first: look again."""
     files = [file for result in attempt.results for file in result.files]
-    claim = _claim(attempt.root, attempt.tmp_name, files, final)
+    claim = claim_attempt(attempt.root, attempt.tmp_name, files, final)
     if claim is None:
         return False
     try:
@@ -141,7 +141,7 @@ def _publish_once(attempt: _Attempt, final: Path, fields: Manifest, blobs: Mappi
     return True
 
 
-def _claim(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -> Path | None:
+def claim_attempt(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -> Path | None:
     """Give the attempt's directory a name that nobody else knows. None when it went away meanwhile."""
     found = _names_of_attempt(root, tmp_name)
     for name in found:

@@ -15,11 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.errors import ConfigError
+from ttp.optim.verdict import ScaleState
 
 _FUSED = ("Adam", "AdamW", "SGD")
 """Bases whose fused kernel is the default where torch has one for the device."""
 _NOT_ELEMENT_WISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-_KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
 def base_defaults(
@@ -37,7 +38,7 @@ def base_defaults(
         )
     probe = torch.nn.Parameter(torch.zeros(1, device=device))
     chosen = dict(kwargs)
-    if base.__name__ in _FUSED and not any(name in chosen for name in _KERNEL_CHOICES):
+    if base.__name__ in _FUSED and not any(name in chosen for name in KERNEL_CHOICES):
         try:
             base([probe], **{**chosen, "fused": True})
             chosen["fused"] = True
@@ -152,9 +153,23 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def described(
+    step: int, scale: ScaleState, groups: Sequence[Mapping[str, Any]], learning_rates: Sequence[float]
+) -> dict[str, Any]:
+    """Return the JSON-able part of the state of `step`; `learning_rates`, where given, take the place of the groups' own."""
+    told = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in groups]
+    for group, rate in zip(told, learning_rates, strict=False):
+        group["lr"] = rate
+    return {
+        "step": step,
+        "loss_scale": {"scale": scale.scale, "good_steps": scale.good_steps},
+        "param_groups": told,
+    }
+
+
 def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Put saved values back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own."""
     for group, old in zip(groups, saved, strict=True):
         for key, value in old.items():
-            if key in group and key != "params" and key not in _KERNEL_CHOICES:
+            if key in group and key != "params" and key not in KERNEL_CHOICES:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value

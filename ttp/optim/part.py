@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttp.checkpoint.held import HeldTensor
 from ttp.errors import LayoutError
 from ttp.exchange import exchange_json
 from ttp.optim.assembly import NamedParam, allocate, check_agreement, hosts_of, specs
@@ -38,6 +39,11 @@ class Part:
     memory: list[BucketMemory]
     wires: Wires
     shards: HeldShards
+
+    def held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
+        """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""
+        found = [(shard, self.shards.held_tensors(shard, backup)) for shard in self.layout.held(self.rank)]
+        return [(shard, tensors) for shard, tensors in found if tensors]
 
     def buckets(self) -> list[tuple[int, Bucket]]:
         """Return the buckets, each with the place of the parameter that backward comes to last."""

@@ -13,6 +13,7 @@ writes checkpoints, never talks to a controller.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,11 +30,13 @@ from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, Protoco
 from ttp.optim import comparison
 from ttp.optim.agreement import compare
 from ttp.optim.assembly import mark_copied, named_groups
-from ttp.optim.base_state import base_defaults, hyper_parameters, restore_hyper_parameters, state_kinds
+from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
+from ttp.optim.gathering import Gather
 from ttp.optim.lane import Lane
-from ttp.optim.part import Cut, Part, build_part, by_process_group, expected_tensors, job_params
+from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
+from ttp.optim.spanning import Spanning
 from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
@@ -110,8 +113,8 @@ class TTPReplicaOptimizer(Optimizer):
         super().__init__(groups, defaults)
         self._built = True
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
-        self._span = self._group if span is None else span
-        self._barrier = barrier
+        span = self._group if span is None else span
+        self.spanning = Spanning(span, barrier, device)
         world = self._group.size() if self._group is not None else 1
         self.clip = clip
         self.gradient_divisor = float(world * micro_batches)
@@ -142,7 +145,8 @@ class TTPReplicaOptimizer(Optimizer):
         ]
         self.layout = self._parts[0].layout
         """How the parameters of `group` are cut."""
-        self._params = job_params(self._parts, self._span, device)
+        self._params = job_params(self._parts, span, device)
+        self._gather = Gather(self._parts)
         self._lane = Lane(device)
         self._local_copy = local_copy
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
@@ -153,7 +157,8 @@ class TTPReplicaOptimizer(Optimizer):
         self._host_state = self._host_backup = self._describe()
         placed = [bucket for part in self._parts for bucket in part.buckets()]
         placed.sort(key=lambda entry: -entry[0])  # as backward fills them, whichever part they belong to
-        self._buckets = GradBuckets([bucket for _, bucket in placed], self._lane, self._touch, self._launched)
+        launched = functools.partial(self._point, "backward")
+        self._buckets = GradBuckets([bucket for _, bucket in placed], self._lane, self._touch, launched)
 
     # --- the training thread ---
 
@@ -188,7 +193,27 @@ class TTPReplicaOptimizer(Optimizer):
         """Finish the step's reductions, agree with all ranks, update the held shards, gather the parameters.
 
         `sums`: small numbers (a loss, a token count) that ride along and come back summed over the ranks; as many on
-        every rank. Collective: every rank of the group calls it.
+        every rank. Collective: every rank of the group calls it. It is `agree`, `begin_update`, `apply`, `end_update`,
+        `start_gather` and `finish_gather`, in this order.
+        """
+        record, told_to_leave = self.agree(sums)
+        step = record.step
+        self.begin_update(record)
+        self.apply(record)
+        self.end_update(step)
+        self.start_gather(step)
+        self.finish_gather()
+        if self.compare_every and step % self.compare_every == 0:
+            self.compare_replicas()
+        if told_to_leave:
+            self._tracker.boundary(step)
+        return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
+
+    @torch.no_grad()
+    def agree(self, sums: Sequence[float] | torch.Tensor | None = None) -> tuple[CommitRecord, bool]:
+        """Finish the reductions, be ready, and agree on the step's commit record with all ranks (collectives).
+
+        Also says whether some rank was told to leave: then every rank calls `boundary` when it has finished the step.
         """
         step = self.current_step + 1
         self._touch()
@@ -203,23 +228,44 @@ class TTPReplicaOptimizer(Optimizer):
         record, told_to_leave = self._agree(step, sums)
         self._tracker.waiting = False
         self._point("record", step)
-        self._tracker.begin_update(step, record, step - 1 if self._local_copy else -1)
+        return record, told_to_leave
+
+    def begin_update(self, record: CommitRecord) -> None:
+        """Take the gate for the update that `record` commits; waits while frozen."""
+        self._tracker.begin_update(record.step, record, record.step - 1 if self._local_copy else -1)
+
+    @torch.no_grad()
+    def apply(self, record: CommitRecord) -> None:
+        """Do the local update between `begin_update` and `end_update`; no collective."""
         try:
             # While this thread waited at the gate, another one may have rolled this very step forward.
-            if self.current_step != step:
+            if self.current_step != record.step:
                 self._apply(record)
                 self._lane.mark_updated()
         except BaseException:
-            self._tracker.fail_update(step)
+            self._tracker.fail_update(record.step)
             raise
+
+    def end_update(self, step: int) -> None:
+        """Give the gate back: the state is that of `step`."""
         self._tracker.end_update(step)
         self._point("done", step)
-        self._gather(step)
-        if self.compare_every and step % self.compare_every == 0:
-            self.compare_replicas()
-        if told_to_leave:
-            self._tracker.boundary(step)
-        return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
+
+    def boundary(self, step: int) -> None:
+        """Some rank was told to leave and `step` is finished here: does not return while the process has to be led out."""
+        self._tracker.boundary(step)
+
+    @torch.no_grad()
+    def start_gather(self, step: int) -> None:
+        """Begin to share the updated parameters; until `finish_gather` they are half new."""
+        self._gather.start()
+        self._point("gathering", step)
+
+    def finish_gather(self) -> None:
+        """Wait until the parameters are whole; at once where nothing is being gathered."""
+        self._tracker.waiting = True
+        self._gather.finish()
+        self._tracker.waiting = False
 
     @torch.no_grad()
     def compare_replicas(self) -> tuple[Divergence, ...]:
@@ -232,7 +278,7 @@ class TTPReplicaOptimizer(Optimizer):
         try:
             for part in self._parts:
                 if part.layout.replicas > 1:
-                    held = dict(_held(part, backup=False))
+                    held = dict(part.held(backup=False))
                     found += compare(self.current_step, held, part.layout, part.group, self.device)
         finally:
             self._tracker.waiting = False
@@ -251,15 +297,11 @@ class TTPReplicaOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse: this rank has shards only; a checkpoint is written from `holdings` by every holder."""
-        raise CheckpointError(
-            "a rank holds only shards; save with a ttp session (or read `holdings()`), not state_dict()"
-        )
+        raise CheckpointError("a rank holds only shards; save with a ttp session (or read `holdings()`)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse: see `state_dict`."""
-        raise CheckpointError(
-            "a rank holds only shards; load with a ttp session (or `load_begin`), not load_state_dict()"
-        )
+        raise CheckpointError("a rank holds only shards; load with a ttp session (or `load_begin`)")
 
     def masters_from_params(self) -> None:
         """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict)."""
@@ -313,15 +355,15 @@ class TTPReplicaOptimizer(Optimizer):
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         """Return what this rank holds, for its registration."""
         return tuple(
-            ShardGroup(part.layout.group_id(shard), part.layout.label(shard), _nbytes(tensors))
+            ShardGroup(part.layout.group_id(shard), part.layout.label(shard), sum(t.values.nbytes for t in tensors))
             for part in self._parts
-            for shard, tensors in _held(part, backup=False)
+            for shard, tensors in part.held(backup=False)
         )
 
     def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
         """Return views of the state of `step` (the newest unless given) by group id. Raises CheckpointError if not held."""
         backup = self._from_backup(step)
-        return {part.layout.group_id(shard): held for part in self._parts for shard, held in _held(part, backup)}
+        return {part.layout.group_id(shard): held for part in self._parts for shard, held in part.held(backup)}
 
     def host_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the JSON-able part of the state of `step`, equal on every rank: loss scale and hyper-parameters."""
@@ -358,15 +400,28 @@ class TTPReplicaOptimizer(Optimizer):
             self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]))
         for part in self._parts:
             part.shards.spread_scalars()
-        self.current_step, self.last_record = step, None
-        self._computing = self._ready = 0
-        self._backup_step, self._torn = -1, ""
-        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
-        self._host_state = self._host_backup = self._describe()
+        self._torn = ""
+        self._stand_at(step)
         with torch.no_grad():
-            self._gather(None)
+            self._gather.start()
+            self._gather.finish()
+
+    def count_from(self, step: int) -> None:
+        """Take the state as it is, before the first step, for that of `step`: a pretrained model whose steps count on."""
+        if self.current_step:
+            raise ConfigError(
+                f"the state is that of step {self.current_step}: steps are counted by the optimizer alone"
+            )
+        self._stand_at(step)
 
     # --- inside ---
+
+    def _stand_at(self, step: int) -> None:
+        self.current_step, self.last_record = step, None
+        self._computing = self._ready = 0
+        self._backup_step = -1
+        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+        self._host_state = self._host_backup = self._describe()
 
     def _touch(self, force: bool = False) -> None:
         """Say that gradients are about to change, once a step; waits while frozen. The reduced ones are void from here."""
@@ -375,39 +430,22 @@ class TTPReplicaOptimizer(Optimizer):
             self._tracker.computing(step)
             self._computing, self._ready = step, 0
 
-    def _point(self, name: str, step: int) -> None:
-        """Points in order: backward, ready, record, updating, done, gathering."""
+    def _point(self, name: str, step: int = 0) -> None:
+        """Points in order: backward, ready, record, updating, done, gathering. `step` 0: the one that is being done."""
         if self.on_point is not None:
-            self.on_point(name, step)
-
-    def _launched(self) -> None:
-        self._point("backward", self.current_step + 1)
+            self.on_point(name, step or self.current_step + 1)
 
     def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, bool]:
-        """The spanning collective: squares and overflow over all shards, each counted once, and the caller's sums.
-
-        Also says whether any rank was told to leave: every rank learns it in the same step.
-        """
-        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self.device).reshape(-1)
+        """Make the commit record of the spanning collective's result: the same on every rank."""
         squares = self._parts[0].shards.square_sum()
         for part in self._parts[1:]:
             squares += part.shards.square_sum()
-        finite = squares.isfinite()
-        notice = torch.full_like(squares, float(self._tracker.notice))
-        head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double(), notice])
-        vector = torch.cat([head, extra])
-        if self._span is not None:
-            dist.all_reduce(vector, group=self._span)
-        if self._barrier is not None:
-            # Contributing the group's verdict here, and not before, is what makes this the spanning collective.
-            dist.all_reduce(vector[1:3], group=self._barrier)
-        total, overflow, notices, *summed = vector.tolist()
+        agreed = self.spanning.agree(step, squares, self._tracker.notice, sums)
         scale = self._scale.scale
-        skipped = overflow > 0
-        norm = math.inf if skipped else math.sqrt(total) / (scale * self._divisor)
-        factor = 1.0 if skipped else clip_factor(self.clip, norm)
+        norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
+        factor = 1.0 if agreed.overflow else clip_factor(self.clip, norm)
         rates = tuple(float(group["lr"]) for group in self._at_ready)
-        return CommitRecord(step, norm, factor, skipped, scale, rates, tuple(summed)), notices > 0
+        return CommitRecord(step, norm, factor, agreed.overflow, scale, rates, agreed.sums), agreed.told_to_leave
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
@@ -428,8 +466,9 @@ class TTPReplicaOptimizer(Optimizer):
             clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
             self._torn = f"in the middle of the update of step {record.step}"
             with torch.autocast(self.device.type, enabled=False):
-                for part in self._parts:
-                    part.shards.update(factor, clamp, self._at_ready, record.learning_rates, self._midway(part, record))
+                for number, part in enumerate(self._parts):
+                    midway = functools.partial(self._point, "updating", record.step) if number == 0 else lambda: None
+                    part.shards.update(factor, clamp, self._at_ready, record.learning_rates, midway)
             self._torn = ""
         else:
             self._point("updating", record.step)
@@ -438,32 +477,9 @@ class TTPReplicaOptimizer(Optimizer):
         self._ready = 0
         self._host_state = self._describe(record.learning_rates)
 
-    def _midway(self, part: Part, record: CommitRecord) -> Callable[[], None]:
-        """Return what is called in the middle of a part's update: the point, once."""
-        first = part is self._parts[0]
-        return (lambda: self._point("updating", record.step)) if first else (lambda: None)
-
-    def _gather(self, step: int | None) -> None:
-        """Round the masters into the parameters and share them within the row, bucket by bucket. `step` None: a load."""
-        works = []
-        for part in self._parts:
-            for bucket, memory in enumerate(part.memory):
-                part.shards.masters_to_params(bucket)
-                works.extend(part.wires.gather(memory))
-        if step is not None:
-            self._point("gathering", step)
-        self._tracker.waiting = True
-        for work in works:
-            work.wait()
-        self._tracker.waiting = False
-
     def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
         """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""
-        groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in self._at_ready]
-        for group, rate in zip(groups, learning_rates or (), strict=False):
-            group["lr"] = rate
-        scale = {"scale": self._scale.scale, "good_steps": self._scale.good_steps}
-        return {"step": self.current_step, "loss_scale": scale, "param_groups": groups}
+        return described(self.current_step, self._scale, self._at_ready, learning_rates or ())
 
     def _from_backup(self, step: int | None) -> bool:
         if not self._torn and step in (None, self.current_step):
@@ -482,13 +498,3 @@ class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
     """The same with the ring layout: two replicas over any number of ranks from 2 (3, 5, 7, ...)."""
 
     ring = True
-
-
-def _held(part: Part, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
-    """Return (shard, tensors) of a part; without shards in which nothing is counted."""
-    found = [(shard, part.shards.held_tensors(shard, backup)) for shard in part.layout.held(part.rank)]
-    return [(shard, tensors) for shard, tensors in found if tensors]
-
-
-def _nbytes(tensors: Sequence[HeldTensor]) -> int:
-    return sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors)

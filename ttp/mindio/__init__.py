@@ -1,0 +1,119 @@
+"""MindIO TTP's interface, `mindio_ttp.framework_ttp`, over this project's core.
+
+A trainer that was patched for MindIO TTP replaces `mindio_ttp.framework_ttp` by `ttp.mindio` and `mindio_ttp.modellink` by
+`ttp.mindio.modellink`: names, argument orders and handlers are the same. The order of the calls:
+
+    build_optimizer_replica_group(ranks)                 every rank, for every data-parallel group (ttp.mindio.modellink)
+    TTPReplicaOptimizer(...), or TTPOddReplicaOptimizer  every rank
+    ttp_init_controller, ttp_start_controller            rank 0
+    ttp_init_processor, ttp_start_processor              every rank
+    ttp_register_save_ckpt_handler, ..._rename_handler   every rank
+    ttp_set_ckpt_args                                    every rank, after every iteration
+    train = ttp_to_persist(train)                        the function that holds the training loop
+
+Handlers: `save(save_rank, step, rank_list, args)` runs on the save rank at a fault, after the ranks have agreed on `step`, on a
+thread beside the training thread; `rename(args)` publishes and returns 0, or 1 when it could not. See docs/mindio.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ttp.errors import CheckpointError, ConfigError
+from ttp.mindio.job import current_job
+from ttp.mindio.newer import *  # noqa: F403
+from ttp.mindio.newer import NAMES
+from ttp.persist import ttp_to_persist as ttp_to_persist
+
+__all__ = [
+    *NAMES,
+    "ttp_end_updating_os",
+    "ttp_init_controller",
+    "ttp_init_processor",
+    "ttp_register_rename_handler",
+    "ttp_register_save_ckpt_handler",
+    "ttp_set_ckpt_args",
+    "ttp_start_controller",
+    "ttp_start_processor",
+    "ttp_start_updating_os",
+    "ttp_to_persist",
+]
+
+
+def ttp_init_controller(rank: int, world_size: int, replica: int = 2, enable_local_copy: bool = False) -> None:
+    """Declare the controller (rank 0). `replica` is not needed: who holds what is computed from the optimizer."""
+    _check_replica(replica)
+    current_job().init_controller(rank, world_size, enable_local_copy)
+
+
+def ttp_start_controller(ip: str, port: int) -> None:
+    """Say where the controller listens (rank 0). TTP_CONTROLLER_PORT goes before `port`."""
+    current_job().start_controller(ip, port)
+
+
+def ttp_init_processor(
+    rank: int,
+    dp_ranks: Sequence[int],
+    dp_size: int,
+    world_size: int,
+    replica: int = 2,
+    enable_local_copy: bool = False,
+) -> None:
+    """Declare this rank (every rank). Raises ConfigError for what contradicts torch.distributed or the optimizer."""
+    _check_replica(replica)
+    current_job().init_processor(rank, dp_ranks, dp_size, world_size, enable_local_copy)
+
+
+def ttp_start_processor(ip: str, port: int) -> None:
+    """Protect this rank from here on (every rank calls). Raises ConfigError, ControllerError, NotWritable."""
+    current_job().start_processor(ip, port)
+
+
+def ttp_register_save_ckpt_handler(handler: Callable[[int, int, list[int], Any], object]) -> None:
+    """Register what saves at a fault: `handler(save_rank, step, rank_list, args)`, args being what `ttp_set_ckpt_args` was given."""
+    _check_callable(handler)
+
+    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
+        handler(save_rank, step, rank_list, args)
+
+    current_job().save_handler = save
+
+
+def ttp_register_rename_handler(handler: Callable[[Any], int]) -> None:
+    """Register what publishes: `handler(args)` returns 0 when the checkpoint is visible, 1 when it could not be made so."""
+    _check_callable(handler)
+
+    def rename(step: int, args: Any) -> None:
+        status = handler(args)
+        if status != 0:
+            raise CheckpointError(
+                f"step {step}: the rename handler returned {status!r}: wanted 0; see what it has printed"
+            )
+
+    current_job().rename_handler = rename
+
+
+def ttp_set_ckpt_args(args: Any) -> None:
+    """Say what the handlers are to be given, once an iteration is finished: `(iteration, model, optimizer, lr_scheduler)`."""
+    current_job().step_done(args)
+
+
+def ttp_start_updating_os(backup_step: int) -> None:
+    """The optimizer's state is about to change; the optimizer's `begin_to_update` calls it. backup_step: of the local copy, -1: none."""
+    current_job().start_updating(backup_step)
+
+
+def ttp_end_updating_os(step: int) -> None:
+    """The optimizer's state is that of `step`; the optimizer's `end_to_update` calls it."""
+    current_job().end_updating(step)
+
+
+def _check_replica(replica: int) -> None:
+    if type(replica) is not int or replica < 1:
+        raise ConfigError(f"replica is {replica!r}: wanted a number from 1")
+
+
+def _check_callable(handler: object) -> None:
+    if not callable(handler):
+        raise ConfigError(f"the handler is {handler!r}: wanted a function")

@@ -1,0 +1,249 @@
+"""One process's part in the job, as MindIO's functions declare it, and the session that comes of it.
+
+Owns what was declared (handlers, ranks, the optimizer) and the order of the start. The protocol is the session's: this
+gives it the optimizer's core and a publisher that calls the trainer's handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ttp import session as sessions
+from ttp.config import Settings
+from ttp.errors import ConfigError, Overtaken
+from ttp.exchange import world
+from ttp.mindio.optimizer import TTPReplicaOptimizer
+from ttp.mindio.publisher import HandlerPublisher, RenameHandler, SaveHandler
+from ttp.mindio.state import WholeState
+from ttp.mindio.step_args import Randomness, StepArgs, StepArgsBox
+from ttp.protection import Protection, show
+from ttp.session import Session
+
+DEFAULT_PORT = 8000
+LONG_PAUSE_S = sessions.SAVE_AT_MOST_S
+
+_current: MindioJob | None = None
+
+
+def current_job() -> MindioJob:
+    """Return this process's job; there is one, as MindIO's functions have it."""
+    global _current
+    if _current is None:
+        _current = MindioJob()
+    return _current
+
+
+def forget_job() -> None:
+    """End this process's session and forget all that was declared."""
+    global _current
+    if _current is not None:
+        _current.close()
+    _current = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaGroups:
+    """What `build_optimizer_replica_group` made for this rank."""
+
+    dp_ranks: tuple[int, ...]
+    shard_group: Any
+    """The ranks that hold every shard once: this rank's half of them where their number is even, else all."""
+
+
+class MindioJob:
+    """Everything that was declared in this process."""
+
+    def __init__(self) -> None:
+        self.step_args = StepArgsBox()
+        self.save_handler: SaveHandler | None = None
+        self.rename_handler: RenameHandler | None = None
+        self.groups: ReplicaGroups | None = None
+        self.optimizer: TTPReplicaOptimizer | None = None
+        self.local_copy: bool | None = None
+        """As `ttp_init_processor` was told; None before."""
+        self._session: Session | None = None
+        self._controller_port: int | None = None
+        self._pause: float | None = None
+
+    # --- the start ---
+
+    def init_controller(self, rank: int, world_size: int, enable_local_copy: bool) -> None:
+        self._check_world(rank, world_size, "controller")
+        self._check_local_copy(enable_local_copy)
+
+    def start_controller(self, ip: str, port: int) -> None:
+        """Note the port: the controller starts with rank 0's processor, and tells its address through the job's store."""
+        self._controller_port = _port(ip, port)
+
+    def init_processor(
+        self, rank: int, dp_ranks: Sequence[int] | None, dp_size: int | None, world_size: int, enable_local_copy: bool
+    ) -> None:
+        """Check what was declared. Raises ConfigError."""
+        self._check_world(rank, world_size, "processor")
+        if dp_ranks is not None and (len(dp_ranks) != dp_size or rank not in dp_ranks):
+            raise ConfigError(
+                f"rank {rank}: dp_ranks is {list(dp_ranks)} and dp_size {dp_size}: wanted as many ranks, this one among them"
+            )
+        if dp_ranks is not None and len(dp_ranks) != world_size:
+            raise ConfigError(no_model_parallel(len(dp_ranks), world_size))
+        self._check_local_copy(enable_local_copy)
+        self.local_copy = enable_local_copy
+
+    def start_processor(self, ip: str, port: int) -> None:
+        """Start this rank's session, and on rank 0 the controller (all ranks call). Raises ConfigError, ControllerError."""
+        port = _port(ip, port)
+        if self.local_copy is None:
+            raise ConfigError("ttp_start_processor before ttp_init_processor: call them in this order, on every rank")
+        if self.optimizer is None:
+            raise ConfigError(
+                "ttp_start_processor without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer (or"
+                " TTPOddReplicaOptimizer) first; an optimizer of another kind cannot be protected through ttp.mindio"
+            )
+        if self._controller_port not in (None, port):
+            raise ConfigError(f"the controller has port {self._controller_port}, this processor is told {port}")
+        settings = Settings.from_env()
+        if not settings.controller_port:
+            settings = dataclasses.replace(settings, controller_port=port)
+        core, (rank, _) = self.optimizer.core, world()
+        self._session = sessions.start(
+            core,
+            save_dirs=[settings.mindio_dir],
+            layout={"interface": "mindio"},
+            settings=settings,
+            publisher=HandlerPublisher(rank, core, self),
+        )
+        atexit.register(self.close)
+        if (protection := self._session.protection) is not None:
+            protection.gate.lets_go = True
+            core.spanning.abandons = self._abandon
+            if rank == 0:
+                show(logging.INFO, _mode(self.optimizer.local_copy))
+
+    def close(self) -> None:
+        """Stop this process's part. Doing it twice is harmless."""
+        atexit.unregister(self.close)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _check_world(self, rank: int, world_size: int, what: str) -> None:
+        if (rank, world_size) != world():
+            raise ConfigError(
+                f"the {what} is told rank {rank} of {world_size}, torch.distributed says {world()[0]} of {world()[1]}"
+            )
+
+    def _check_local_copy(self, enable_local_copy: bool) -> None:
+        if self.optimizer is not None and self.optimizer.local_copy != enable_local_copy:
+            raise ConfigError(
+                f"enable_local_copy is {enable_local_copy}, the optimizer was built with local_copy={self.optimizer.local_copy}:"
+                " pass args.local_copy_os to both"
+            )
+
+    # --- what the optimizer needs ---
+
+    def built(self, optimizer: TTPReplicaOptimizer) -> Any:
+        """Take note of the optimizer; return the data-parallel process group for it (None: all ranks). Raises ConfigError."""
+        if self._session is not None:
+            raise ConfigError("an optimizer is built before ttp_start_processor, and one only is protected")
+        size = world()[1]
+        if self.groups is not None and len(self.groups.dp_ranks) != size:
+            raise ConfigError(no_model_parallel(len(self.groups.dp_ranks), size))
+        self.optimizer = optimizer
+        return None
+
+    def start_updating(self, backup_step: int) -> None:
+        self._optimizer("ttp_start_updating_os").start_updating()
+
+    def end_updating(self, step: int) -> None:
+        self._optimizer("ttp_end_updating_os").end_updating(step)
+
+    def _optimizer(self, name: str) -> TTPReplicaOptimizer:
+        if self.optimizer is None:
+            raise ConfigError(f"{name} without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer first")
+        return self.optimizer
+
+    def overtaken_after(self, error: RuntimeError, step: int) -> bool:
+        return self._protection is not None and self._protection.overtaken_after(error, step)
+
+    def long_pause(self) -> None:
+        if self._protection is not None and self._pause is None:
+            self._pause = self._protection.processor.pause(LONG_PAUSE_S)
+
+    def end_pause(self) -> None:
+        if self._protection is not None and self._pause is not None:
+            self._protection.processor.end_pause(self._pause)
+            self._pause = None
+
+    @property
+    def _protection(self) -> Protection | None:
+        return None if self._session is None else self._session.protection
+
+    def _abandon(self, step: int) -> None:
+        if self._protection is not None and self._protection.gate.overtook(step):
+            raise Overtaken(f"the update of step {step} was done by the work thread")
+
+    # --- what the trainer says ---
+
+    def step_done(self, args: Any) -> None:
+        """The trainer has finished a step and counted on. Waits until the parameters are whole; for good when this rank's training
+        is over."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise ConfigError(
+                "ttp_set_ckpt_args without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer first"
+            )
+        core, step = optimizer.core, optimizer.current_step
+        self.step_args.put(StepArgs(step, args, Randomness.now(core.device)))
+        protection = self._protection
+        if protection is not None and protection.gate.final:
+            protection.hold()
+        core.finish_gather()
+        if optimizer.told_to_leave:
+            core.boundary(step)
+
+    # --- what the publisher needs ---
+
+    def show(self, state: WholeState) -> None:
+        self._optimizer("a dying gasp").show(state)
+
+
+def no_model_parallel(dp_size: int, world_size: int) -> str:
+    """Say what is not supported, and what to do."""
+    return (
+        f"the data-parallel size is {dp_size} of {world_size} ranks: ttp.mindio protects purely data-parallel jobs; for tensor,"
+        " pipeline or expert parallelism use ttp.start with ttp.TTPReplicaOptimizer (README: Protect your own trainer)"
+    )
+
+
+def make_groups(ranks: Sequence[int]) -> ReplicaGroups | None:
+    """Make the process groups for one data-parallel group (all ranks of the job call, for every group in the same order)."""
+    rank, _ = world()
+    half = len(ranks) // 2
+    parts = [list(ranks)] if len(ranks) % 2 else [list(ranks[:half]), list(ranks[half:])]
+    mine = None
+    for part in parts:
+        group = dist.new_group(part)
+        if rank in part:
+            mine = group
+    return None if rank not in ranks else ReplicaGroups(tuple(ranks), mine)
+
+
+def _port(ip: str, port: int) -> int:
+    if not ip or not 1024 <= port <= 65535:
+        raise ConfigError(f"controller at {ip!r}, port {port}: wanted an address, and a port from 1024 to 65535")
+    return port
+
+
+def _mode(local_copy: bool) -> str:
+    if local_copy:
+        return "local copy: every rank keeps the state of the step before as well (--local-copy-os)"
+    return (
+        "barrier: the optimizer's own all-reduce of norm and overflow over all ranks is the barrier before every update;"
+        " torch.distributed.barrier() in the trainer is not needed"
+    )

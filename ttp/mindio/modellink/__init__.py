@@ -1,0 +1,16 @@
+"""What a patched ModelLink imports from `mindio_ttp.modellink`."""
+
+from ttp.mindio.modellink.os_shard_parallel import (
+    build_optimizer_replica_group,
+    get_dp_rank_list,
+    get_os_shard_group,
+)
+from ttp.mindio.optimizer import TTPOddReplicaOptimizer, TTPReplicaOptimizer
+
+__all__ = [
+    "TTPOddReplicaOptimizer",
+    "TTPReplicaOptimizer",
+    "build_optimizer_replica_group",
+    "get_dp_rank_list",
+    "get_os_shard_group",
+]

@@ -1,0 +1,36 @@
+"""The process groups of the replicas, as `mindio_ttp.modellink.os_shard_parallel` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttp.errors import ConfigError
+from ttp.mindio.job import ReplicaGroups, current_job, make_groups
+
+
+def build_optimizer_replica_group(ranks: Sequence[int]) -> None:
+    """Declare one data-parallel group (every rank calls, for every group in the same order: a collective). Odd sizes may too."""
+    groups = make_groups(ranks)
+    if groups is not None:
+        current_job().groups = groups
+
+
+def get_dp_rank_list() -> list[int]:
+    """Return the ranks of this rank's data-parallel group. Raises ConfigError before it was declared."""
+    return list(_groups().dp_ranks)
+
+
+def get_os_shard_group() -> Any:
+    """Return the process group over which a sum counts every shard of the gradient once: this rank's half of the data-parallel
+    ranks. The optimizer clips by itself; this is for sums of the trainer's own. Raises ConfigError before it was declared."""
+    return _groups().shard_group
+
+
+def _groups() -> ReplicaGroups:
+    groups = current_job().groups
+    if groups is None:
+        raise ConfigError(
+            "no data-parallel group is known: call build_optimizer_replica_group(ranks) after new_group(ranks)"
+        )
+    return groups

@@ -1,0 +1,351 @@
+"""The optimizer of the facade: Megatron's interface around a replica optimizer.
+
+Owns the translation, and where a step's collectives end so that the trainer's own bookkeeping is never behind the state
+that is saved:
+
+    reduce_model_grads   take the gradients (main_grad, or grad) into the buckets
+    step                 reduce, agree (left when the work thread has rolled this step forward), begin_to_update, the local
+                         update, end_to_update
+    gather_model_params  start to gather; `ttp_set_ckpt_args` or `zero_grad` waits for it: by then the trainer has counted its
+                         schedule and its samples on, and a gather that never ends costs nothing
+
+Never writes a file, never talks to a controller.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ttp.errors import CheckpointError, ConfigError, Overtaken
+from ttp.exchange import world
+from ttp.mindio.scaler import loss_scale_of
+from ttp.mindio.state import WholeState, gather_whole, load_whole
+from ttp.optim.base_state import KERNEL_CHOICES
+from ttp.optim.replica_optimizer import ClipNorm
+from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
+from ttp.optim.replica_optimizer import TTPReplicaOptimizer as Core
+from ttp.proto.messages import CommitRecord
+
+
+class Job(Protocol):
+    """What the optimizer needs of the job that it belongs to (`ttp.mindio.job`)."""
+
+    def built(self, optimizer: TTPReplicaOptimizer) -> Any:
+        """Take note of the optimizer; return the data-parallel process group for it (None: all ranks)."""
+
+    def start_updating(self, backup_step: int) -> None: ...
+
+    def end_updating(self, step: int) -> None: ...
+
+    def overtaken_after(self, error: RuntimeError, step: int) -> bool:
+        """A collective of `step` raised: say whether the step was rolled forward on this rank."""
+
+    def long_pause(self) -> None:
+        """A periodic checkpoint is being written: until the next step, nothing counts as a hang."""
+
+    def end_pause(self) -> None: ...
+
+
+class TTPReplicaOptimizer:
+    """A Megatron optimizer whose state lies on two ranks each; the data-parallel size is even.
+
+    1. `zero_grad()`, forward and backward passes, which leave the gradients in `main_grad` (or `grad`)
+    2. `reduce_model_grads(args, timers)`, `step(args, timers)`, `gather_model_params(args, timers)`
+    3. the learning-rate schedule's step, `ttp_set_ckpt_args`
+
+    Every rank calls all of them in step.
+    """
+
+    core_class: type[Core] = Core
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grad: float,
+        log_num_zeros_in_grad: bool,
+        params_have_main_grad: bool,
+        use_contiguous_buffers_in_local_ddp: bool,
+        fp16: bool,
+        bf16: bool,
+        params_dtype: torch.dtype,
+        grad_scaler: Any,
+        models: Sequence[torch.nn.Module] | torch.nn.Module,
+        local_copy: bool = False,
+    ) -> None:
+        """Take over the parameters and settings of `optimizer` (a collective of all ranks; rank 0's parameters become everyone's).
+
+        clip_grad: largest global L2 norm, 0 for none. models: what has the parameters, for their names; parameters of 16 bits
+        have FP32 masters. local_copy: keep the state of the step before as well. Raises ConfigError, LayoutError.
+        """
+        _check(optimizer, log_num_zeros_in_grad, fp16, bf16, params_dtype)
+        from ttp.mindio.job import current_job  # which imports this module
+
+        self._job: Job = current_job()
+        self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
+        self.grad_scaler = grad_scaler
+        self.clip_grad = clip_grad
+        self.local_copy = local_copy
+        self._main_grad = params_have_main_grad
+        self._params = _named(self.models, optimizer)
+        base, kwargs = _base_of(optimizer)
+        self.core = self.core_class(
+            _groups(optimizer, {id(param): name for name, param in self._params}),
+            base,
+            group=self._job.built(self),
+            clip=ClipNorm(clip_grad) if clip_grad > 0 else None,
+            loss_scale=loss_scale_of(grad_scaler),
+            grad_dtype=torch.float32 if params_have_main_grad else None,
+            local_copy=local_copy,
+            compare_every=0,  # `step` does it, where a peer's death cannot keep the trainer from its bookkeeping
+            **kwargs,
+        )
+        self.core.close()  # gradients are taken at `reduce_model_grads`: which backward pass is the last, only the trainer knows
+        self.compare_every = 100
+        """After so many steps the replicas' bits are compared, and a difference is reported (0: never)."""
+        self.optimizer = LocalUpdate(self)
+        self.error_dump = False
+        """True from `set_dump_args` on: what is saved is a dying gasp."""
+        self.save_args: dict[str, Any] = {}
+        """What `set_dump_args` was given: rank, step, rank_list. Empty before."""
+        self.told_to_leave = False
+        """Some rank was told to leave: all do when they have finished this step."""
+        self._reduced = False
+        self._record: CommitRecord | None = None
+        self._whole: WholeState | None = None
+
+    # --- a step ---
+
+    @property
+    def current_step(self) -> int:
+        """The step whose update is in the state."""
+        return self.core.current_step
+
+    @current_step.setter
+    def current_step(self, step: int) -> None:
+        """Say before the first step which one the state is of (the trainer's iteration, loaded or 0)."""
+        if step != self.core.current_step:
+            self.core.count_from(step)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.core.param_groups
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.tensor([self.core.loss_scale], dtype=torch.float32, device=self.core.device)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.core.scale_loss(loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step: the parameters are whole, and gradients are zero."""
+        self._job.end_pause()
+        self.core.finish_gather()
+        if self.compare_every and self.current_step and self.current_step % self.compare_every == 0:
+            self.core.compare_replicas()
+        self.core.zero_grad()
+
+    def reduce_model_grads(self, args: Any = None, timers: Any = None) -> None:
+        """Take the gradients of this step; they are averaged over the data-parallel ranks within `step`."""
+        with torch.no_grad():
+            for name, param in self._params:
+                grad = param.main_grad if self._main_grad else param.grad  # type: ignore[attr-defined]
+                kept = self.core.gradient(name)
+                if grad is None:
+                    kept.zero_()
+                elif grad is not kept:
+                    kept.copy_(grad)
+                param.grad = kept if kept.dtype == param.dtype else None
+        self._reduced = True
+
+    def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
+        """Update the state; return (updated, the gradient's norm or None, None). Not updated: a gradient was not finite."""
+        step = self.current_step + 1
+        try:
+            self.begin_to_update(self.current_step)
+            self.optimizer.step()
+            self.end_to_update()
+        except Overtaken:
+            pass  # by the work thread: the state is this step's, and the trainer has its bookkeeping to do
+        record = self.core.last_record
+        if record is None or record.step != step:
+            raise CheckpointError(f"step {step}: the state is that of step {self.current_step}")
+        if record.skipped:
+            return False, None, None
+        return True, record.grad_norm if self.clip_grad > 0 else None, None
+
+    def begin_to_update(self, iteration: int) -> None:
+        """Agree with all ranks that the update may begin, and begin it: a trainer's own `step` calls this right before
+        `self.optimizer.step()`. iteration: the one before this step's; the optimizer counts for itself. Raises Overtaken."""
+        if not self._reduced:
+            self.reduce_model_grads()
+        self._whole = None
+        step = self.current_step + 1
+        try:
+            self._record, self.told_to_leave = self.core.agree()
+        except RuntimeError as error:
+            if not self._job.overtaken_after(error, step):
+                raise
+            raise Overtaken(f"step {step} was finished by the work thread") from error
+        finally:
+            self._reduced = False
+        self._job.start_updating(self.current_step if self.local_copy else -1)
+
+    def start_updating(self) -> None:
+        """Take the gate (`ttp_start_updating_os`). Raises ConfigError before the ranks have agreed."""
+        if self._record is None:
+            raise ConfigError(
+                "ttp_start_updating_os without a step that the ranks have agreed on: call optimizer.step(), or"
+                " optimizer.begin_to_update(iteration), which calls it"
+            )
+        self.core.begin_update(self._record)
+
+    def apply(self) -> None:
+        """The local update, between `begin_to_update` and `end_to_update`; no collective."""
+        if self._record is None:
+            raise ConfigError("optimizer.step() of the inner optimizer comes after begin_to_update")
+        self.core.apply(self._record)
+
+    def end_to_update(self) -> None:
+        """The update is finished."""
+        self._job.end_updating(self.current_step)
+
+    def end_updating(self, step: int) -> None:
+        """Give the gate back (`ttp_end_updating_os`)."""
+        if self._record is None or step != self._record.step:
+            begun = "none" if self._record is None else f"that of step {self._record.step}"
+            raise ConfigError(f"ttp_end_updating_os({step}): the update that was begun is {begun}")
+        self._record = None
+        self.core.end_update(step)
+        self.core.start_gather(step)
+
+    def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
+        """The gather has begun with the end of the update; `zero_grad` and `ttp_set_ckpt_args` wait for it."""
+
+    def reload_model_params(self) -> None:
+        """Take the model's parameters as they are now, after somebody loaded weights into it."""
+        self.core.masters_from_params()
+
+    # --- checkpoints ---
+
+    def set_dump_args(self, rank: int, step: int, rank_list: Sequence[int]) -> None:
+        """The save handler says that a dying gasp is written: by `rank`, of `step`, from the shards that `rank_list` wrote."""
+        self.save_args.update(rank=rank, step=step, rank_list=list(rank_list))
+        self.error_dump = True
+
+    def need_write_file(self) -> bool:
+        """Say whether this rank writes the checkpoint's file.
+
+        In a periodic checkpoint every rank asks, and the state is brought together on the first one (collectives); at a fault
+        only the save rank's handler runs.
+        """
+        rank, _ = world()
+        if self.error_dump:
+            return bool(self.save_args["rank"] == rank)
+        self._job.long_pause()
+        self._whole = gather_whole(self.core)
+        return self._whole is not None
+
+    def show(self, state: WholeState) -> None:
+        """Have `state_dict` return `state`, and the model's parameters be its masters, in memory of their own: what a collective
+        in progress still writes goes into the old memory. Work thread, before the save handler."""
+        self._whole = state
+        for name, param in self._params:
+            param.data = state.master(name).to(param.device, param.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state of this step, on the rank for which `need_write_file` is true. Raises CheckpointError elsewhere."""
+        whole = self._whole
+        if whole is None and world()[1] == 1:
+            whole = gather_whole(self.core)
+        if whole is None:
+            raise CheckpointError(
+                f"rank {world()[0]} holds only shards of step {self.current_step}: have every rank call"
+                " optimizer.need_write_file() first, and save on the one where it is true"
+            )
+        return whole.to_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's shards of what `state_dict` returned (all ranks call with the same). Raises CheckpointMismatch."""
+        load_whole(WholeState.from_dict(state_dict), self.core)
+
+
+class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
+    """The same for any data-parallel size from 2: 3, 5, 7."""
+
+    core_class = OddCore
+
+
+class LocalUpdate:
+    """What `optimizer.optimizer` is: the update of this rank's shards, for a trainer's own `step`."""
+
+    def __init__(self, owner: TTPReplicaOptimizer) -> None:
+        self._owner = owner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._owner.param_groups
+
+    def step(self) -> None:
+        """Do the update between `begin_to_update` and `end_to_update`."""
+        self._owner.apply()
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, log_num_zeros_in_grad: bool, fp16: bool, bf16: bool, params_dtype: torch.dtype
+) -> None:
+    wanted = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+    if (fp16 and bf16) or params_dtype != wanted:
+        raise ConfigError(
+            f"fp16 is {fp16}, bf16 is {bf16} and params_dtype is {params_dtype}: they contradict each other"
+        )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.dtype not in (params_dtype, torch.float32):
+            raise ConfigError(
+                f"params_dtype is {params_dtype}, but a parameter of shape {tuple(param.shape)} is {param.dtype}"
+            )
+    if log_num_zeros_in_grad:
+        raise ConfigError("log_num_zeros_in_grad is not supported: leave out --log-num-zeros-in-grad")
+    if optimizer.state:
+        raise ConfigError("the optimizer has state already: give TTPReplicaOptimizer a fresh one, and load through it")
+
+
+def _named(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return name and parameter of all that the optimizer updates, in the models' order."""
+    wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    found = [
+        (f"model{number}.{name}" if len(models) > 1 else name, param)
+        for number, model in enumerate(models)
+        for name, param in model.named_parameters()
+        if id(param) in wanted
+    ]
+    if len(found) != len(wanted):
+        raise ConfigError(
+            f"the optimizer has {len(wanted)} parameters, of which the models name {len(found)}: pass all models whose"
+            " parameters it updates"
+        )
+    return found
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", *KERNEL_CHOICES)},
+            "params": [(names[id(param)], param) for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _base_of(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of `optimizer` and the arguments that make one like it."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    kwargs = {
+        key: value
+        for key, value in optimizer.defaults.items()
+        if key in known and not (key in KERNEL_CHOICES and not value)
+    }
+    return type(optimizer), kwargs

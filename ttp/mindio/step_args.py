@@ -1,0 +1,101 @@
+"""What the trainer has said with `ttp_set_ckpt_args`: its own objects, and after which step they are as they are.
+
+Owns the handing over from the training thread to the work thread, and the random numbers' states of the same moment. The
+objects themselves are the trainer's, and live.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from ttp.errors import CheckpointError
+
+WAIT_S = 10.0
+"""A training thread that was let go comes to `ttp_set_ckpt_args` in milliseconds, unless it meets a collective of its own."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """The states of the process's random number generators at one moment."""
+
+    of_python: Any
+    of_numpy: Any
+    of_torch: torch.Tensor
+    of_device: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Randomness:
+        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the process's generators to these states."""
+        random.setstate(self.of_python)
+        numpy.random.set_state(self.of_numpy)
+        torch.set_rng_state(self.of_torch)
+        if self.of_device is not None:
+            torch.get_device_module(device).set_rng_state(self.of_device, device)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArgs:
+    """The trainer's objects after `step`."""
+
+    step: int
+    args: Any
+    randomness: Randomness
+
+    def labelled(self, step: int) -> Any:
+        """Return the objects for a checkpoint of `step`: a leading iteration number, as Megatron has it, says `step`."""
+        args = self.args
+        if isinstance(args, tuple) and args and type(args[0]) is int and args[0] != step:
+            return (step, *args[1:])
+        return args
+
+
+class StepArgsBox:
+    """The newest one. `put` is the training thread's, `await_step` the work thread's; the lock guards `_newest`."""
+
+    def __init__(self) -> None:
+        self._newest: StepArgs | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, newest: StepArgs) -> None:
+        with self._changed:
+            self._newest = newest
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The training thread has left `train`: nothing newer comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def await_step(self, step: int, advance: Callable[[int], None], wait_s: float = WAIT_S) -> StepArgs:
+        """Return the objects after `step`; older ones when the training thread does not come to it within `wait_s`.
+
+        Raises CheckpointError when the trainer has never given any.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while not self._closed and (self._newest is None or self._newest.step < step):
+                if time.monotonic() >= deadline:
+                    break
+                self._changed.wait(_POLL_S)
+                advance(1)
+            if self._newest is None:
+                raise CheckpointError(
+                    f"step {step}: the trainer has not called ttp_set_ckpt_args yet, so its save handler has nothing to save;"
+                    " call it after every iteration"
+                )
+            return self._newest
