@@ -22,12 +22,49 @@ from typing import Any
 
 from ttp.errors import CheckpointError, ConfigError
 from ttp.mindio.job import current_job
-from ttp.mindio.newer import *  # noqa: F403
-from ttp.mindio.newer import NAMES
-from ttp.persist import ttp_to_persist as ttp_to_persist
+from ttp.mindio.newer import UNSUPPORTED, refusal
+from ttp.mindio.newer import OptimizerType as OptimizerType
+from ttp.mindio.newer import tft_destroy_controller as tft_destroy_controller
+from ttp.mindio.newer import tft_destroy_processor as tft_destroy_processor
+from ttp.mindio.newer import tft_end_updating_os as tft_end_updating_os
+from ttp.mindio.newer import tft_exception_handler as tft_exception_handler
+from ttp.mindio.newer import tft_exception_handler as ttp_to_persist
+from ttp.mindio.newer import tft_init_controller as tft_init_controller
+from ttp.mindio.newer import tft_init_processor as tft_init_processor
+from ttp.mindio.newer import tft_is_reboot_node as tft_is_reboot_node
+from ttp.mindio.newer import tft_query_high_availability_switch as tft_query_high_availability_switch
+from ttp.mindio.newer import tft_register_rename_handler as tft_register_rename_handler
+from ttp.mindio.newer import tft_register_save_ckpt_handler as tft_register_save_ckpt_handler
+from ttp.mindio.newer import tft_set_dp_group_info as tft_set_dp_group_info
+from ttp.mindio.newer import tft_set_optimizer_replica as tft_set_optimizer_replica
+from ttp.mindio.newer import tft_set_step_args as tft_set_step_args
+from ttp.mindio.newer import tft_start_controller as tft_start_controller
+from ttp.mindio.newer import tft_start_copy_os as tft_start_copy_os
+from ttp.mindio.newer import tft_start_processor as tft_start_processor
+from ttp.mindio.newer import tft_start_updating_os as tft_start_updating_os
+
+globals().update({name: refusal(name, instead) for name, instead in UNSUPPORTED.items()})
 
 __all__ = [
-    *NAMES,
+    *UNSUPPORTED,
+    "OptimizerType",
+    "tft_destroy_controller",
+    "tft_destroy_processor",
+    "tft_end_updating_os",
+    "tft_exception_handler",
+    "tft_init_controller",
+    "tft_init_processor",
+    "tft_is_reboot_node",
+    "tft_query_high_availability_switch",
+    "tft_register_rename_handler",
+    "tft_register_save_ckpt_handler",
+    "tft_set_dp_group_info",
+    "tft_set_optimizer_replica",
+    "tft_set_step_args",
+    "tft_start_controller",
+    "tft_start_copy_os",
+    "tft_start_processor",
+    "tft_start_updating_os",
     "ttp_end_updating_os",
     "ttp_init_controller",
     "ttp_init_processor",

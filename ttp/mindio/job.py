@@ -21,7 +21,7 @@ from ttp.exchange import world
 from ttp.mindio.optimizer import TTPReplicaOptimizer
 from ttp.mindio.publisher import HandlerPublisher, RenameHandler, SaveHandler
 from ttp.mindio.state import WholeState
-from ttp.mindio.step_args import Randomness, StepArgs, StepArgsBox
+from ttp.mindio.step_args import StepArgsBox
 from ttp.protection import Protection, show
 from ttp.session import Session
 
@@ -171,6 +171,16 @@ class MindioJob:
     def overtaken_after(self, error: RuntimeError, step: int) -> bool:
         return self._protection is not None and self._protection.overtaken_after(error, step)
 
+    def settle(self, step: int) -> None:
+        """The trainer begins something new: all that counts steps or samples is that of `step`. Waits for good when this rank's
+        training is over, because its last step was finished by the work thread."""
+        optimizer = self._optimizer("a step")
+        self.step_args.settle(step, optimizer.core.device)
+        if self._protection is not None and self._protection.gate.final:
+            self._protection.hold()
+        if optimizer.told_to_leave:
+            optimizer.core.boundary(step)
+
     def long_pause(self) -> None:
         if self._protection is not None and self._pause is None:
             self._pause = self._protection.processor.pause(LONG_PAUSE_S)
@@ -191,21 +201,13 @@ class MindioJob:
     # --- what the trainer says ---
 
     def step_done(self, args: Any) -> None:
-        """The trainer has finished a step and counted on. Waits until the parameters are whole; for good when this rank's training
-        is over."""
+        """The trainer has finished a step."""
         optimizer = self.optimizer
         if optimizer is None:
             raise ConfigError(
                 "ttp_set_ckpt_args without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer first"
             )
-        core, step = optimizer.core, optimizer.current_step
-        self.step_args.put(StepArgs(step, args, Randomness.now(core.device)))
-        protection = self._protection
-        if protection is not None and protection.gate.final:
-            protection.hold()
-        core.finish_gather()
-        if optimizer.told_to_leave:
-            core.boundary(step)
+        self.step_args.put(optimizer.current_step, args)
 
     # --- what the publisher needs ---
 

@@ -7,13 +7,14 @@ dying-gasp checkpoint and a restart, so what serves repair has no counterpart.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from ttp import persist
 from ttp.config import enabled
 from ttp.errors import ConfigError, NotSupported
 from ttp.mindio.job import ReplicaGroups, current_job
-from ttp.persist import ttp_to_persist
 
 
 class OptimizerType(enum.IntEnum):
@@ -96,8 +97,16 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """As `ttp_to_persist`."""
-    return ttp_to_persist(func)
+    """Protect `func`, the function that holds the training loop (`ttp.ttp_to_persist`)."""
+
+    @functools.wraps(func)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        finally:
+            current_job().step_args.close()
+
+    return persist.ttp_to_persist(train)
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -176,20 +185,15 @@ UNSUPPORTED = {
 """Names that raise NotSupported when they are called, and what to do instead."""
 
 
-def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+def refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a function that raises NotSupported."""
+
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotSupported(f"{name} is not supported by ttp.mindio: {instead}")
 
     refuse.__name__ = refuse.__qualname__ = name
     refuse.__doc__ = f"Raise NotSupported: {instead}."
     return refuse
-
-
-globals().update({name: _refusal(name, instead) for name, instead in UNSUPPORTED.items()})
-
-NAMES = sorted([*UNSUPPORTED, "OptimizerType", *(name for name in list(globals()) if name.startswith("tft_"))])
-NAMES = sorted(set(NAMES))
-__all__ = NAMES
 
 
 def _refuse_tls(enable_tls: bool) -> None:

@@ -6,8 +6,9 @@ that is saved:
     reduce_model_grads   take the gradients (main_grad, or grad) into the buckets
     step                 reduce, agree (left when the work thread has rolled this step forward), begin_to_update, the local
                          update, end_to_update
-    gather_model_params  start to gather; `ttp_set_ckpt_args` or `zero_grad` waits for it: by then the trainer has counted its
-                         schedule and its samples on, and a gather that never ends costs nothing
+    gather_model_params  nothing: the gather begins with the end of the update, and is waited for by whatever comes next:
+                         `zero_grad`, a forward pass, a checkpoint. By then the trainer has counted its schedule and its samples
+                         on, so the state that a fault finds half gathered is not half counted
 
 Never writes a file, never talks to a controller.
 """
@@ -37,12 +38,11 @@ class Job(Protocol):
     def built(self, optimizer: TTPReplicaOptimizer) -> Any:
         """Take note of the optimizer; return the data-parallel process group for it (None: all ranks)."""
 
-    def start_updating(self, backup_step: int) -> None: ...
-
-    def end_updating(self, step: int) -> None: ...
-
     def overtaken_after(self, error: RuntimeError, step: int) -> bool:
         """A collective of `step` raised: say whether the step was rolled forward on this rank."""
+
+    def settle(self, step: int) -> None:
+        """The trainer begins something new after `step`: it has counted on whatever it counts."""
 
     def long_pause(self) -> None:
         """A periodic checkpoint is being written: until the next step, nothing counts as a hang."""
@@ -113,6 +113,10 @@ class TTPReplicaOptimizer:
         """What `set_dump_args` was given: rank, step, rank_list. Empty before."""
         self.told_to_leave = False
         """Some rank was told to leave: all do when they have finished this step."""
+        self._begun = True
+        """The trainer has begun something new since the last update."""
+        for model in self.models:
+            model.register_forward_pre_hook(lambda *_: self._begin())
         self._reduced = False
         self._record: CommitRecord | None = None
         self._whole: WholeState | None = None
@@ -142,11 +146,19 @@ class TTPReplicaOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step: the parameters are whole, and gradients are zero."""
+        self._begin()
         self._job.end_pause()
-        self.core.finish_gather()
         if self.compare_every and self.current_step and self.current_step % self.compare_every == 0:
             self.core.compare_replicas()
         self.core.zero_grad()
+
+    def _begin(self) -> None:
+        """The trainer begins something new after an update: from here the parameters are whole."""
+        if self._begun:
+            return
+        self._job.settle(self.current_step)
+        self.core.finish_gather()
+        self._begun = True
 
     def reduce_model_grads(self, args: Any = None, timers: Any = None) -> None:
         """Take the gradients of this step; they are averaged over the data-parallel ranks within `step`."""
@@ -169,7 +181,9 @@ class TTPReplicaOptimizer:
             self.optimizer.step()
             self.end_to_update()
         except Overtaken:
-            pass  # by the work thread: the state is this step's, and the trainer has its bookkeeping to do
+            self._begun = (
+                False  # by the work thread: the state is this step's, and the trainer has its bookkeeping to do
+            )
         record = self.core.last_record
         if record is None or record.step != step:
             raise CheckpointError(f"step {step}: the state is that of step {self.current_step}")
@@ -192,7 +206,7 @@ class TTPReplicaOptimizer:
             raise Overtaken(f"step {step} was finished by the work thread") from error
         finally:
             self._reduced = False
-        self._job.start_updating(self.current_step if self.local_copy else -1)
+        self.start_updating()
 
     def start_updating(self) -> None:
         """Take the gate (`ttp_start_updating_os`). Raises ConfigError before the ranks have agreed."""
@@ -211,7 +225,7 @@ class TTPReplicaOptimizer:
 
     def end_to_update(self) -> None:
         """The update is finished."""
-        self._job.end_updating(self.current_step)
+        self.end_updating(self.current_step)
 
     def end_updating(self, step: int) -> None:
         """Give the gate back (`ttp_end_updating_os`)."""
@@ -219,11 +233,12 @@ class TTPReplicaOptimizer:
             begun = "none" if self._record is None else f"that of step {self._record.step}"
             raise ConfigError(f"ttp_end_updating_os({step}): the update that was begun is {begun}")
         self._record = None
+        self._begun = False
         self.core.end_update(step)
         self.core.start_gather(step)
 
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
-        """The gather has begun with the end of the update; `zero_grad` and `ttp_set_ckpt_args` wait for it."""
+        """Nothing is left to do: the gather has begun with the end of the update, and what comes next waits for it."""
 
     def reload_model_params(self) -> None:
         """Take the model's parameters as they are now, after somebody loaded weights into it."""
@@ -245,6 +260,7 @@ class TTPReplicaOptimizer:
         rank, _ = world()
         if self.error_dump:
             return bool(self.save_args["rank"] == rank)
+        self._begin()
         self._job.long_pause()
         self._whole = gather_whole(self.core)
         return self._whole is not None

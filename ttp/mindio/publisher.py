@@ -99,14 +99,15 @@ class HandlerPublisher:
         trainer, step = self._trainer, order.step
         assert trainer.save_handler is not None and trainer.rename_handler is not None
         mine = trainer.step_args.await_step(step, advance)
-        if mine.step != step:
+        if mine.step != step or not mine.settled:
             log.error(
-                "rank %d: step %d is saved with what the trainer gave after step %d: its training thread has not come to"
-                " ttp_set_ckpt_args, so schedule, counters and random numbers are those of step %d",
-                *(self._rank, step, mine.step, mine.step),
+                "rank %d: step %d is saved with the trainer's own objects as they are%s after step %d: its training thread did not"
+                " get on to the next step, so schedule, counters and random numbers may be another step's",
+                *(self._rank, step, "" if mine.settled else " half way", mine.step),
             )
         args = mine.labelled(step)
-        mine.randomness.restore(self._optimizer.device)
+        if mine.randomness is not None:
+            mine.randomness.restore(self._optimizer.device)
         self._began_at = _bytes_written()
         try:
             with torch.no_grad():

@@ -1,7 +1,8 @@
 """What the trainer has said with `ttp_set_ckpt_args`: its own objects, and after which step they are as they are.
 
-Owns the handing over from the training thread to the work thread, and the random numbers' states of the same moment. The
-objects themselves are the trainer's, and live.
+Owns the handing over from the training thread to the work thread, and the random numbers' states of the same step. The
+objects themselves are the trainer's, and live: they are those of a step from the moment it is settled until the update of the
+next one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ import torch
 from ttp.errors import CheckpointError
 
 WAIT_S = 10.0
-"""A training thread that was let go comes to `ttp_set_ckpt_args` in milliseconds, unless it meets a collective of its own."""
+"""A training thread that was let go comes to its next step in milliseconds, unless it meets a collective of its own."""
 _POLL_S = 0.02
 
 
@@ -52,7 +53,13 @@ class StepArgs:
 
     step: int
     args: Any
-    randomness: Randomness
+    randomness: Randomness | None = None
+    """Known once the step is settled: the trainer has begun the next one, or a checkpoint, so all that counts steps or samples
+    has been counted on."""
+
+    @property
+    def settled(self) -> bool:
+        return self.randomness is not None
 
     def labelled(self, step: int) -> Any:
         """Return the objects for a checkpoint of `step`: a leading iteration number, as Megatron has it, says `step`."""
@@ -63,16 +70,25 @@ class StepArgs:
 
 
 class StepArgsBox:
-    """The newest one. `put` is the training thread's, `await_step` the work thread's; the lock guards `_newest`."""
+    """The newest one. `put` and `settle` are the training thread's, `await_step` the work thread's; the lock guards the fields."""
 
     def __init__(self) -> None:
         self._newest: StepArgs | None = None
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, newest: StepArgs) -> None:
+    def put(self, step: int, args: Any) -> None:
+        """The trainer has finished `step`; it may still be counting on."""
         with self._changed:
-            self._newest = newest
+            self._newest = StepArgs(step, args)
+
+    def settle(self, step: int, device: torch.device) -> None:
+        """The trainer has counted on, and begins something new after `step`."""
+        if self._newest is None or self._newest.step != step or self._newest.settled:
+            return
+        settled = replace(self._newest, randomness=Randomness.now(device))
+        with self._changed:
+            self._newest = settled
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -82,15 +98,13 @@ class StepArgsBox:
             self._changed.notify_all()
 
     def await_step(self, step: int, advance: Callable[[int], None], wait_s: float = WAIT_S) -> StepArgs:
-        """Return the objects after `step`; older ones when the training thread does not come to it within `wait_s`.
+        """Return the objects after `step`, settled; others when the training thread does not come so far within `wait_s`.
 
         Raises CheckpointError when the trainer has never given any.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
-            while not self._closed and (self._newest is None or self._newest.step < step):
-                if time.monotonic() >= deadline:
-                    break
+            while not (self._closed or self._has(step)) and time.monotonic() < deadline:
                 self._changed.wait(_POLL_S)
                 advance(1)
             if self._newest is None:
@@ -99,3 +113,7 @@ class StepArgsBox:
                     " call it after every iteration"
                 )
             return self._newest
+
+    def _has(self, step: int) -> bool:
+        newest = self._newest
+        return newest is not None and (newest.step > step or (newest.step == step and newest.settled))

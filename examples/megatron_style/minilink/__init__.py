@@ -1,0 +1,15 @@
+"""The trainer's package. As in Megatron, the arguments are one namespace that everybody asks for."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from minilink.arguments import get_args
+from minilink.utils import get_ttp_switch  # TTP
+
+__all__ = ["get_args", "get_ttp_switch", "print_rank_0"]
+
+
+def print_rank_0(message: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)

@@ -1,0 +1,125 @@
+"""The trainer's own checkpoints: one file, a tracker, and the handlers that the patch adds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import traceback
+from typing import Any
+
+import torch
+
+from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0
+
+enable_ttp = get_ttp_switch()  # TTP
+torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def ensure_directory_exists(filename: str) -> None:
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str, iteration: int, model_name: str = "model_optim_rng.pt", tmp: bool = False
+) -> str:
+    directory = f"iter_{iteration:07d}"
+    if tmp:  # TTP
+        directory = directory + "_tmp"
+    return os.path.join(checkpoints_path, directory, "mp_rank_00", model_name)
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
+
+
+def ttp_save_checkpoint(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:  # TTP
+    iteration, model, optimizer, opt_param_scheduler = args
+    if hasattr(optimizer, "set_dump_args"):
+        optimizer.set_dump_args(save_rank, step, rank_list)
+        save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
+
+
+def save_checkpoint(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    args = get_args()
+    print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {args.save}")
+    if (  # TTP
+        enable_ttp
+        and args.local_copy_os
+        and optimizer.error_dump
+        and hasattr(optimizer, "save_args")
+        and optimizer.current_step > optimizer.save_args["step"]
+    ):
+        iteration = optimizer.save_args["step"]
+    if enable_ttp:  # TTP
+        tmp = bool(optimizer.error_dump)
+        checkpoint_name = get_checkpoint_name(args.save, iteration, tmp=tmp)
+    else:
+        checkpoint_name = get_checkpoint_name(args.save, iteration)
+    cur_rank = torch.distributed.get_rank()
+    save_flag = optimizer.need_write_file() if enable_ttp else parallel_state.get_data_parallel_rank() == 0  # TTP
+    if not torch.distributed.is_initialized() or save_flag:
+        state_dict = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "model": model[0].state_dict_for_save_checkpoint(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": opt_param_scheduler.state_dict(),
+            "random_rng_state": random.getstate(),
+            "torch_rng_state": torch.get_rng_state(),
+        }
+        ensure_directory_exists(checkpoint_name)
+        torch.save(state_dict, checkpoint_name)
+    if enable_ttp and optimizer.error_dump:  # TTP
+        print(f"rank {cur_rank} successfully saved checkpoint at iteration {iteration:7d} to {args.save}", flush=True)
+    else:
+        save_checkpoint_post_process(iteration)
+
+
+def save_checkpoint_post_process(iteration: int) -> None:
+    args = get_args()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        with open(get_checkpoint_tracker_filename(args.save), "w") as f:
+            f.write(str(iteration))
+    torch.distributed.barrier()
+
+
+def rename_save_result(args: Any) -> int:  # TTP
+    iteration = args[0]
+    optimizer = args[2]
+    args = get_args()
+    src_path = None
+    dst_path = None
+    if args.local_copy_os and hasattr(optimizer, "save_args") and optimizer.current_step > optimizer.save_args["step"]:
+        iteration = optimizer.save_args["step"]
+    try:
+        src_path = os.path.join(args.save, f"iter_{iteration:07d}_tmp")
+        dst_path = os.path.join(args.save, f"iter_{iteration:07d}")
+        os.rename(src_path, dst_path)
+    except Exception:
+        print(f"rename from {src_path} to {dst_path} failed.")
+        traceback.print_exc()
+        return 1
+    with open(get_checkpoint_tracker_filename(args.save), "w") as f:
+        f.write(str(iteration))
+    return 0
+
+
+def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any) -> int:
+    args = get_args()
+    tracker = get_checkpoint_tracker_filename(args.save)
+    if not os.path.isfile(tracker):
+        return 0
+    with open(tracker) as f:
+        iteration = int(f.read().strip())
+    state_dict = torch.load(get_checkpoint_name(args.save, iteration), map_location="cpu")
+    args.consumed_train_samples = state_dict["args"].consumed_train_samples
+    model[0].module.load_state_dict(state_dict["model"])
+    optimizer.load_state_dict(state_dict["optimizer"])
+    opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])
+    random.setstate(state_dict["random_rng_state"])
+    torch.set_rng_state(state_dict["torch_rng_state"])
+    print_rank_0(f"successfully loaded checkpoint from {args.save} at iteration {iteration}")
+    return int(state_dict["iteration"])

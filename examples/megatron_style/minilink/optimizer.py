@@ -1,0 +1,97 @@
+"""The optimizers: the trainer's own, and the choice between it and the one that keeps replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minilink import get_args, get_ttp_switch, parallel_state
+
+enable_ttp = get_ttp_switch()  # TTP
+
+
+class MegatronOptimizer:
+    """The trainer's own: every rank has all of the state."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grad: float,
+        log_num_zeros_in_grad: bool,
+        params_have_main_grad: bool,
+        use_contiguous_buffers_in_local_ddp: bool,
+        fp16: bool,
+        bf16: bool,
+        params_dtype: torch.dtype,
+        grad_scaler: Any,
+        models: list[nn.Module],
+    ) -> None:
+        self.optimizer, self.clip_grad, self.models = optimizer, clip_grad, models
+        self.params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def reduce_model_grads(self, args: Any, timers: Any) -> None:
+        for param in self.params:
+            torch.distributed.all_reduce(param.main_grad, group=parallel_state.get_data_parallel_group())
+            param.grad = (param.main_grad / parallel_state.get_data_parallel_world_size()).to(param.dtype)
+
+    @torch.no_grad()
+    def step(self, args: Any, timers: Any) -> tuple[bool, float | None, int | None]:
+        grad_norm = float(nn.utils.clip_grad_norm_(self.params, self.clip_grad))
+        if enable_ttp and hasattr(self, "begin_to_update"):  # TTP
+            self.begin_to_update(args.iteration)
+        self.optimizer.step()
+        if enable_ttp and hasattr(self, "end_to_update"):  # TTP
+            self.end_to_update()
+        return True, grad_norm, None
+
+    def gather_model_params(self, args: Any, timers: Any) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def get_megatron_optimizer(model: list[nn.Module]) -> Any:
+    args = get_args()
+    if enable_ttp:  # TTP
+        if parallel_state.get_data_parallel_world_size() % 2:  # a patch for one size has one of the two imports
+            from ttp.mindio.modellink import TTPOddReplicaOptimizer as TTPReplicaOptimizer
+        else:
+            from ttp.mindio.modellink import TTPReplicaOptimizer
+    params = [param for module in model for param in module.parameters()]
+    decayed = [param for param in params if param.dim() > 1]
+    others = [param for param in params if param.dim() <= 1]
+    groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay)
+    params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    opt_ty: Any = TTPReplicaOptimizer if enable_ttp else MegatronOptimizer  # TTP
+    if enable_ttp:  # TTP
+        return opt_ty(
+            optimizer,
+            args.clip_grad,
+            False,
+            True,
+            True,
+            False,
+            args.bf16,
+            params_dtype,
+            None,
+            model,
+            args.local_copy_os,
+        )
+    return opt_ty(optimizer, args.clip_grad, False, True, True, False, args.bf16, params_dtype, None, model)

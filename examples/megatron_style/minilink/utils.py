@@ -1,0 +1,10 @@
+"""What the patch adds to the trainer's utilities."""
+
+from __future__ import annotations
+
+import os
+
+
+def get_ttp_switch() -> bool:  # TTP
+    enable_ttp = os.getenv("ENABLE_TTP", "True")
+    return enable_ttp.lower() in ("true", "1")

@@ -1,0 +1,174 @@
+"""The facade's names, argument orders and defaults are MindIO's, and what has no counterpart says so."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ttp.mindio
+from ttp.errors import ConfigError, NotSupported
+from ttp.mindio import modellink
+from ttp.mindio.job import forget_job
+from ttp.mindio.modellink import os_shard_parallel
+from ttp.mindio.newer import UNSUPPORTED
+
+SIGNATURES = {
+    "ttp_init_controller": "rank, world_size, replica=2, enable_local_copy=False",
+    "ttp_start_controller": "ip, port",
+    "ttp_init_processor": "rank, dp_ranks, dp_size, world_size, replica=2, enable_local_copy=False",
+    "ttp_start_processor": "ip, port",
+    "ttp_register_save_ckpt_handler": "handler",
+    "ttp_register_rename_handler": "handler",
+    "ttp_set_ckpt_args": "args",
+    "ttp_start_updating_os": "backup_step",
+    "ttp_end_updating_os": "step",
+    "ttp_to_persist": "func",
+    "tft_init_controller": "rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False",
+    "tft_start_controller": "bind_ip, port, enable_tls=True, tls_info=''",
+    "tft_init_processor": "rank, world_size, enable_local_copy, enable_tls=True, tls_info='', enable_uce=True, enable_arf=False,"
+    " enable_zit=False",
+    "tft_start_processor": "master_ip, port, local_ip=''",
+    "tft_start_updating_os": "backup_step",
+    "tft_start_copy_os": "",
+    "tft_end_updating_os": "step",
+    "tft_set_optimizer_replica": "rank, replica_info",
+    "tft_set_dp_group_info": "rank, dp_rank_list",
+    "tft_exception_handler": "func",
+    "tft_set_step_args": "args",
+    "tft_register_save_ckpt_handler": "func, ctx=None",
+    "tft_register_rename_handler": "func, ctx=None",
+    "tft_destroy_controller": "",
+    "tft_destroy_processor": "",
+    "tft_is_reboot_node": "",
+    "tft_query_high_availability_switch": "",
+}
+
+OPTIMIZER = (
+    "optimizer, clip_grad, log_num_zeros_in_grad, params_have_main_grad, use_contiguous_buffers_in_local_ddp, fp16, bf16,"
+    " params_dtype, grad_scaler, models, local_copy=False"
+)
+
+
+@pytest.fixture(autouse=True)
+def forgets_every_job() -> Iterator[None]:
+    """No test leaves what it declared to the next."""
+    yield
+    forget_job()
+
+
+def arguments(function: Callable[..., object]) -> str:
+    """Return names and defaults, in order, without types."""
+    parameters = inspect.signature(function).parameters.values()
+    told = [f"{p.name}={p.default!r}" if p.default is not p.empty else p.name for p in parameters if p.name != "self"]
+    return ", ".join(told)
+
+
+def test_names_orders_and_defaults_are_mindios() -> None:
+    """A patched trainer calls by position as well as by name."""
+    assert {name: arguments(getattr(ttp.mindio, name)) for name in SIGNATURES} == SIGNATURES
+    assert set(ttp.mindio.__all__) == {*SIGNATURES, *UNSUPPORTED, "OptimizerType"}
+
+
+def test_modellink_has_what_the_patch_imports() -> None:
+    """Optimizers, groups, and the module path of the group's getter."""
+    for kind in (modellink.TTPReplicaOptimizer, modellink.TTPOddReplicaOptimizer):
+        assert arguments(kind) == OPTIMIZER
+        for method in ("begin_to_update", "end_to_update", "set_dump_args", "need_write_file", "state_dict"):
+            assert callable(getattr(kind, method))
+        assert arguments(kind.set_dump_args) == "rank, step, rank_list"
+        assert arguments(kind.begin_to_update) == "iteration"
+    assert arguments(modellink.build_optimizer_replica_group) == "ranks"
+    assert os_shard_parallel.get_os_shard_group is modellink.get_os_shard_group
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_has_no_counterpart_says_so_and_what_to_do(name: str) -> None:
+    """An import works, so that a trainer starts; a call raises NotSupported."""
+    with pytest.raises(NotSupported, match=f"^{name} is not supported by ttp.mindio: .{{20,}}"):
+        getattr(ttp.mindio, name)("anything", at="all")
+
+
+def test_encryption_and_repair_in_place_are_refused_and_not_ignored() -> None:
+    """A job that believes its messages encrypted must not start."""
+    with pytest.raises(NotSupported, match="not encrypted"):
+        ttp.mindio.tft_start_controller("127.0.0.1", 8000)
+    with pytest.raises(NotSupported, match="not encrypted"):
+        ttp.mindio.tft_init_processor(0, 1, False)
+    with pytest.raises(NotSupported, match="enable_arf"):
+        ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False, enable_arf=True)
+    ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False)
+
+
+def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
+    """Ranks, sizes, ports, the order of the calls, and handlers that are none."""
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: ttp.mindio.ttp_init_processor(1, [0, 1], 2, 2), "rank 1 of 2, torch.distributed says 0 of 1"),
+        (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 1, 1), "as many ranks"),
+        (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1), "protects purely data-parallel jobs"),
+        (lambda: ttp.mindio.ttp_init_controller(0, 1, 0), "replica is 0"),
+        (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", 80), "port 80"),
+        (lambda: ttp.mindio.ttp_start_processor("127.0.0.1", 8000), "before ttp_init_processor"),
+        (lambda: ttp.mindio.ttp_register_save_ckpt_handler(None), "wanted a function"),  # type: ignore[arg-type]
+        (lambda: ttp.mindio.ttp_set_ckpt_args((1,)), "without an optimizer"),
+        (lambda: ttp.mindio.ttp_start_updating_os(-1), "without an optimizer"),
+        (modellink.get_dp_rank_list, "no data-parallel group is known"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            call()
+    ttp.mindio.ttp_init_processor(0, [0], 1, 1)
+    with pytest.raises(ConfigError, match="without an optimizer"):
+        ttp.mindio.ttp_start_processor("127.0.0.1", 8000)
+
+
+def build(**changes: object) -> modellink.TTPReplicaOptimizer:
+    model = torch.nn.Linear(4, 2)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+    settings: dict[str, object] = {
+        "log_num_zeros_in_grad": False,
+        "fp16": False,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "grad_scaler": None,
+        "models": [model],
+        **changes,
+    }
+    given: dict[str, Any] = {"optimizer": adam, "clip_grad": 1.0, "params_have_main_grad": False} | settings
+    return modellink.TTPReplicaOptimizer(use_contiguous_buffers_in_local_ddp=False, **given)
+
+
+def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
+    """Each with the argument's name."""
+
+    class Scaler:
+        scale, growth_interval, growth_factor, backoff_factor, hysteresis = 1024.0, 100, 2.0, 0.5, 2
+
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad is not supported"),
+        ({"bf16": True}, "contradict"),
+        ({"bf16": True, "fp16": True}, "contradict"),
+        ({"models": [torch.nn.Linear(1, 1)]}, "of which the models name 0"),
+        ({"grad_scaler": object()}, "without a number"),
+        ({"grad_scaler": Scaler()}, "hysteresis 2"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            build(**changes)
+    Scaler.hysteresis = 1
+    assert build(grad_scaler=Scaler()).get_loss_scale().item() == 1024.0
+
+
+def test_the_base_optimizers_own_settings_are_kept() -> None:
+    """Class, learning rate and betas are those of the torch optimizer that Megatron built."""
+    optimizer = build()
+    assert optimizer.param_groups[0]["lr"] == 0.1 and tuple(optimizer.param_groups[0]["betas"]) == (0.8, 0.9)
+    assert set(optimizer.core.expected_tensors()) >= {"model.weight", "optim.state.bias.exp_avg"}
+
+
+def test_the_enumeration_has_mindios_values() -> None:
+    """`save_info[0]["type"]` is compared with it."""
+    assert (ttp.mindio.OptimizerType.ATTENTION, ttp.mindio.OptimizerType.MOE) == (0, 1)

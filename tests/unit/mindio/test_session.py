@@ -1,0 +1,252 @@
+"""One rank with a real controller: what the trainer's handlers are given at a fault, and what becomes of their answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ttp import mindio
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
+from ttp.mindio.job import current_job, forget_job
+from ttp.mindio.modellink import TTPReplicaOptimizer
+from ttp.mindio.state import WholeState
+from ttp.mindio.step_args import StepArgsBox
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def forgets_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test has a folder and a port of its own, and leaves no session."""
+    monkeypatch.setenv("TTP_MINDIO_DIR", str(tmp_path / "mindio"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("TTP_CONTROLLER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("TTP_STANDBYS", "0")
+    yield
+    forget_job()
+
+
+def new_trainer(local_copy: bool = False) -> tuple[torch.nn.Module, TTPReplicaOptimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, TTPReplicaOptimizer(
+        adam, 1.0, False, False, False, False, False, torch.float32, None, model, local_copy
+    )
+
+
+def do_step(model: torch.nn.Module, optimizer: TTPReplicaOptimizer, step: int) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.full((2, 8), float(step))).square().mean()
+    loss.backward()
+    optimizer.reduce_model_grads(None, None)
+    assert optimizer.step(None, None)[0]
+    optimizer.gather_model_params(None, None)
+    return float(loss.detach())
+
+
+def protect(local_copy: bool = False) -> None:
+    mindio.ttp_init_controller(0, 1, 1, local_copy)
+    mindio.ttp_start_controller("127.0.0.1", 8000)
+    mindio.ttp_init_processor(0, [0], 1, 1, 1, local_copy)
+    mindio.ttp_start_processor("127.0.0.1", 8000)
+
+
+def run_into_a_fault(
+    model: torch.nn.Module, optimizer: TTPReplicaOptimizer, save: Callable[..., None], rename: Callable[..., int]
+) -> None:
+    """Three steps, then an exception in the fourth's backward."""
+    protect()
+    mindio.ttp_register_save_ckpt_handler(save)
+    mindio.ttp_register_rename_handler(rename)
+
+    def train() -> None:
+        for step in range(1, 5):
+            if step == 4:
+                optimizer.zero_grad()
+                raise ZeroDivisionError("the trainer's own mistake")
+            do_step(model, optimizer, step)
+            mindio.ttp_set_ckpt_args((step, model, optimizer, "schedule"))
+
+    with pytest.raises(ZeroDivisionError):
+        mindio.ttp_to_persist(train)()
+
+
+def journal(tmp_path: Path) -> list[dict[str, Any]]:
+    (path,) = (tmp_path / "mindio").glob("ttp_log/journal_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_handlers_get_rank_step_ranks_and_the_trainers_objects(tmp_path: Path) -> None:
+    """At a fault, after the decision: save on the save rank with the state of the step, then rename; and no shards are left."""
+    model, optimizer = new_trainer()
+    calls: list[Any] = []
+
+    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
+        calls.append((save_rank, step, rank_list, args[0], args[3]))
+        assert args[1] is model and args[2] is optimizer and not optimizer.error_dump
+        optimizer.set_dump_args(save_rank, step, rank_list)
+        assert optimizer.error_dump and optimizer.need_write_file() and optimizer.current_step == 3
+        assert optimizer.save_args == {"rank": 0, "step": 3, "rank_list": [0]}
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "tmp.pt")
+
+    def rename(args: Any) -> int:
+        calls.append(("rename", args[0]))
+        (tmp_path / "tmp.pt").rename(tmp_path / "final.pt")
+        return 0
+
+    run_into_a_fault(model, optimizer, save, rename)
+    assert calls == [(0, 3, [0], 3, "schedule"), ("rename", 3)]
+    assert [line["event"] for line in journal(tmp_path)][-3:].count("exit_sent") == 1
+    assert any(line["event"] == "published" for line in journal(tmp_path))
+    forget_job()
+    assert not list((tmp_path / "mindio").rglob("*.distcp"))
+
+    whole_model, whole = new_trainer()
+    losses = [do_step(whole_model, whole, step) for step in range(1, 7)]
+    resumed_model, resumed = new_trainer()
+    found = torch.load(tmp_path / "final.pt", weights_only=True)
+    resumed_model.load_state_dict(found["model"])
+    resumed.load_state_dict(found["optimizer"])
+    assert resumed.current_step == 3
+    assert [do_step(resumed_model, resumed, step) for step in range(4, 7)] == losses[3:]
+
+
+def test_a_rename_that_fails_is_no_checkpoint(tmp_path: Path) -> None:
+    """The handler's 1 refuses the dump, with its reason in the journal."""
+    model, optimizer = new_trainer()
+    run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 1)
+    (refused,) = [line for line in journal(tmp_path) if line["event"] == "refused"]
+    assert "the rename handler returned 1" in refused["fields"]["reason"]
+
+
+def test_a_save_handler_that_raises_is_no_checkpoint(tmp_path: Path) -> None:
+    """Its exception is the reason; the rename handler is not called."""
+    model, optimizer = new_trainer()
+
+    def save(*_: object) -> None:
+        raise OSError("no room for the trainer's file")
+
+    def rename(args: Any) -> int:
+        raise AssertionError("rename was called")
+
+    run_into_a_fault(model, optimizer, save, rename)
+    (refused,) = [line for line in journal(tmp_path) if line["event"] == "refused"]
+    assert "no room for the trainer's file" in refused["fields"]["reason"]
+
+
+def test_the_newer_handlers_get_their_own_arguments(tmp_path: Path) -> None:
+    """`save(step, save_info, args, ctx)` and `rename(step, args)`, which raises in place of returning 1."""
+    model, optimizer = new_trainer()
+    calls: list[Any] = []
+    protect()
+    mindio.tft_register_save_ckpt_handler(
+        lambda step, info, args, ctx: calls.append((step, info, args[0], ctx)), "context"
+    )
+    mindio.tft_register_rename_handler(lambda step, args: calls.append((step, args[0])), "context")
+
+    @mindio.tft_exception_handler
+    def train() -> None:
+        do_step(model, optimizer, 1)
+        mindio.tft_set_step_args((1, model))
+        optimizer.zero_grad()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert calls == [(1, [{"type": 0, "ranks": [0]}], 1, "context"), (1, 1)]
+
+
+def test_a_trainers_own_step_may_begin_and_end_the_update() -> None:
+    """The patch of the base class: begin_to_update, optimizer.step(), end_to_update give the bits of `step`."""
+    model, optimizer = new_trainer()
+    other_model, other = new_trainer()
+    for step in range(1, 4):
+        do_step(other_model, other, step)
+        optimizer.zero_grad()
+        model(torch.full((2, 8), float(step))).square().mean().backward()
+        optimizer.reduce_model_grads(None, None)
+        optimizer.begin_to_update(step - 1)
+        with pytest.raises(ConfigError, match="the update that was begun is that of step"):
+            optimizer.end_updating(step + 7)
+        optimizer.optimizer.step()
+        optimizer.end_to_update()
+        assert optimizer.current_step == step
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="without a step that the ranks have agreed on"):
+        mindio.ttp_start_updating_os(-1)
+
+
+def test_the_optimizer_and_the_processor_agree_on_local_copies() -> None:
+    """One of them with and one without would promise what is not there."""
+    new_trainer(local_copy=True)
+    with pytest.raises(ConfigError, match="was built with local_copy=True"):
+        mindio.ttp_init_processor(0, [0], 1, 1, 1, False)
+
+
+def test_current_step_counts_from_the_loaded_iteration() -> None:
+    """Set once before the first step; later it is the optimizer's own."""
+    model, optimizer = new_trainer()
+    optimizer.current_step = 40
+    do_step(model, optimizer, 41)
+    assert optimizer.current_step == 41
+    optimizer.current_step = 41
+    with pytest.raises(ConfigError, match="counted by the optimizer"):
+        optimizer.current_step = 43
+
+
+def test_a_foreign_optimizers_state_is_refused() -> None:
+    """Nothing is changed, and the message says what to do."""
+    _, optimizer = new_trainer()
+    with pytest.raises(CheckpointMismatch, match="reload_model_params"):
+        optimizer.load_state_dict({"optimizer": {}, "grad_scaler": None})
+    state = WholeState.from_dict(optimizer.state_dict())
+    wrong = WholeState(1, {**state.tensors, "model.weight": torch.zeros(3)}, state.host)
+    with pytest.raises(CheckpointMismatch, match=r"model.weight.*shape \(3,\), wanted shape \(4, 8\)"):
+        optimizer.load_state_dict(wrong.to_dict())
+    assert optimizer.current_step == 0
+
+
+def test_objects_of_a_step_are_waited_for_until_it_is_settled() -> None:
+    """Random numbers are those of the settled step; a thread that has left is not waited for."""
+    box = StepArgsBox()
+    advanced: list[int] = []
+    with pytest.raises(CheckpointError, match="has not called ttp_set_ckpt_args"):
+        box.await_step(1, advanced.append, wait_s=0.05)
+    box.put(1, (1, "objects"))
+    assert not box.await_step(1, advanced.append, wait_s=0.05).settled and advanced
+    random.seed(1)
+    box.settle(1, CPU)
+    wanted = random.random()
+    got = box.await_step(1, advanced.append, wait_s=60)
+    assert got.labelled(1) == (1, "objects") and got.labelled(2) == (2, "objects")
+    assert got.randomness is not None
+    got.randomness.restore(CPU)
+    assert random.random() == wanted
+    box.close()
+    assert box.await_step(2, advanced.append, wait_s=60).step == 1
+
+
+def test_a_dump_without_handlers_says_what_is_missing(tmp_path: Path) -> None:
+    """A fault before they were registered."""
+    model, optimizer = new_trainer()
+    protect()
+
+    @mindio.ttp_to_persist
+    def train() -> None:
+        do_step(model, optimizer, 1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    (refused,) = [line for line in journal(tmp_path) if line["event"] == "refused"]
+    assert "no handlers; call ttp_register_save_ckpt_handler" in refused["fields"]["reason"]
+    assert current_job().save_handler is None
