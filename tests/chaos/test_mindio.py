@@ -1,0 +1,167 @@
+"""A Megatron-style trainer, patched for MindIO TTP, loses ranks and goes on bit for bit from the checkpoints that its own
+handlers wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = str(ROOT / "examples" / "megatron_style" / "pretrain_gpt.py")
+STEPS = 20
+LINE = re.compile(
+    r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \| learning rate: (\S+) \|"
+    r" loss: \S+ \((\S+)\) \| grad norm: \S+ \((\S+)\)"
+)
+
+Lines = dict[int, tuple[str, ...]]
+
+
+class Run:
+    """One finished job of the example."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        *arguments: str,
+        faults: str = "",
+        launcher: str = "ttp.launch",
+        enable: bool = True,
+    ) -> None:
+        self.save, self._mindio = folder / "save", folder / "mindio"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TTP_FAULTS": faults,
+            "TTP_MINDIO_DIR": str(self._mindio),
+            "TTP_CONTROLLER_PORT": str(port),
+            "ENABLE_TTP": str(enable),
+        }
+        options = ("--nproc-per-node", str(ranks), TRAINER, "--save", str(self.save), "--train-iters", str(STEPS))
+        done = subprocess.run(
+            [sys.executable, "-m", launcher, *options, *arguments],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        self.text = done.stdout + done.stderr
+        assert done.returncode == 0, self.text
+        self.lines: Lines = {int(found[1]): found.groups()[1:] for found in LINE.finditer(self.text)}
+
+    def events(self, start: int = 0) -> dict[str, dict[str, object]]:
+        """Return the last line of each event in the journal of the job's N-th start."""
+        (path,) = self._mindio.glob(f"ttp_log/journal_{start}.jsonl")
+        told = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line["event"]: line["fields"] for line in told}
+
+    def final_weights(self) -> dict[str, torch.Tensor]:
+        path = self.save / f"iter_{STEPS:07d}" / "mp_rank_00" / "model_optim_rng.pt"
+        found: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["model"]
+        return found
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("whole", "hurt"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "whole", tmp_path / "hurt"
+
+
+def assert_same_training(hurt: Run, whole: Run, resumed_from: int) -> None:
+    """Every line that both printed is the same, so are the last weights, and from the checkpoint on none is missing."""
+    assert sorted(whole.lines) == list(range(1, STEPS + 1)), whole.text
+    for step, line in hurt.lines.items():
+        assert line == whole.lines[step], f"step {step}\n{hurt.text}"
+    missing = sorted(set(whole.lines) - set(hurt.lines))
+    assert missing in ([], [resumed_from]), (
+        f"{missing}\n{hurt.text}"
+    )  # rank 0 may have died before it printed that step
+    weights = hurt.final_weights()
+    assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
+    assert f"successfully loaded checkpoint from {hurt.save} at iteration {resumed_from}" in hurt.text
+
+
+def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(folders: tuple[Path, Path]) -> None:
+    """Rank 1 dies when it has updated step 13; the save handler runs on rank 0, and the step after is the same bits."""
+    whole = Run(folders[0], 2)
+    hurt = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done")
+    published = hurt.events()["published"]
+    step = published["step"]
+    assert isinstance(step, int) and step in (12, 13)  # 12: rank 0 had not got the record yet
+    assert published["rank"] == 0
+    assert_same_training(hurt, whole, step)
+    assert f"rank 0 successfully saved checkpoint at iteration {step:7d}" in hurt.text
+    names = {path.name for path in hurt.save.iterdir()}
+    assert names == {f"iter_{step:07d}", f"iter_{STEPS:07d}", "latest_checkpointed_iteration.txt"}
+    assert "barrier: the optimizer's own all-reduce" in whole.text and "its training thread did not" not in hurt.text
+
+
+@pytest.mark.long
+def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path, Path]) -> None:
+    """Rank 0 has the record of step 13 and has not begun when rank 1 dies behind it: its work thread finishes the step, its
+    training thread counts on, and what it saves has the schedule, the samples and the random numbers of step 13."""
+    whole = Run(folders[0], 3)
+    faults = "slow:rank=0,step=13,point=record,for=4;kill:rank=1,step=13,point=done"
+    hurt = Run(folders[1], 3, faults=faults)
+    events = hurt.events()
+    assert events["published"]["rank"] == 0 and events["published"]["step"] == 13
+    assert_same_training(hurt, whole, 13)
+    assert "its training thread did not" not in hurt.text
+
+
+@pytest.mark.long
+def test_four_ranks_with_local_copies_in_bf16_and_a_second_fault(folders: tuple[Path, Path]) -> None:
+    """Shards of other ranks are in the file; a periodic checkpoint lies between two faults; rank 0 dies in an update."""
+    arguments = ("--bf16", "--local-copy-os", "--save-interval", "8")
+    whole = Run(folders[0], 4, *arguments)
+    faults = "kill:rank=0,step=6,point=updating;kill:rank=2,step=11,point=gathering,round=1"
+    hurt = Run(folders[1], 4, *arguments, faults=faults)
+    first, second = (hurt.events(start)["published"]["step"] for start in (0, 1))
+    assert first in (5, 6) and second in (10, 11)
+    assert hurt.events()["published"]["rank"] != 0
+    assert isinstance(second, int)
+    assert "local copy: every rank keeps the state of the step before" in whole.text
+    missing = sorted(set(whole.lines) - set(hurt.lines))
+    assert missing in ([], [first]), f"{missing}\n{hurt.text}"
+    assert all(whole.lines[step] == line for step, line in hurt.lines.items()), hurt.text
+    assert (hurt.save / "iter_0000008").is_dir()
+    weights = hurt.final_weights()
+    assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
+
+
+@pytest.mark.long
+def test_a_save_rank_that_dies_in_its_handler_is_followed_by_another(folders: tuple[Path, Path]) -> None:
+    """Rank 0, the first save rank, is killed while it publishes: another rank's handlers write the same step."""
+    whole = Run(folders[0], 4)
+    faults = "kill:rank=3,step=9,point=done;kill:rank=0,step=9,point=publish,call=3"
+    hurt = Run(folders[1], 4, faults=faults)
+    published = hurt.events()["published"]
+    if (
+        published["step"] == 9
+    ):  # else no survivor had the record of step 9, and there was no publish of it to be killed in
+        assert published["rank"] != 0
+    assert isinstance(published["step"], int)
+    assert_same_training(hurt, whole, published["step"])
+
+
+@pytest.mark.long
+def test_enable_ttp_false_is_the_trainer_as_it_was(tmp_path: Path) -> None:
+    """Its own optimizer, torchrun, no controller; it trains to the end and resumes from its own checkpoint."""
+    plain = Run(tmp_path, 2, launcher="torch.distributed.run", enable=False)
+    assert sorted(plain.lines) == list(range(1, STEPS + 1))
+    assert not (tmp_path / "mindio").exists()
