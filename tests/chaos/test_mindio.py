@@ -145,6 +145,24 @@ def test_four_ranks_with_local_copies_in_bf16_and_a_second_fault(folders: tuple[
 
 
 @pytest.mark.long
+def test_three_kills_around_the_spanning_collective_of_three_ranks(folders: tuple[Path, Path]) -> None:
+    """Who gets the record before the death reaches it is a race; whatever step comes of it, the training is the same."""
+    whole = Run(folders[0], 3)
+    faults = (
+        "kill:rank=1,step=5,point=ready",
+        "kill:rank=2,step=9,point=record,round=1",
+        "kill:rank=0,step=14,point=record,round=2",
+    )
+    hurt = Run(folders[1], 3, faults=";".join(faults))
+    steps = [hurt.events(start)["published"]["step"] for start in range(3)]
+    assert steps[0] == 4 and steps[1] in (8, 9) and steps[2] in (13, 14)
+    assert all(whole.lines[step] == line for step, line in hurt.lines.items()), hurt.text
+    assert hurt.text.count("successfully loaded checkpoint") == 3
+    weights = hurt.final_weights()
+    assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
+
+
+@pytest.mark.long
 def test_a_save_rank_that_dies_in_its_handler_is_followed_by_another(folders: tuple[Path, Path]) -> None:
     """Rank 0, the first save rank, is killed while it publishes: another rank's handlers write the same step."""
     whole = Run(folders[0], 4)

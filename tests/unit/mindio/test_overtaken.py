@@ -1,0 +1,90 @@
+"""A training thread whose update was done by the work thread is let out, where its trainer asked for it, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ttp.errors import Overtaken
+from ttp.optim.spanning import Spanning
+from ttp.processor.gate import Gate
+from ttp.proto.messages import CommitRecord
+
+RECORD = CommitRecord(1, 1.0, 1.0, False, 1.0, (0.1,), ())
+
+
+def begin(gate: Gate) -> tuple[threading.Thread, list[BaseException]]:
+    """Let a thread begin the update of step 1; return it and what it has raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            gate.begin_update(1, RECORD)
+        except Overtaken as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_thread_at_the_gate_is_let_go_by_the_roll_forward_of_its_step(before: bool) -> None:
+    """Whether it comes to the gate before the roll forward or after it; the gate stays final and closed."""
+    gate = Gate(0)
+    gate.lets_go = True
+    gate.computing(1)
+    gate.ready(1)
+    gate.freeze(1, 1.0)
+    if before:
+        thread, raised = begin(gate)
+    assert not gate.overtook(1)
+    gate.start_roll_forward(RECORD)
+    gate.rolled_forward(1)
+    if not before:
+        thread, raised = begin(gate)
+    thread.join(30)
+    assert [type(error) for error in raised] == [Overtaken]
+    assert gate.overtook(1) and not gate.overtook(2) and gate.final and gate.closed and gate.state_step == 1
+
+
+def test_a_failed_roll_forward_lets_nobody_go() -> None:
+    """The state is torn: there is nothing to keep books of."""
+    gate = Gate(0)
+    gate.lets_go = True
+    gate.computing(1)
+    gate.ready(1)
+    gate.freeze(1, 1.0)
+    gate.start_roll_forward(RECORD)
+    gate.roll_forward_failed()
+    assert not gate.overtook(1) and gate.torn
+
+
+class NeverDone:
+    """A collective that hangs."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("waited for a collective that hangs")
+
+
+def test_the_spanning_collective_is_left_when_it_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `abandons` raises comes out, and memory that the collective may still write is kept."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: NeverDone())
+    spanning = Spanning("a group", None, torch.device("cpu"))
+    asked: list[int] = []
+
+    def abandon(step: int) -> None:
+        asked.append(step)
+        if len(asked) == 3:
+            raise Overtaken("enough")
+
+    spanning.abandons = abandon
+    with pytest.raises(Overtaken, match="enough"):
+        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+    assert asked == [7, 7, 7] and len(spanning._left) == 1
