@@ -125,14 +125,16 @@ def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path
 
 
 @pytest.mark.long
-def test_four_ranks_with_local_copies_in_bf16_and_a_second_fault(folders: tuple[Path, Path]) -> None:
-    """Shards of other ranks are in the file; a periodic checkpoint lies between two faults; rank 0 dies in an update."""
+def test_four_ranks_with_local_copies_in_bf16_meet_three_faults(folders: tuple[Path, Path]) -> None:
+    """Shards of other ranks are in the file; a periodic checkpoint lies between faults; rank 0 dies in an update, another in the gather, and a third is
+    told to leave."""
     arguments = ("--bf16", "--local-copy-os", "--save-interval", "8")
     whole = Run(folders[0], 4, *arguments)
-    faults = "kill:rank=0,step=6,point=updating;kill:rank=2,step=11,point=gathering,round=1"
+    faults = "kill:rank=0,step=6,point=updating;kill:rank=2,step=11,point=gathering,round=1;term:rank=1,step=15,point=backward,round=2"
     hurt = Run(folders[1], 4, *arguments, faults=faults)
     first, second = (hurt.events(start)["published"]["step"] for start in (0, 1))
     assert first in (5, 6) and second in (10, 11)
+    assert hurt.events(2)["published"]["step"] == 15  # told to leave: the step in flight is finished first
     assert hurt.events()["published"]["rank"] != 0
     assert isinstance(second, int)
     assert "local copy: every rank keeps the state of the step before" in whole.text

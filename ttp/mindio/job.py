@@ -108,6 +108,11 @@ class MindioJob:
         if self._controller_port not in (None, port):
             raise ConfigError(f"the controller has port {self._controller_port}, this processor is told {port}")
         settings = Settings.from_env()
+        if not settings.shared_dirs:
+            raise ConfigError(
+                "TTP_SHARED_DIRS is False: the save rank of ttp.mindio reads the shards of all nodes; let all nodes share"
+                f" {settings.mindio_dir} (TTP_MINDIO_DIR), and leave TTP_SHARED_DIRS out"
+            )
         if not settings.controller_port:
             settings = dataclasses.replace(settings, controller_port=port)
         core, (rank, _) = self.optimizer.core, world()

@@ -91,6 +91,11 @@ class TTPReplicaOptimizer:
         self.local_copy = local_copy
         self._main_grad = params_have_main_grad
         self._params = _named(self.models, optimizer)
+        if params_have_main_grad and (name := next((n for n, p in self._params if not hasattr(p, "main_grad")), None)):
+            raise ConfigError(
+                f"params_have_main_grad is True, but {name!r} has no main_grad: wrap the model for data parallelism (which adds"
+                " it) before the optimizer is built, or pass False"
+            )
         base, kwargs = _base_of(optimizer)
         self.core = self.core_class(
             _groups(optimizer, {id(param): name for name, param in self._params}),

@@ -117,7 +117,7 @@ class HandlerPublisher:
                 trainer.rename_handler(step, args)
         finally:
             self._done, self._began_at = self.work_done, None
-        return f"the trainer's own checkpoint of step {step}, saved by rank {self._rank}"
+        return f"the trainer's own checkpoint, saved by rank {self._rank}"
 
 
 def _bytes_written() -> int:

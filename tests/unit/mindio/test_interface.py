@@ -153,6 +153,7 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
         ({"bf16": True, "fp16": True}, "contradict"),
         ({"models": [torch.nn.Linear(1, 1)]}, "of which the models name 0"),
         ({"grad_scaler": object()}, "without a number"),
+        ({"params_have_main_grad": True}, "'weight' has no main_grad"),
         ({"grad_scaler": Scaler()}, "hysteresis 2"),
     ]
     for changes, message in wrong:

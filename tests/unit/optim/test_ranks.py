@@ -24,6 +24,9 @@ IN_DEPTH = (
     "the_wire_carries_what_theory_says",
     "memory_is_four_plus_sixteen_r_over_d",
     "a_state_moves_to_another_size",
+    "the_facades_step_is_the_cores",
+    "the_whole_state_is_gathered_on_one_rank_and_goes_on_anywhere",
+    "the_shard_group_counts_every_shard_once",
 )
 
 
