@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttp.errors import CheckpointError, ConfigError
-from ttp.mindio.job import current_job
+from ttp.mindio.job import DEFAULT_PORT, current_job
 from ttp.mindio.newer import UNSUPPORTED, refusal
 from ttp.mindio.newer import OptimizerType as OptimizerType
 from ttp.mindio.newer import tft_destroy_controller as tft_destroy_controller
@@ -84,7 +84,7 @@ def ttp_init_controller(rank: int, world_size: int, replica: int = 2, enable_loc
     current_job().init_controller(rank, world_size, enable_local_copy)
 
 
-def ttp_start_controller(ip: str, port: int) -> None:
+def ttp_start_controller(ip: str, port: int = DEFAULT_PORT) -> None:
     """Say where the controller listens (rank 0). TTP_CONTROLLER_PORT goes before `port`."""
     current_job().start_controller(ip, port)
 
@@ -102,7 +102,7 @@ def ttp_init_processor(
     current_job().init_processor(rank, dp_ranks, dp_size, world_size, enable_local_copy)
 
 
-def ttp_start_processor(ip: str, port: int) -> None:
+def ttp_start_processor(ip: str, port: int = DEFAULT_PORT) -> None:
     """Protect this rank from here on (every rank calls). Raises ConfigError, ControllerError, NotWritable."""
     current_job().start_processor(ip, port)
 

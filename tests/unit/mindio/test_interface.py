@@ -18,9 +18,9 @@ from ttp.mindio.newer import UNSUPPORTED
 
 SIGNATURES = {
     "ttp_init_controller": "rank, world_size, replica=2, enable_local_copy=False",
-    "ttp_start_controller": "ip, port",
+    "ttp_start_controller": "ip, port=8000",
     "ttp_init_processor": "rank, dp_ranks, dp_size, world_size, replica=2, enable_local_copy=False",
-    "ttp_start_processor": "ip, port",
+    "ttp_start_processor": "ip, port=8000",
     "ttp_register_save_ckpt_handler": "handler",
     "ttp_register_rename_handler": "handler",
     "ttp_set_ckpt_args": "args",
