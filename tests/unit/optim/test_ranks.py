@@ -24,9 +24,6 @@ IN_DEPTH = (
     "the_wire_carries_what_theory_says",
     "memory_is_four_plus_sixteen_r_over_d",
     "a_state_moves_to_another_size",
-    "the_facades_step_is_the_cores",
-    "the_whole_state_is_gathered_on_one_rank_and_goes_on_anywhere",
-    "the_shard_group_counts_every_shard_once",
 )
 
 
@@ -42,6 +39,16 @@ def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[.
 
 def test_barrier_mode(run_ranks: Callable[..., None]) -> None:
     run_ranks(4, "a_barrier_spans_what_the_group_does_not")
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_mindios_interface(world: int, run_ranks: Callable[..., None]) -> None:
+    run_ranks(
+        world,
+        "the_facades_step_is_the_cores",
+        "the_whole_state_is_gathered_on_one_rank_and_goes_on_anywhere",
+        "the_shard_group_counts_every_shard_once",
+    )
 
 
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:
