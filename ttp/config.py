@@ -16,6 +16,7 @@
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
+| TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.hook) |
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Settings:
     round_number: int = 0
     launched: bool = False
     faults: str = ""
+    chaos: str = ""
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
@@ -100,6 +102,7 @@ class Settings:
             round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
             launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=environ.get("TTP_FAULTS", ""),
+            chaos=environ.get("TTP_CHAOS", ""),
             job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),

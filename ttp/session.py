@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 from ttp import error_file
-from ttp.chaos.disk import dump_faults
-from ttp.chaos.inject import injector, meant_for, parse_faults, start_injector
+from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load, writer
 from ttp.config import Settings
 from ttp.directories import RunDirectories, check_same
@@ -139,8 +138,8 @@ class Session:
         self.rank, self.world_size = world()
         self.save_dirs = tuple(str(Path(d).resolve()) for d in save_dirs)
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
-        self._at_point = start_injector(parse_faults(settings.faults), self.rank, settings.round_number)
-        self._at_point("start")
+        self._faults = RankFaults(settings, self.rank, self.world_size, self.log_dir, self.save_dirs)
+        self._faults.at_start("start")
         self._directories = RunDirectories(
             self.save_dirs, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
         )
@@ -172,14 +171,8 @@ class Session:
         )
         if self._protection is not None and optimizer.current_step:  # the trainer has loaded a checkpoint of its own
             self._protection.resumed(optimizer.current_step, None)
-        self._inject(settings)
-        self._at_point("protected")
-
-    def _inject(self, settings: Settings) -> None:
-        faults = meant_for(parse_faults(settings.faults), self.rank, settings.round_number)
-        self.optimizer.on_point = injector(faults, self.rank, settings.round_number)
-        if faults:
-            self.holder.around = dump_faults(faults)
+        self._faults.attach(optimizer, self.holder)
+        self._faults.at_start("protected")
 
     @property
     def protected(self) -> bool:
@@ -326,11 +319,11 @@ class Session:
 
     def _load(self, found: load.Found) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
-        self._at_point("resume")
+        self._faults.at_start("resume")
         if not self._hosts:  # else checked by all tables: a piece's manifest knows a part
             load.check_matches(path, self.optimizer.expected_tensors())
         load.read_into(path, self.optimizer.load_begin())
-        self._at_point("loaded")
+        self._faults.at_start("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
@@ -338,6 +331,7 @@ class Session:
             self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
+        self._faults.resumed(manifest.step, path, found.skipped, manifest.record)
         if self.rank == 0:
             log.info("resumed from %s: step %d (%s)", path, manifest.step, manifest.cause.kind.value)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
@@ -463,6 +457,7 @@ class Session:
         global _current
         if self._protection is not None:
             self._protection.close()
+        self._faults.close()
         self._directories.release()
         if _current is self:
             _current = None

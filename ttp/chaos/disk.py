@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,14 @@ def dump_faults(faults: tuple[Fault, ...]) -> Dump:
         if fault is None or uses[fault] >= fault.times:
             return contextlib.nullcontext()
         uses[fault] += 1
-        return _tap(fault, Path(path))
+        return tap(fault, Path(path))
 
     return dump
 
 
 @contextlib.contextmanager
-def _tap(fault: Fault, path: Path) -> Iterator[None]:
-    """Count this thread's system calls; a disk fault lasts from its call on, any other comes once."""
+def tap(fault: Fault, path: Path, commit: Callable[[Fault], None] = commit) -> Iterator[None]:
+    """Count this thread's system calls; a disk fault lasts from its call on, any other comes once (`commit` does it)."""
     me, calls = threading.get_ident(), 0
 
     def tapped(name: str) -> Callable[..., Any]:
@@ -58,6 +59,8 @@ def _tap(fault: Fault, path: Path) -> Iterator[None]:
                 if fault.action in _ERRNO and calls >= fault.call and name != "unlink":
                     code = _ERRNO[fault.action]
                     raise OSError(code, os.strerror(code), str(args[0]))
+                if fault.action == "slowdisk" and calls >= fault.call:
+                    time.sleep(fault.for_s)
                 calls += counts
             return real(*args, **kwargs)
 

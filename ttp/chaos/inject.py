@@ -11,12 +11,16 @@
     slow:rank=1,step=5,point=backward,for=3    it sleeps for 3 s and goes on
     segv, abort                                an invalid memory access, abort()
     term                                       SIGTERM to itself; goes on
+    async:rank=1,step=5,point=backward         an exception that comes over the main thread at any later instruction
+    cpu:rank=1,step=5,point=ready,for=3        two threads of its own count for 3 s; goes on meanwhile
+    memory:rank=1,step=5,point=ready,mib=512,for=3    so much more memory is filled, and given back after 3 s
     kill:rank=1,step=9,point=ready,round=1     in the job's second start (default: round=0)
     kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
     kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
     kill:rank=1,step=4,point=publish,call=iter_0000004.0    ..., at the first system call to that name
     kill:rank=1,point=loaded,round=1           while it resumes (points of a start have no step)
     enospc:..., eio:...                        the system call fails so (points write and publish only)
+    slowdisk:...,for=0.2                       every such system call takes so much longer
     torn:...                                   the write is said to be done, but half of the last file is missing
     enospc:...,times=1                         the first write (or publish) of that step only, so one directory (default: all)
 
@@ -31,6 +35,7 @@ call that fails. Owns nothing else.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -45,13 +50,23 @@ from ttp.errors import ConfigError
 POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
 START_POINTS = ("start", "protected", "resume", "loaded")
 DUMP_POINTS = ("write", "publish")
-DISK_ACTIONS = ("enospc", "eio", "torn")
-ACTIONS = ("kill", "raise", "stop", "exit", "hang", "gil", "slow", "segv", "abort", "term", *DISK_ACTIONS)
-_FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float}
+DISK_ACTIONS = ("enospc", "eio", "torn", "slowdisk")
+RANK_ACTIONS = ("kill", "raise", "async", "stop", "exit", "hang", "gil", "slow", "cpu", "memory", "segv", "abort", "term")
+ACTIONS = (*RANK_ACTIONS, *DISK_ACTIONS)
+_FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float, "mib": int}
+_HOG_THREADS = 2
+_CHUNK = bytes(1 << 20)
 
 
 class InjectedFault(RuntimeError):
     """The exception that `raise` throws."""
+
+
+class AsynchronousFault(InjectedFault):
+    """The exception that `async` throws; Python makes it without arguments."""
+
+    def __str__(self) -> str:
+        return "fault injected from another thread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,9 @@ class Fault:
     times: int = 1_000_000
     """In a dump: how many writes or publishes of the step it hits."""
     for_s: float = 0.0
-    """How long `slow` sleeps."""
+    """How long `slow` sleeps, a hog lasts; by how much `slowdisk` makes a system call longer."""
+    mib: int = 0
+    """What `memory` fills."""
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -93,7 +110,7 @@ def _parse_fault(text: str) -> Fault:
     misplaced = misplaced or (at_start and "step" in fields)
     if not known or unknown or missing or misplaced:
         raise ConfigError(
-            f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS] with ACTION one"
+            f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
             f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *START_POINTS, *DUMP_POINTS))};"
             f" {', '.join(DISK_ACTIONS)}, call and times belong to {' and '.join(DUMP_POINTS)}; no step at"
             f" {', '.join(START_POINTS)}"
@@ -103,7 +120,7 @@ def _parse_fault(text: str) -> Fault:
         values["call_name"], _, call = fields.get("call", "0").rpartition(".")
         values["call"] = int(call)
     except ValueError:
-        raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step, round, call and times must be whole numbers") from None
+        raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step, round, call, times and mib must be whole numbers, for a number") from None
     values["for_s"] = values.pop("for", 0.0)
     return Fault(action, **{"step": 0, **values})
 
@@ -156,6 +173,15 @@ def commit(fault: Fault) -> None:
             time.sleep(fault.for_s)
         case "gil":
             _hold_the_gil()
+        case "async":
+            main = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(AsynchronousFault))
+        case "cpu":
+            for _ in range(_HOG_THREADS):
+                threading.Thread(target=_hog_cpu, args=(fault.for_s,), name="ttp-chaos-cpu", daemon=True).start()
+        case "memory":
+            hog = threading.Thread(target=_hog_memory, args=(fault.mib, fault.for_s), name="ttp-chaos-memory", daemon=True)
+            hog.start()
         case "segv":
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             ctypes.string_at(0)
@@ -170,3 +196,18 @@ def _hold_the_gil() -> None:
     """Sleep in C without letting go of Python's lock. Signals go to other threads: nothing wakes this one."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     ctypes.PyDLL(None).sleep(ctypes.c_uint(1_000_000))
+
+
+def _hog_cpu(for_s: float) -> None:
+    """Count, with Python's lock whenever it is this thread's turn."""
+    end = time.monotonic() + for_s
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
+def _hog_memory(mib: int, for_s: float) -> None:
+    """Fill so many MiB, keep them for so long, and give them back."""
+    with mmap.mmap(-1, mib << 20) as room:
+        for _ in range(mib):
+            room.write(_CHUNK)
+        time.sleep(for_s)
