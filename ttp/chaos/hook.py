@@ -81,9 +81,7 @@ def parse_order(line: Mapping[str, Any]) -> Order:
 class RankFaults:
     """All faults of one rank in one start; made and asked by its session."""
 
-    def __init__(
-        self, settings: Settings, rank: int, world_size: int, log_dir: Path, save_dirs: Sequence[str]
-    ) -> None:
+    def __init__(self, settings: Settings, rank: int, world_size: int, log_dir: Path, save_dirs: Sequence[str]) -> None:
         """Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no socket of a harness."""
         faults = parse_faults(settings.faults)
         self._rank, self._round = rank, settings.round_number

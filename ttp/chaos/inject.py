@@ -51,7 +51,21 @@ POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
 START_POINTS = ("start", "protected", "resume", "loaded")
 DUMP_POINTS = ("write", "publish")
 DISK_ACTIONS = ("enospc", "eio", "torn", "slowdisk")
-RANK_ACTIONS = ("kill", "raise", "async", "stop", "exit", "hang", "gil", "slow", "cpu", "memory", "segv", "abort", "term")
+RANK_ACTIONS = (
+    "kill",
+    "raise",
+    "async",
+    "stop",
+    "exit",
+    "hang",
+    "gil",
+    "slow",
+    "cpu",
+    "memory",
+    "segv",
+    "abort",
+    "term",
+)
 ACTIONS = (*RANK_ACTIONS, *DISK_ACTIONS)
 _FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float, "mib": int}
 _HOG_THREADS = 2
@@ -120,7 +134,9 @@ def _parse_fault(text: str) -> Fault:
         values["call_name"], _, call = fields.get("call", "0").rpartition(".")
         values["call"] = int(call)
     except ValueError:
-        raise ConfigError(f"TTP_FAULTS: {text!r}: rank, step, round, call, times and mib must be whole numbers, for a number") from None
+        raise ConfigError(
+            f"TTP_FAULTS: {text!r}: rank, step, round, call, times and mib must be whole numbers, for a number"
+        ) from None
     values["for_s"] = values.pop("for", 0.0)
     return Fault(action, **{"step": 0, **values})
 
@@ -180,7 +196,9 @@ def commit(fault: Fault) -> None:
             for _ in range(_HOG_THREADS):
                 threading.Thread(target=_hog_cpu, args=(fault.for_s,), name="ttp-chaos-cpu", daemon=True).start()
         case "memory":
-            hog = threading.Thread(target=_hog_memory, args=(fault.mib, fault.for_s), name="ttp-chaos-memory", daemon=True)
+            hog = threading.Thread(
+                target=_hog_memory, args=(fault.mib, fault.for_s), name="ttp-chaos-memory", daemon=True
+            )
             hog.start()
         case "segv":
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

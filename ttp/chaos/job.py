@@ -149,7 +149,7 @@ class Observed(ABC):
     def controller_pids(self) -> dict[int, int]:
         """Return the pid of every controller that runs: 0 for the one that its start began with, i for the i-th standby."""
         found = {}
-        for pid, command in _marked(self.mark):
+        for pid, command in marked(self.mark):
             words = command.split()
             if "ttp.controller" in words:
                 found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
@@ -167,7 +167,7 @@ class Observed(ABC):
 
     def leftovers(self) -> list[str]:
         """Return every process that still carries this job's mark (after the launcher's end there must be none)."""
-        return sorted(f"pid {pid}: {command}" for pid, command in _marked(self.mark))
+        return sorted(f"pid {pid}: {command}" for pid, command in marked(self.mark))
 
 
 class Job(Observed):
@@ -229,7 +229,8 @@ class Job(Observed):
             raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
 
 
-def _marked(mark: str) -> Iterator[tuple[int, str]]:
+def marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Yield pid and command line of every process that carries this mark."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue

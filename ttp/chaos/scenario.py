@@ -1,0 +1,368 @@
+"""A schedule of faults, as people write it: read from YAML, checked where it is read, and frozen.
+
+    name: two kills and a full disk
+    seed: 7                        # of everything that is left to chance (default: drawn, and told)
+    repeat: 2                      # the whole list so often
+    faults:
+      - fault: kill                # what (KINDS)
+        rank: random               # whom: a rank, a list of ranks, or `random` (the default)
+        after_steps: [2, 8]        # when: so many steps after the job got on again; a range is drawn from by the seed
+        point: updating            # where in the step (default: at once, from outside or from another thread)
+      - fault: kill
+        step: 40                   # in this step of the job, or the first one after it
+        then:                      # further faults before the job is back
+          - {fault: kill, rank: 1, event: write_sent}      # when a controller's journal says so
+          - {fault: corrupt}                               # (its own event: published)
+      - {fault: stop, after_s: 1.5, for_s: 1, expect: [unharmed, saved]}
+
+Owns the words and what they may be; carries nothing out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttp.chaos.inject import DUMP_POINTS, POINTS, START_POINTS
+from ttp.errors import ConfigError
+
+OUTCOMES = ("saved", "unharmed", "refused", "fell_back", "relaunched")
+"""What may become of a fault: a dying gasp was published and resumed from; training went on (unhurt, a false alarm, or under
+another controller); no dump was possible, and the job said why; a checkpoint was broken, and an older one was taken; the
+command was started anew and went on from the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault."""
+
+    place: str
+    """Whom it hits: rank, dump (a rank while it writes), controller, agent, disk, checkpoint, node."""
+    outcomes: tuple[str, ...]
+    """What must become of it, unless `expect` says otherwise."""
+    text: str
+    points: tuple[str, ...] = ()
+    """Where it may be told to happen; the first is where it happens when nothing is said. `now`: at once."""
+    wants: tuple[str, ...] = ()
+    """Fields that it cannot do without."""
+
+
+_SAVED, _ANY = ("saved",), ("unharmed", "saved")
+_AT_ONCE = ("now", *POINTS, *START_POINTS, *DUMP_POINTS)
+_IN_STEP = (*POINTS, *DUMP_POINTS)
+KINDS: dict[str, Kind] = {
+    "kill": Kind("rank", _SAVED, "SIGKILL", _AT_ONCE),
+    "stop": Kind("rank", _ANY, "SIGSTOP, and SIGCONT after `for_s` (without: never)", _AT_ONCE),
+    "term": Kind("rank", _SAVED, "SIGTERM: the notice that the process will be taken away", ("now", *POINTS)),
+    "segv": Kind("rank", _SAVED, "an invalid memory access", _AT_ONCE),
+    "abort": Kind("rank", _SAVED, "abort()", _AT_ONCE),
+    "exit": Kind("rank", _SAVED, "os._exit(1)", _AT_ONCE),
+    "raise": Kind("rank", _SAVED, "an exception in the training thread", POINTS),
+    "async": Kind("rank", _SAVED, "an exception that comes over the main thread at any instruction", ("now", *POINTS)),
+    "hang": Kind("rank", _SAVED, "the training thread sleeps for ever", _IN_STEP),
+    "gil": Kind("rank", _SAVED, "Python's lock is held for ever: no thread of the process runs", _AT_ONCE),
+    "slow": Kind("rank", _ANY, "the training thread sleeps for `for_s`", _IN_STEP, ("for_s",)),
+    "cpu": Kind("rank", _ANY, "two threads of the rank count for `for_s`", ("now", *POINTS), ("for_s",)),
+    "memory": Kind("rank", _ANY, "`mib` more are filled, for `for_s`", ("now", *POINTS), ("for_s", "mib")),
+    "enospc": Kind("dump", _ANY, "every write to a checkpoint fails: no room", DUMP_POINTS),
+    "eio": Kind("dump", _ANY, "every write to a checkpoint fails: an input/output error", DUMP_POINTS),
+    "torn": Kind("dump", _ANY, "half of a file that was promised to be durable is missing", ("write",)),
+    "slowdisk": Kind("dump", _ANY, "each system call that makes a checkpoint durable takes `for_s` more", DUMP_POINTS, ("for_s",)),
+    "kill_controller": Kind("controller", ("unharmed",), "SIGKILL to the active controller"),
+    "stop_controller": Kind("controller", ("unharmed",), "SIGSTOP to the active controller, and SIGCONT after `for_s`"),
+    "kill_agent": Kind("agent", ("relaunched",), "SIGKILL to a launcher; the command is started anew when its ranks have left"),
+    "fill_disk": Kind("disk", _ANY, "the disk of `small_disk_mib` is filled, and given back after `for_s`", (), ("for_s",)),
+    "corrupt": Kind("checkpoint", ("fell_back",), "bits of the newest published checkpoint are flipped"),
+    "partition": Kind("node", _ANY, "a node's cable is pulled, and put back after `for_s`", (), ("for_s",)),
+    "delay": Kind("node", _ANY, "every packet of a node takes `ms` longer, for `for_s`", (), ("for_s", "ms")),
+    "lose_node": Kind("node", ("saved",), "a node is lost, cable and processes; a new launcher starts on it"),
+}  # fmt: skip
+EVENTS = (
+    "suspect", "stalled", "hung", "death_seen", "fault_reported", "freeze_sent", "frozen", "decided", "rolled_forward",
+    "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",
+)  # fmt: skip
+"""Lines of a controller's journal at which a further fault may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a fault comes; one of the four ways is given."""
+
+    step: int | None = None
+    after_steps: tuple[int, int] | None = None
+    after_s: tuple[float, float] | None = None
+    event: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSpec:
+    """One fault of a schedule, and those that come before the job has recovered from it."""
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    """Empty: `count` random ones."""
+    count: int = 1
+    moment: Moment = Moment()
+    point: str = ""
+    """Empty: not at a point of a rank's step, start or dump."""
+    for_s: float = 0.0
+    ms: float = 0.0
+    mib: int = 0
+    call: int = 0
+    call_name: str = ""
+    times: int = 1
+    node: int | None = None
+    expect: tuple[str, ...] = ()
+    then: tuple[FaultSpec, ...] = ()
+    label: str = ""
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """What may become of it, its `then` included."""
+        if self.expect:
+            return self.expect
+        allowed = dict.fromkeys(KINDS[self.kind].outcomes)
+        for fault in self.then:
+            if fault.kind == "corrupt":
+                return ("fell_back",)
+            if fault.kind in ("kill_agent", "fill_disk", "enospc", "eio"):
+                allowed |= dict.fromkeys((*KINDS[fault.kind].outcomes, "refused"))
+        if max(len(self.ranks), self.count) > 1 or any(KINDS[fault.kind].place == "rank" for fault in self.then):
+            allowed["refused"] = None  # perhaps they were all who held a shard
+        return tuple(allowed)
+
+    @property
+    def text(self) -> str:
+        """`kill of rank 2 at updating, then corrupt`."""
+        whom = KINDS[self.kind].place
+        if whom in ("rank", "dump"):
+            ranks = ", ".join(map(str, self.ranks)) or (f"{self.count} random" if self.count > 1 else "random")
+            whom = f"rank{'s' if max(len(self.ranks), self.count) > 1 else ''} {ranks}"
+        elif whom == "node":
+            whom = f"node {'random' if self.node is None else self.node}"
+        else:
+            whom = ""
+        where = f" at {self.point}" if self.point and self.point != "now" else ""
+        after = "".join(f", then {fault.text}" for fault in self.then)
+        return f"{self.kind}{f' of {whom}' if whom else ''}{where}{after}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A whole schedule."""
+
+    name: str
+    seed: int
+    faults: tuple[FaultSpec, ...]
+    deadline_s: float = 300.0
+    """An incident that is not over by then is a violation of I11."""
+    job_s: float = 3600.0
+    """The job must end within this time after its last fault; the unbroken one within it altogether."""
+    small_disk_mib: int = 0
+    """The job's checkpoint directory is a file system of this size (needs the right to mount)."""
+    nodes: int = 0
+    """The command is run once on each of so many network namespaces; 0: once, here."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds = [fault for top in self.faults for fault in (top, *top.then)]
+        if not self.nodes and (alone := [fault.kind for fault in kinds if KINDS[fault.kind].place == "node"]):
+            raise ConfigError(
+                f"scenario {self.name!r}: {alone[0]} needs several nodes, got nodes: 0; add `nodes: 2` or more"
+            )
+        if not self.small_disk_mib and any(fault.kind == "fill_disk" for fault in kinds):
+            raise ConfigError(
+                f"scenario {self.name!r}: fill_disk fills a small file system only, got small_disk_mib: 0; add"
+                " `small_disk_mib: 64`, or take enospc, which makes writes fail"
+            )
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was wanted."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: {reason}; wanted a scenario in YAML (docs/chaos.md has examples)") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}; docs/chaos.md has examples") from None
+    return parse_scenario(content, str(path))
+
+
+def parse_scenario(content: object, where: str) -> Scenario:
+    """Check a scenario's content; `where` is how errors call it. Raises ConfigError."""
+    fields = _mapping(content, where)
+    _known(
+        fields, where, ("name", "seed", "repeat", "faults", "deadline_s", "job_s", "small_disk_mib", "nodes", "environ")
+    )
+    listed = fields.get("faults")
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(
+            f"{where}: faults is {listed!r}: wanted a list of at least one fault; docs/chaos.md lists the kinds"
+        )
+    faults = tuple(
+        spec
+        for number, entry in enumerate(listed, 1)
+        for spec in _faults(_mapping(entry, f"{where}: fault {number}"), f"{where}: fault {number}", top=True)
+    )
+    environ = _mapping(fields.get("environ", {}), f"{where}: environ")
+    seed = fields.get("seed")
+    return Scenario(
+        name=str(fields.get("name", Path(where).stem)),
+        seed=random.SystemRandom().randrange(1_000_000) if seed is None else _whole(seed, where, "seed", 0),
+        faults=faults * _whole(fields.get("repeat", 1), where, "repeat", 1),
+        deadline_s=_positive(fields.get("deadline_s", 300.0), where, "deadline_s"),
+        job_s=_positive(fields.get("job_s", 3600.0), where, "job_s"),
+        small_disk_mib=_whole(fields.get("small_disk_mib", 0), where, "small_disk_mib", 0),
+        nodes=_whole(fields.get("nodes", 0), where, "nodes", 0),
+        environ={str(name): str(value) for name, value in environ.items()},
+    )
+
+
+_FAULT_FIELDS = (
+    "fault", "rank", "count", "step", "after_steps", "after_s", "event", "point", "for_s", "ms", "mib", "call", "times",
+    "node", "expect", "then", "repeat", "label",
+)  # fmt: skip
+
+
+def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultSpec, ...]:
+    """Return the fault as often as its `repeat` says."""
+    _known(fields, where, _FAULT_FIELDS)
+    name = fields.get("fault")
+    if name not in KINDS:
+        raise ConfigError(f"{where}: fault is {name!r}: wanted one of {', '.join(KINDS)}")
+    kind = KINDS[name]
+    where = f"{where} ({name})"
+    for wanted in kind.wants:
+        if wanted not in fields:
+            raise ConfigError(f"{where}: no {wanted}: wanted a number, as {name} means: {kind.text}")
+    if not top and "then" in fields:
+        raise ConfigError(f"{where}: a `then` within a `then`: list all further faults under the first one")
+    ranks, count = _ranks(fields, where, kind)
+    call_name, _, call = str(fields.get("call", "0")).rpartition(".")
+    spec = FaultSpec(
+        kind=name,
+        ranks=ranks,
+        count=count,
+        moment=_moment(fields, where, name, top=top),
+        point=_point(fields, where, name),
+        for_s=_positive(fields.get("for_s", 0.0), where, "for_s", zero=True),
+        ms=_positive(fields.get("ms", 0.0), where, "ms", zero=True),
+        mib=_whole(fields.get("mib", 0), where, "mib", 0),
+        call=_whole(call, where, "call", 0),
+        call_name=call_name,
+        times=_whole(fields.get("times", 1), where, "times", 1),
+        node=None if "node" not in fields else _whole(fields["node"], where, "node", 0),
+        expect=_outcomes(fields.get("expect", ()), where),
+        label=str(fields.get("label", "")),
+    )
+    then: list[FaultSpec] = []
+    for number, entry in enumerate(_list(fields.get("then", []), where, "then"), 1):
+        inner = f"{where}: then {number}"
+        then += _faults(_mapping(entry, inner), inner, top=False)
+    return (replace(spec, then=tuple(then)),) * _whole(fields.get("repeat", 1), where, "repeat", 1)
+
+
+def _ranks(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[tuple[int, ...], int]:
+    value = fields.get("rank", "random")
+    if kind.place not in ("rank", "dump") and ("rank" in fields or "count" in fields):
+        raise ConfigError(f"{where}: it hits no rank, got rank: {value!r}; leave rank and count out")
+    if value == "random":
+        return (), _whole(fields.get("count", 1), where, "count", 1)
+    ranks = value if isinstance(value, list) else [value]
+    if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
+        raise ConfigError(f"{where}: rank is {value!r}: wanted a rank from 0, a list of them, or `random`")
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(f"{where}: rank is {value!r}: wanted each rank once; `repeat` says how often")
+    return tuple(ranks), len(ranks)
+
+
+def _moment(fields: Mapping[str, Any], where: str, name: str, *, top: bool) -> Moment:
+    ways = [way for way in ("step", "after_steps", "after_s", "event") if way in fields]
+    if len(ways) > 1:
+        raise ConfigError(f"{where}: {' and '.join(ways)}: wanted one of them, as each says when")
+    way = ways[0] if ways else ""
+    match way:
+        case "step":
+            return Moment(step=_whole(fields["step"], where, "step", 1))
+        case "after_steps":
+            low, high = _range(fields["after_steps"], where, "after_steps")
+            return Moment(after_steps=(int(low), int(high)))
+        case "after_s":
+            return Moment(after_s=_range(fields["after_s"], where, "after_s"))
+        case "event":
+            event = fields["event"]
+            if event not in EVENTS:
+                raise ConfigError(f"{where}: event is {event!r}: wanted one of {', '.join(EVENTS)}")
+            return Moment(event=event)
+    if name == "corrupt":
+        return Moment(event="published")
+    if top:
+        return Moment(after_steps=(2, 8))
+    return Moment(event="freeze_sent")
+
+
+def _point(fields: Mapping[str, Any], where: str, name: str) -> str:
+    allowed = KINDS[name].points
+    if "point" not in fields:
+        return allowed[0] if allowed else ""
+    point = fields["point"]
+    if point not in allowed:
+        wanted = f"one of {', '.join(allowed)}" if allowed else "none: it happens in no rank"
+        raise ConfigError(f"{where}: point is {point!r}: wanted {wanted}")
+    return str(point)
+
+
+def _outcomes(value: object, where: str) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else list(_list(value, where, "expect"))
+    if unknown := [entry for entry in listed if entry not in OUTCOMES]:
+        raise ConfigError(f"{where}: expect has {unknown[0]!r}: wanted some of {', '.join(OUTCOMES)}")
+    return tuple(listed)
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: got {value!r}: wanted names with values (`fault: kill`)")
+    return value
+
+
+def _list(value: object, where: str, name: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where}: {name} is {value!r}: wanted a list")
+    return value
+
+
+def _known(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    if unknown := sorted(set(fields) - set(known), key=str):
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}: wanted some of {', '.join(known)}")
+
+
+def _whole(value: object, where: str, name: str, least: int) -> int:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{where}: {name} is {value!r}: wanted a whole number from {least}")
+    return value
+
+
+def _positive(value: object, where: str, name: str, *, zero: bool = False) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or (not value and not zero):
+        raise ConfigError(f"{where}: {name} is {value!r}: wanted a number {'from' if zero else 'above'} 0")
+    return float(value)
+
+
+def _range(value: object, where: str, name: str) -> tuple[float, float]:
+    ends = value if isinstance(value, list) else [value, value]
+    if len(ends) != 2:
+        raise ConfigError(f"{where}: {name} is {value!r}: wanted a number, or [least, most]")
+    low, high = (_positive(end, where, name, zero=True) for end in ends)
+    if low > high:
+        raise ConfigError(f"{where}: {name} is {value!r}: wanted [least, most], got them the other way round")
+    return low, high

@@ -1,0 +1,152 @@
+"""The job under test: any command, started, marked, hurt at its launcher and ended; on this machine or on nodes of namespaces.
+
+In the command's words `{output}` is the folder of this run (so that an unbroken run can have its own), and with nodes
+`{nodes}` their number and `{endpoints}` their names with a port, for `--rdzv-endpoint`. Every process inherits a mark in
+its environment: what still carries it after the end was left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ttp.chaos.job import marked
+from ttp.chaos.nodes import Node
+from ttp.errors import ConfigError
+
+PORT = 29400
+END_S = 30.0
+OUTPUT = "{output}"
+
+
+class Target:
+    """The launchers of one run. Use as a context manager: leaving it ends all that carries its mark."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        socket_path: Path,
+        environ: Mapping[str, str],
+        nodes: Sequence[Node] = (),
+    ) -> None:
+        """Raises ConfigError: the command's program is not there."""
+        self.folder = folder
+        self.nodes = tuple(nodes)
+        self.mark = f"ttp-chaos:{folder}"
+        places = ",".join(f"{node.name}:{PORT}" for node in nodes)
+        words = {OUTPUT: str(folder), "{nodes}": str(len(nodes)), "{endpoints}": places}
+        self.command = [_replaced(word, words) for word in _found(command)]
+        self.launches = 0
+        """How often the whole command was started."""
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._environ = {"OMP_NUM_THREADS": "1", **environ, "TTP_CHAOS": str(socket_path), "TTP_TEST_MARK": self.mark}
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for launcher in self.launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + END_S
+        for launcher in self.launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.0, deadline - time.monotonic()))
+        self.kill_all()
+
+    def start(self) -> None:
+        """Start the command, on every node where there are some."""
+        self.launches += 1
+        self.launchers = [self._launch(index) for index in range(max(1, len(self.nodes)))]
+
+    def start_on(self, index: int) -> None:
+        """Start the launcher of a node that was lost."""
+        self.launchers[index] = self._launch(index)
+
+    def _launch(self, index: int) -> subprocess.Popen[bytes]:
+        with open(self.console_path(index), "ab") as console:
+            if self.nodes:
+                return self.nodes[index].popen(self.command, environ=self._environ, output=console)
+            return subprocess.Popen(
+                self.command,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._environ},
+                start_new_session=True,
+            )
+
+    def console_path(self, index: int = 0) -> Path:
+        return self.folder / (f"console-{self.nodes[index].name}.log" if self.nodes else "console.log")
+
+    def console_tail(self, lines: int = 30) -> str:
+        """Return the end of what the launchers printed."""
+        paths = [self.console_path(index) for index in range(max(1, len(self.nodes)))]
+        return "\n".join(
+            "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) for path in paths if path.exists()
+        )
+
+    def ended(self) -> int | None:
+        """Return the first status that is not 0, or 0, when all launchers have ended; None while one runs."""
+        statuses = [launcher.poll() for launcher in self.launchers]
+        if any(status is None for status in statuses):
+            return None
+        return next((status for status in statuses if status), 0)
+
+    def controllers(self) -> dict[int, int]:
+        """Return the pid of every controller that runs: 0 for the first of its start, i for the i-th standby."""
+        found = {}
+        for pid, command in marked(self.mark):
+            words = command.split()
+            if "ttp.controller" in words:
+                found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Return every process that carries this run's mark; after the end there must be none."""
+        return sorted(f"pid {pid}: {command}" for pid, command in marked(self.mark))
+
+    def kill_all(self) -> None:
+        """SIGKILL all that carries the mark, and reap the launchers."""
+        deadline = time.monotonic() + END_S
+        while (left := [pid for pid, _ in marked(self.mark)]) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for launcher in self.launchers:
+                launcher.poll()
+            time.sleep(0.02)
+        for launcher in self.launchers:
+            launcher.wait()
+
+
+def _found(command: Sequence[str]) -> list[str]:
+    """Return the command with `ttprun` as this interpreter runs it."""
+    if not command:
+        raise ConfigError(
+            "no command: wanted the job's after `--`, as in `ttp chaos run scenario.yaml -- ttprun ... train.py`"
+        )
+    if command[0] == "ttprun":
+        return [sys.executable, "-m", "ttp.launch", *command[1:]]
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"command {shlex.join(command)}: {command[0]!r} is no program that can be run; wanted one on PATH, or a path"
+        )
+    return list(command)
+
+
+def _replaced(word: str, words: Mapping[str, str]) -> str:
+    for name, value in words.items():
+        word = word.replace(name, value)
+    return word
