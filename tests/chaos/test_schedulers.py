@@ -22,7 +22,7 @@ from tests.chaos.conftest import SMALL, RunJob
 from tests.chaos.test_faults import ITERS, finish, start
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.chaos.test_launch import free_port
-from ttp.chaos.job import _marked, read_jsonl
+from ttp.chaos.job import marked, read_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -50,7 +50,7 @@ class Script:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for pid in [self.process.pid, *(pid for pid, _ in _marked(self.mark))]:
+        for pid in [self.process.pid, *(pid for pid, _ in marked(self.mark))]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -72,7 +72,7 @@ class Script:
             time.sleep(0.02)
 
     def leftovers(self) -> list[str]:
-        return [command for _, command in _marked(self.mark)]
+        return [command for _, command in marked(self.mark)]
 
 
 @pytest.mark.long
@@ -153,7 +153,7 @@ def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, re
             os.kill(run.process.pid, signal.SIGTERM)
         else:
             controllers = "ttp.controller"
-            for pid, command in _marked(run.mark):
+            for pid, command in marked(run.mark):
                 if pid != run.process.pid and controllers not in command:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)

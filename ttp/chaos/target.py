@@ -2,7 +2,8 @@
 
 In the command's words `{output}` is the folder of this run (so that an unbroken run can have its own), and with nodes
 `{nodes}` their number and `{endpoints}` their names with a port, for `--rdzv-endpoint`. Every process inherits a mark in
-its environment: what still carries it after the end was left behind.
+its environment: what still carries it after the end was left behind. `{disk}` is a folder that a small file system is
+mounted on, where the scenario wants one and this process may mount; an ordinary folder elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ttp.errors import ConfigError
 PORT = 29400
 END_S = 30.0
 OUTPUT = "{output}"
+DISK = "{disk}"
 
 
 class Target:
@@ -38,13 +40,23 @@ class Target:
         socket_path: Path,
         environ: Mapping[str, str],
         nodes: Sequence[Node] = (),
+        small_disk_mib: int = 0,
     ) -> None:
-        """Raises ConfigError: the command's program is not there."""
+        """Raises ConfigError: the command's program is not there, or it does not use the small disk."""
+        if small_disk_mib and not any(DISK in word for word in command):
+            raise ConfigError(
+                f"command {shlex.join(command)}: the scenario has small_disk_mib: {small_disk_mib} and no word has {DISK};"
+                f" name a checkpoint directory in it, as in `--training_config.save_dirs=[{DISK},{OUTPUT}/checkpoints]`"
+            )
         self.folder = folder
+        self.disk = folder / "disk"
+        self._small_disk_mib = small_disk_mib
+        self.mounted = False
+        """`disk` is a small file system now."""
         self.nodes = tuple(nodes)
         self.mark = f"ttp-chaos:{folder}"
         places = ",".join(f"{node.name}:{PORT}" for node in nodes)
-        words = {OUTPUT: str(folder), "{nodes}": str(len(nodes)), "{endpoints}": places}
+        words = {OUTPUT: str(folder), DISK: str(self.disk), "{nodes}": str(len(nodes)), "{endpoints}": places}
         self.command = [_replaced(word, words) for word in _found(command)]
         self.launches = 0
         """How often the whole command was started."""
@@ -53,6 +65,12 @@ class Target:
         self._environ = {"OMP_NUM_THREADS": "1", **environ, "TTP_CHAOS": str(socket_path), "TTP_TEST_MARK": self.mark}
 
     def __enter__(self) -> Target:
+        if any(str(self.disk) in word for word in self.command):
+            self.disk.mkdir(exist_ok=True)
+        if self._small_disk_mib:
+            size = f"size={self._small_disk_mib}m"
+            mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)]
+            self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -64,6 +82,9 @@ class Target:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.0, deadline - time.monotonic()))
         self.kill_all()
+        if self.mounted:
+            subprocess.run(["umount", "--lazy", str(self.disk)], capture_output=True, check=False)
+            self.mounted = False
 
     def start(self) -> None:
         """Start the command, on every node where there are some."""

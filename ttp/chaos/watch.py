@@ -19,6 +19,9 @@ from ttp.errors import CheckpointError
 DEEP_BYTES = 1 << 30
 """A larger checkpoint's checksums are not compared while the job comes back: that would slow it down."""
 
+OUT_OF_ORDER_S = 60.0
+"""No line of a journal is read so much later than another one that is younger."""
+
 Line = dict[str, Any]
 Key = tuple[int, int]
 """A start of the job: how often the harness had started the command, and the start's number."""
@@ -78,16 +81,22 @@ class Record:
     """Every change: (time, directory, step)."""
     save_dirs: list[str] = field(default_factory=list)
     log_dir: Path | None = None
+    newest_step: int = 0
 
     def last_step(self, until_unix_s: float = float("inf")) -> int:
         """Return the newest step that a rank had finished by then."""
+        if until_unix_s == float("inf"):
+            return self.newest_step
         return max((told.step for told in self.steps if told.unix_s <= until_unix_s), default=0)
 
     def lines(self, since_unix_s: float, *events: str) -> list[Line]:
         """Return the journal's lines of these events since then (all events unless some are named), in order of time."""
-        found = [
-            line for line in self.journal if line["unix_s"] >= since_unix_s and (not events or line["event"] in events)
-        ]
+        found = []
+        for line in reversed(self.journal):  # read in nearly the order of time
+            if line["unix_s"] < since_unix_s - OUT_OF_ORDER_S:
+                break
+            if line["unix_s"] >= since_unix_s and (not events or line["event"] in events):
+                found.append(line)
         return sorted(found, key=lambda line: float(line["unix_s"]))
 
 
@@ -137,6 +146,7 @@ class Watch:
                     self._tail = JournalTail(record.log_dir)
             case "step":
                 record.steps.append(_told(message, rank, key, recovered=False))
+                record.newest_step = max(record.newest_step, record.steps[-1].step)
             case "resumed":
                 skipped = tuple(message["skipped"])
                 record.resumes.append(Resumed(int(message["step"]), unix_s, rank, key, message["path"], skipped))

@@ -1,0 +1,186 @@
+"""A scenario from its unbroken run to its verdicts: one lap of the job under the schedule, or, in a soak, as many as fit.
+
+Owns the folders of a campaign, the unbroken run that laps are compared with, and how laps follow each other:
+
+    OUTPUT/unbroken/, OUTPUT/unbroken.json     the run without a fault, and what of it is compared
+    OUTPUT/lap_0/, OUTPUT/lap_1/, ...          the hurt ones
+    OUTPUT/result.json, OUTPUT/report.html     what became of it all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ttp.chaos.control import Control
+from ttp.chaos.harness import Harness, Told, run_unbroken
+from ttp.chaos.incident import Incident
+from ttp.chaos.judge import Run, Verdict, judge
+from ttp.chaos.nodes import Nodes, why_not
+from ttp.chaos.scenario import FaultSpec, Moment, Scenario
+from ttp.chaos.target import OUTPUT, Target
+from ttp.chaos.tensors import compare_checkpoints
+from ttp.chaos.watch import Record, StepTold
+from ttp.checkpoint.load import list_checkpoints
+from ttp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """Faults drawn from the scenario's list, at random moments, for a while."""
+
+    duration_s: float
+    faults_per_hour: float
+
+
+@dataclass(slots=True)
+class Lap:
+    number: int
+    folder: Path
+    run: Run
+    verdicts: list[Verdict]
+    lasted_s: float
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What a command has gone through."""
+
+    scenario: Scenario
+    command: Sequence[str]
+    output: Path
+    soak: Soak | None = None
+    laps: list[Lap] = field(default_factory=list)
+    unbroken: Record | None = None
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [incident for lap in self.laps for incident in lap.run.incidents]
+
+
+def run_campaign(
+    scenario: Scenario,
+    command: Sequence[str],
+    output: Path,
+    *,
+    soak: Soak | None = None,
+    unbroken: Path | None = None,
+    compare: bool = True,
+    told: Told = lambda *_: None,
+) -> Iterator[Campaign]:
+    """Run it all; yields the campaign after the unbroken run and after every lap.
+
+    unbroken: the unbroken.json of an earlier campaign of the same command. compare: whether an unbroken run is wanted.
+    Raises JobError (the job did not run, or not end), ConfigError (the command or the machine cannot do it).
+    """
+    if scenario.nodes and (reason := why_not()):
+        raise ConfigError(
+            f"scenario {scenario.name!r}: nodes: {scenario.nodes}: {reason}; leave nodes out, or run it elsewhere"
+        )
+    campaign = Campaign(scenario, list(command), output, soak)
+    output.mkdir(parents=True, exist_ok=True)
+    final: Path | None = None
+    if compare and any(OUTPUT in word for word in command):
+        campaign.unbroken, final = _unbroken(campaign, unbroken, told)
+    yield campaign
+    rng = random.Random(scenario.seed)
+    deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
+    while not campaign.laps or time.monotonic() < deadline:
+        schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
+        campaign.laps.append(_lap(campaign, schedule, rng, final, told))
+        yield campaign
+        if campaign.laps[-1].run.status != 0:
+            break  # a job that does not come back would not the next time either
+
+
+def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float) -> Iterator[FaultSpec]:
+    """Yield random faults of the scenario, with random gaps, until the time is over; the job then goes to its end."""
+    while True:
+        gap_s = rng.expovariate(soak.faults_per_hour / 3600.0)
+        if time.monotonic() + gap_s > deadline:
+            return
+        fault = rng.choice(scenario.faults)
+        yield replace(fault, moment=Moment(after_s=(gap_s, gap_s)))
+
+
+def _lap(campaign: Campaign, schedule: Iterator[FaultSpec], rng: random.Random, final: Path | None, told: Told) -> Lap:
+    number, began = len(campaign.laps), time.monotonic()
+    folder = campaign.output / f"lap_{number}"
+    scenario = campaign.scenario
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(Nodes(scenario.nodes)) if scenario.nodes else ()
+        control = stack.enter_context(Control())
+        target = stack.enter_context(
+            Target(
+                campaign.command,
+                folder,
+                socket_path=control.path,
+                environ=scenario.environ,
+                nodes=nodes,
+                small_disk_mib=scenario.small_disk_mib,
+            )
+        )
+        harness = Harness(target, control, scenario, rng, told)
+        status = harness.run(schedule, number)
+        record = harness.record
+        leftovers = target.leftovers()
+        mine = _newest(record)
+        differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
+        run = Run(record, harness.incidents, status, leftovers, _litter(record), campaign.unbroken, differences)
+    return Lap(number, folder, run, judge(run), time.monotonic() - began)
+
+
+def _newest(record: Record) -> Path | None:
+    return next(iter(list_checkpoints(record.save_dirs)), None)
+
+
+def _litter(record: Record) -> list[str]:
+    """Return what should have been temporary: attempts at checkpoints that nobody will finish."""
+    return sorted(str(path) for directory in record.save_dirs for path in Path(directory).glob("*_tmp*"))
+
+
+# --- the unbroken run ---
+
+
+def _unbroken(campaign: Campaign, given: Path | None, told: Told) -> tuple[Record, Path | None]:
+    if given is not None:
+        return read_unbroken(given)
+    scenario = campaign.scenario
+    environ: Mapping[str, str] = {}
+    if scenario.nodes:
+        raise ConfigError(
+            f"scenario {scenario.name!r}: nodes: {scenario.nodes} and {OUTPUT} in the command: an unbroken run of several nodes is"
+            " not made here; give one of the same world size by --unbroken FILE, or --no-compare"
+        )
+    record = run_unbroken(campaign.command, campaign.output / "unbroken", scenario, environ, told)
+    final = _newest(record)
+    write_unbroken(campaign.output / "unbroken.json", record, final)
+    return record, final
+
+
+def write_unbroken(path: Path, record: Record, final: Path | None) -> None:
+    """Keep what laps are compared with."""
+    steps = {told.step: [told.grad_norm, list(told.sums)] for told in record.steps}
+    content = {"world_size": record.world_size, "steps": steps, "final": str(final) if final else None}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_unbroken(path: Path) -> tuple[Record, Path | None]:
+    """Raises ConfigError: that is not what `write_unbroken` wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = [
+            StepTold(int(step), 0.0, 0, (0, 0), norm, tuple(sums)) for step, (norm, sums) in content["steps"].items()
+        ]
+        final = Path(content["final"]) if content["final"] else None
+        world_size = int(content["world_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}; wanted the unbroken.json of a campaign of the same command") from None
+    newest = max((told.step for told in steps), default=0)
+    record = Record(world_size=world_size, steps=steps, newest_step=newest)
+    return record, final if final is not None and final.is_dir() else None

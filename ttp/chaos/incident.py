@@ -1,0 +1,151 @@
+"""One fault of a run with all that came of it: what was done, when each stage was reached, what became of the job.
+
+Pure functions over a run's record. An incident begins with its first firing and ends where the job gets on again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ttp.chaos.watch import Key, Line, Record, Resumed
+
+STAGES = ("seen", "frozen", "decided", "written", "published", "resumed", "first_new_step")
+STAGE_WORDS = {
+    "seen": "seen by the controller",
+    "frozen": "all survivors frozen",
+    "decided": "step decided",
+    "written": "shards written",
+    "published": "checkpoint published",
+    "resumed": "loaded by the next start",
+    "first_new_step": "first new step",
+}
+_SIGNS = ("death_seen", "fault_reported", "hung", "suspect", "takeover_began", "freeze_sent")
+UNSAVED = "unsaved"
+"""The job started again with neither a checkpoint nor a refusal."""
+ENDED = "ended"
+"""The job ended, and was not over."""
+OVERDUE = "overdue"
+"""Nothing was settled within the deadline."""
+NOT_REACHED = "not reached"
+"""The fault did not happen: the job was over before, or never came to its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """One thing that was done."""
+
+    kind: str
+    whom: str
+    """`rank 2 (pid 71)`, `controller 0 (pid 80)`."""
+    unix_s: float
+    point: str
+    step: int
+    """Where the rank was; 0: not known."""
+    key: Key
+
+
+@dataclass(slots=True)
+class Incident:
+    """A fault of the schedule, those of its `then`, and what became of them. Filled while it lasts."""
+
+    number: int
+    lap: int
+    text: str
+    label: str
+    expected: tuple[str, ...]
+    firings: list[Firing] = field(default_factory=list)
+    outcome: str = ""
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds since the first firing, for each of STAGES that was reached."""
+    committed: int = 0
+    """The newest step that any rank had finished before the first firing."""
+    saved_step: int | None = None
+    resumed_step: int | None = None
+    lost: int | None = None
+    """Finished steps that had to be trained again; None: not known yet."""
+    refused: str = ""
+    over_unix_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    """What was against the protocol, `I9: ...` each."""
+
+    @property
+    def fired(self) -> bool:
+        return bool(self.firings)
+
+    @property
+    def began_unix_s(self) -> float:
+        return self.firings[0].unix_s if self.firings else 0.0
+
+    @property
+    def last_unix_s(self) -> float:
+        return max((firing.unix_s for firing in self.firings), default=0.0)
+
+    @property
+    def as_expected(self) -> bool:
+        return self.outcome in self.expected
+
+
+def settle(incident: Incident, record: Record, how: str) -> None:
+    """Fill in what became of an incident that is over. `how`: NOT_REACHED, OVERDUE, ENDED, `relaunched`, or empty."""
+    if how == NOT_REACHED or not incident.fired:
+        incident.outcome = NOT_REACHED
+        return
+    began = incident.began_unix_s
+    lines = [line for line in record.lines(began) if not incident.over_unix_s or line["unix_s"] <= incident.over_unix_s]
+    incident.committed = record.last_step(began)
+    resumed = _resumes(record, incident)
+    published = [line for line in lines if line["event"] == "published"]
+    refused = [line for line in lines if line["event"] == "refused"]
+    incident.saved_step = int(published[-1]["step"]) if published else None
+    incident.refused = str(refused[-1]["reason"]) if refused and not published else ""
+    restarted = any(key > incident.firings[0].key for _, key, _, _ in record.hellos)
+    if restarted and how != OVERDUE:
+        incident.resumed_step = resumed[-1].step if resumed else 0
+        incident.lost = max(0, incident.committed - incident.resumed_step)
+    elif how == "":
+        incident.lost = 0
+    incident.outcome = how or _outcome(incident, resumed, restarted)
+    incident.stages_ms = stages(lines, record, incident, resumed)
+
+
+def _resumes(record: Record, incident: Incident) -> list[Resumed]:
+    """Return what the starts after the fault resumed from, in order of time."""
+    first = incident.firings[0].key
+    return [one for one in record.resumes if one.key > first and one.unix_s >= incident.began_unix_s]
+
+
+def _outcome(incident: Incident, resumed: Sequence[Resumed], restarted: bool) -> str:
+    if not restarted:
+        return "unharmed"
+    if resumed and resumed[-1].skipped:
+        return "fell_back"
+    if incident.saved_step is not None:
+        return "saved"
+    return "refused" if incident.refused else UNSAVED
+
+
+def stages(lines: Sequence[Line], record: Record, incident: Incident, resumed: Sequence[Resumed]) -> dict[str, float]:
+    """Return when each stage was reached, in milliseconds since the first firing."""
+    began, last = incident.began_unix_s, incident.firings[-1].key
+
+    def first(*events: str) -> list[float]:
+        return [float(line["unix_s"]) for line in lines if line["event"] in events]
+
+    new = [
+        told.unix_s
+        for told in record.steps
+        if not told.recovered
+        and told.unix_s > incident.last_unix_s
+        and (told.key > last or incident.outcome == "unharmed")
+    ]
+    moments = {
+        "seen": min(first(*_SIGNS), default=None),
+        "frozen": min(first("frozen"), default=None),
+        "decided": min(first("decided"), default=None),
+        "written": max(first("written"), default=None),  # every writer tells; the stage is over with the last
+        "published": max(first("published"), default=None),
+        "resumed": max((one.unix_s for one in resumed), default=None),
+        "first_new_step": min(new, default=None),
+    }
+    return {stage: (moment - began) * 1e3 for stage, moment in moments.items() if moment is not None}

@@ -1,0 +1,276 @@
+"""Judges a run: the invariants I1 to I12 as far as they can be seen from outside, bit-equality with an unbroken run, leftovers.
+
+Pure functions over records. A verdict says what was looked at; what could not be seen is said to be so, not passed over.
+The invariants are those of docs/protocol.md; the numbers in the texts are theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ttp.chaos.incident import ENDED, NOT_REACHED, OVERDUE, UNSAVED, Incident
+from ttp.chaos.watch import Record
+
+HELD, VIOLATED, UNSEEN = "held", "violated", "not seen"
+SHOWN = 5
+"""Problems of one kind that are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one claim."""
+
+    name: str
+    state: str
+    """HELD, VIOLATED or UNSEEN."""
+    text: str
+    """What was looked at, or what was wrong, or why nothing could be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that is judged of one lap."""
+
+    record: Record
+    incidents: Sequence[Incident]
+    status: int
+    leftovers: Sequence[str]
+    litter: Sequence[str]
+    """Temporary files and sockets that stayed."""
+    unbroken: Record | None = None
+    final: Sequence[str] | None = None
+    """Differences of the newest checkpoints; None: not compared."""
+
+
+def judge(run: Run) -> list[Verdict]:
+    """Return the verdicts, invariants first."""
+    fired = [incident for incident in run.incidents if incident.fired]
+    problems = _sorted_by_name([problem for incident in run.incidents for problem in incident.problems])
+    return [
+        _verdict("I1 complete", _broken(run), f"{len(run.record.checkpoints)} published checkpoints verified", problems),
+        _verdict("I2 one step", _misnamed(run), "each checkpoint's name, manifest and tensors say one step", problems),
+        _bytes(run),
+        _verdict("I4 published once", _twice(run), f"{_count(run, 'published')} publications; trackers never went back", problems),
+        _verdict("I5 each shard once", _broken(run), "the files of every checkpoint tile every tensor, with no overlap", problems),
+        _verdict("I6 right step", _wrong_step(fired), f"{_saved(fired)} dying gasps, none behind a finished step", problems),
+        _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same start", problems),
+        _verdict("I8 fenced", _fenced(run), f"{_count(run, 'took_over')} takeovers; nobody published under an older term", problems),
+        _verdict("I9 covered", _uncovered(fired), f"{len(fired)} faults: saved, or refused with a reason", problems),
+        _verdict("I10 newest valid", _wrong_resume(run), f"{len(run.record.resumes)} loads by ranks", problems),
+        _verdict("I11 in time", _late(run, fired), f"all of {len(fired)} faults settled in time, nothing left behind", problems),
+        _data(run),
+        _outcomes(run.incidents),
+    ]  # fmt: skip
+
+
+def _verdict(name: str, wrong: Sequence[str], text: str, others: Mapping[str, list[str]]) -> Verdict:
+    """`others`: problems that were noted on the way, by the invariant's number."""
+    wrong = [*wrong, *others.get(name.split()[0], [])]
+    if not wrong:
+        return Verdict(name, HELD, text)
+    more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return Verdict(name, VIOLATED, "; ".join(wrong[:SHOWN]) + more)
+
+
+def _sorted_by_name(problems: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        name, _, text = problem.partition(": ")
+        found[name].append(text)
+    return found
+
+
+def _count(run: Run, event: str) -> int:
+    return sum(line["event"] == event for line in run.record.journal)
+
+
+def _saved(fired: Sequence[Incident]) -> int:
+    return sum(incident.saved_step is not None for incident in fired)
+
+
+def _corrupted(run: Run) -> dict[str, float]:
+    """Return when the harness itself broke a checkpoint, by its name."""
+    firings = [firing for incident in run.incidents for firing in incident.firings if firing.kind == "corrupt"]
+    return {firing.whom.split("/")[0]: firing.unix_s for firing in firings}
+
+
+def _torn(run: Run) -> bool:
+    """Say whether the disk was made to break its promise."""
+    return any(firing.kind == "torn" for incident in run.incidents for firing in incident.firings)
+
+
+def _broken(run: Run) -> list[str]:
+    own = _corrupted(run)
+    return [
+        f"{seen.path}: {seen.broken}"
+        for seen in run.record.checkpoints
+        if seen.broken and seen.path.rpartition("/")[2] not in own and not _torn(run)
+    ]
+
+
+def _misnamed(run: Run) -> list[str]:
+    return [
+        f"{seen.path} has step {seen.step}"
+        for seen in run.record.checkpoints
+        if not seen.broken and not seen.path.endswith(f"iter_{seen.step:07d}")
+    ]
+
+
+def _twice(run: Run) -> list[str]:
+    wrong = []
+    published = defaultdict(list)
+    for line in run.record.journal:
+        if line["event"] == "published":
+            published[int(line["step"])].append(line)
+    own = _corrupted(run)
+    for step, lines in published.items():
+        paths = {str(line["path"]) for line in lines}
+        if len(paths) > 1 or (len({line["unix_s"] // 1 for line in lines}) > 1 and f"iter_{step:07d}" not in own):
+            terms = [line["controller"] for line in lines]
+            if len(paths) > 1 or len(set(terms)) == 1:
+                wrong.append(f"step {step} was published {len(lines)} times: {', '.join(sorted(paths))}")
+    newest: dict[str, int] = {}
+    for unix_s, directory, step in run.record.tracker:
+        broke = any(moment <= unix_s for moment in own.values())
+        if step < newest.get(directory, 0) and not broke:
+            wrong.append(f"the tracker of {directory} went from {newest[directory]} back to {step}")
+        newest[directory] = step
+    return wrong
+
+
+def _wrong_step(fired: Sequence[Incident]) -> list[str]:
+    return [
+        f"{incident.text}: step {incident.saved_step} was saved, and step {incident.committed} had been finished"
+        for incident in fired
+        if incident.saved_step is not None and incident.saved_step < incident.committed
+    ]
+
+
+def _moved(run: Run) -> list[str]:
+    """A rank of the start that published must not finish a step behind the published one afterwards."""
+    wrong = []
+    for incident in run.incidents:
+        if not incident.fired or incident.saved_step is None:
+            continue
+        key, saved = incident.firings[0].key, incident.saved_step
+        wrong += [
+            f"{incident.text}: rank {told.rank} finished step {told.step} of start {key[1]}, behind the saved step {saved}"
+            for told in run.record.steps
+            if told.key == key and told.step > saved and not told.recovered
+        ]
+    return wrong
+
+
+def _fenced(run: Run) -> list[str]:
+    wrong = []
+    took: dict[int, float] = {}
+    for line in sorted(run.record.journal, key=lambda line: float(line["unix_s"])):
+        match line["event"]:
+            case "assembled" if line["controller"] == 0:
+                took = {}
+            case "took_over":
+                took[int(line["controller"])] = float(line["unix_s"])
+            case "decided" | "freeze_sent":
+                above = [
+                    place
+                    for place, moment in took.items()
+                    if place > line["controller"] and moment < line["unix_s"] - 1
+                ]
+                if above and line["event"] == "decided":
+                    wrong.append(f"controller {line['controller']} decided after controller {above[0]} had taken over")
+    return wrong
+
+
+def _uncovered(fired: Sequence[Incident]) -> list[str]:
+    wrong = []
+    for incident in fired:
+        if incident.outcome == UNSAVED:
+            wrong.append(f"{incident.text}: the job started again with neither a checkpoint nor a refusal")
+        elif incident.outcome == "refused" and not incident.refused.strip():
+            wrong.append(f"{incident.text}: refused without a reason")
+    return wrong
+
+
+def _wrong_resume(run: Run) -> list[str]:
+    """After a dying gasp every rank loads that step, unless it was broken by the harness: then it says what it skipped."""
+    wrong = []
+    for incident in run.incidents:
+        if incident.outcome == "saved" and incident.resumed_step != incident.saved_step:
+            wrong.append(
+                f"{incident.text}: step {incident.saved_step} was saved, step {incident.resumed_step} was loaded"
+            )
+        corrupted = any(firing.kind == "corrupt" for firing in incident.firings)
+        if corrupted and incident.outcome == "saved":
+            wrong.append(
+                f"{incident.text}: a checkpoint with flipped bits was loaded, or nobody said that it was skipped"
+            )
+    by_start: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for resumed in run.record.resumes:
+        by_start[resumed.key].add(resumed.step)
+    return wrong + [
+        f"start {key[1]}: ranks loaded different steps {sorted(steps)}"
+        for key, steps in by_start.items()
+        if len(steps) > 1
+    ]
+
+
+def _late(run: Run, fired: Sequence[Incident]) -> list[str]:
+    wrong = [f"{incident.text}: not settled by the deadline" for incident in fired if incident.outcome == OVERDUE]
+    wrong += [f"{incident.text}: the job ended" for incident in fired if incident.outcome == ENDED]
+    if run.status != 0:
+        wrong.append(f"the job ended with status {run.status}")
+    return wrong + [f"left behind: {one}" for one in (*run.leftovers, *run.litter)]
+
+
+def _bytes(run: Run) -> Verdict:
+    name = "I3 same bytes"
+    if run.unbroken is None:
+        return Verdict(name, UNSEEN, "no unbroken run to compare with (the command has no {output})")
+    wrong = [*differences(run.record, run.unbroken), *(run.final or ())]
+    if wrong:
+        return _verdict(name, wrong, "", {})
+    steps = len({told.step for told in run.unbroken.steps})
+    final = "not compared" if run.final is None else "the same bits"
+    return Verdict(
+        name, HELD, f"sums and grad norm of {steps} steps are the same bits; the newest checkpoints' tensors: {final}"
+    )
+
+
+def _data(run: Run) -> Verdict:
+    """The data's position, the random numbers and the schedule show in every later step's sums."""
+    name = "I12 host state"
+    if run.unbroken is None:
+        return Verdict(name, UNSEEN, "no unbroken run to compare with")
+    if not any(incident.resumed_step is not None for incident in run.incidents):
+        return Verdict(name, UNSEEN, "the job was never resumed")
+    wrong = differences(run.record, run.unbroken)
+    return _verdict(name, wrong, "every step after a resume has the unbroken run's sums", {})
+
+
+def differences(hurt: Record, unbroken: Record) -> list[str]:
+    """Compare what every rank told of every step with the unbroken run; all steps must be there."""
+    wanted = {told.step: (told.grad_norm, told.sums) for told in unbroken.steps}
+    wrong = []
+    for told in hurt.steps:
+        if told.step not in wanted:
+            wrong.append(f"step {told.step}: the unbroken run has none")
+        elif (told.grad_norm, told.sums) != wanted[told.step]:
+            got = f"grad norm {told.grad_norm}, sums {list(told.sums)}"
+            norm, sums = wanted[told.step]
+            wrong.append(f"step {told.step}, rank {told.rank}: {got}; the unbroken run: {norm}, {list(sums)}")
+    if missing := sorted(set(wanted) - {told.step for told in hurt.steps}):
+        wrong.append(f"steps {missing[:SHOWN]} are missing ({len(missing)})")
+    return wrong
+
+
+def _outcomes(incidents: Sequence[Incident]) -> Verdict:
+    wrong = [
+        f"{incident.text}: {incident.outcome}, wanted {' or '.join(incident.expected)}"
+        for incident in incidents
+        if incident.fired and not incident.as_expected
+    ]
+    skipped = sum(incident.outcome == NOT_REACHED for incident in incidents)
+    text = f"{len(incidents) - skipped} faults had an outcome that was expected"
+    return _verdict("outcomes", wrong, text + (f"; {skipped} did not happen" if skipped else ""), {})

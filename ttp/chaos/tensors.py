@@ -1,0 +1,45 @@
+"""Compares two checkpoints tensor by tensor, whatever the layouts that they were written in: the same bits, or which differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ttp.errors import CheckpointError
+
+
+def compare_checkpoints(one: Path, other: Path) -> list[str]:
+    """Return the differences, one line each. Reads both whole, so they must fit into memory."""
+    try:
+        mine, wanted = _tensors(one), _tensors(other)
+    except (CheckpointError, OSError, RuntimeError) as error:
+        return [f"{one} and {other} cannot be compared: {error}"]
+    wrong = []
+    if one.name != other.name:
+        wrong.append(f"the newest checkpoint is {one.name}, the unbroken run's {other.name}")
+    wrong += [f"{name}: only one of {one} and {other} has it" for name in sorted(set(mine) ^ set(wanted))]
+    return wrong + [
+        f"{name} in {one.name}: its bits differ from the unbroken run's"
+        for name in sorted(set(mine) & set(wanted))
+        if not _same_bits(mine[name], wanted[name])
+    ]
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
