@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ttp.chaos.campaign import Campaign

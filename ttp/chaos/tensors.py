@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from ttp.errors import CheckpointError
 
@@ -29,13 +30,13 @@ def compare_checkpoints(one: Path, other: Path) -> list[str]:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(found, checkpoint_id=path, no_dist=True)
+    load(found, checkpoint_id=path, no_dist=True)
     return found
 
 

@@ -1,0 +1,191 @@
+"""`ttp chaos`: run any job under a schedule of faults, and judge it.
+
+ttp chaos run SCENARIO.yaml [options] -- ttprun ... train.py ...
+ttp chaos faults                    the kinds of faults, their points and what is expected of each
+ttp chaos check SCENARIO.yaml       read a scenario, and say what it would do
+ttp chaos report RESULT.json        draw the report anew
+
+0  everything held, every fault happened
+1  an invariant was violated, a bit differs, the job did not come back
+2  wrong usage: a scenario, a command or an option that cannot be carried out
+3  everything held, but some faults did not happen: the job was over before, or never came to their place
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ttp.chaos.campaign import Soak, run_campaign
+from ttp.chaos.job import JobError
+from ttp.chaos.live import Screen, show_summary
+from ttp.chaos.report import write_report
+from ttp.chaos.result import result_of, write_result
+from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
+from ttp.console import open_console
+from ttp.errors import ConfigError
+
+GOOD, BAD, USAGE, PARTLY = 0, 1, 2, 3
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status. argparse itself exits with 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, command = _split(words)
+    args = _parser().parse_args(own)
+    console = open_console()
+    try:
+        match args.what:
+            case "run":
+                return _run(console, args, command)
+            case "faults":
+                return _list_kinds(console)
+            case "check":
+                return _check(console, args.scenario)
+            case _:
+                return _draw(console, args)
+    except ConfigError as error:
+        console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
+        return USAGE
+    except JobError as error:
+        console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
+        return BAD
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has been ended")
+        return 130
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the harness's own words from the job's, at the first `--`."""
+    if "--" not in words:
+        return list(words), []
+    place = list(words).index("--")
+    return list(words[:place]), list(words[place + 1 :])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ttp chaos", description=(__doc__ or "").split("\n\n")[0].partition(": ")[2])
+    what = parser.add_subparsers(dest="what", required=True, metavar="{run,faults,check,report}")
+    run = what.add_parser("run", help="run a job under a scenario: ttp chaos run SCENARIO [options] -- COMMAND")
+    run.add_argument("scenario", type=Path)
+    run.add_argument("--output", type=Path, default=Path("output/chaos"), help="folder of runs, result and report")
+    run.add_argument("--seed", type=int, help="instead of the scenario's")
+    run.add_argument("--unbroken", type=Path, help="unbroken.json of an earlier campaign of the same command")
+    run.add_argument("--no-compare", action="store_true", help="make no unbroken run: nothing is compared")
+    run.add_argument("--duration", help="soak: draw from the scenario's faults for so long (90, 30m, 2h)")
+    run.add_argument("--faults-per-hour", type=float, help="soak: how many (default: 60)")
+    run.add_argument("--keep", action="store_true", help="keep what is in the output folder (default: it is emptied)")
+    what.add_parser("faults", help="list the kinds of faults")
+    check = what.add_parser("check", help="read a scenario, and say what it would do")
+    check.add_argument("scenario", type=Path)
+    report = what.add_parser("report", help="draw the report anew from a result.json")
+    report.add_argument("result", type=Path)
+    report.add_argument("--output", type=Path, help="default: report.html beside it")
+    return parser
+
+
+def _run(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
+    scenario = load_scenario(args.scenario)
+    if args.seed is not None:
+        scenario = dataclasses.replace(scenario, seed=args.seed)
+    soak = _soak(args)
+    output: Path = args.output.resolve()
+    unbroken = args.unbroken.resolve() if args.unbroken else None
+    _empty(output, keep=args.keep)
+    console.print(
+        f"scenario {escape(scenario.name)}: {len(scenario.faults)} faults; seed {scenario.seed}; output {output}"
+    )
+    campaign = None
+    with Screen(console) as screen:
+        for campaign in run_campaign(
+            scenario, command, output, soak=soak, unbroken=unbroken, compare=not args.no_compare, told=screen.told
+        ):
+            content = write_result(campaign) if campaign.laps else {}
+    assert campaign is not None
+    show_summary(console, campaign)
+    report = write_report(content, output / "report.html")
+    console.print(f"result: {output / 'result.json'}\nreport: {report}")
+    content = result_of(campaign)
+    if not content["good"]:
+        console.print(f"[bold red]VIOLATED[/] (seed {scenario.seed})")
+        return BAD
+    if content["not_reached"]:
+        console.print(
+            f"[yellow]{content['not_reached']} of {content['faults']} faults did not happen[/]: give the job more steps"
+        )
+        return PARTLY
+    console.print(f"[bold green]HELD[/]: {content['faults']} faults, {content['fired']} blows")
+    return GOOD
+
+
+def _soak(args: argparse.Namespace) -> Soak | None:
+    if args.duration is None:
+        if args.faults_per_hour is not None:
+            raise ConfigError(
+                f"--faults-per-hour is {args.faults_per_hour} without --duration: say for how long, as in --duration 2h"
+            )
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", args.duration)
+    rate = 60.0 if args.faults_per_hour is None else args.faults_per_hour
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--duration is {args.duration!r}: wanted seconds, or a number with s, m, h or d (30m)")
+    if rate <= 0:
+        raise ConfigError(f"--faults-per-hour is {rate}: wanted a number above 0")
+    return Soak(float(match[1]) * _UNITS[match[2]], rate)
+
+
+def _empty(output: Path, *, keep: bool) -> None:
+    """Remove an earlier campaign, and nothing else."""
+    if not output.exists() or keep:
+        return
+    known = [path for pattern in ("lap_*", "unbroken*", "result.json", "report.html") for path in output.glob(pattern)]
+    if strange := sorted(path.name for path in output.iterdir() if path not in known):
+        raise ConfigError(
+            f"--output is {output}: it holds {strange[0]!r}, which no campaign makes; name another folder, or give --keep"
+        )
+    for path in known:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _list_kinds(console: Console) -> int:
+    table = Table("fault", "hits", "what it is", "points", "becomes")
+    for name, kind in KINDS.items():
+        table.add_row(name, kind.place, kind.text, " ".join(kind.points) or "-", " or ".join(kind.outcomes))
+    console.print(table)
+    console.print(f"events for `then`: {' '.join(EVENTS)}")
+    return GOOD
+
+
+def _check(console: Console, path: Path) -> int:
+    scenario = load_scenario(path)
+    console.print(f"scenario {escape(scenario.name)}: {len(scenario.faults)} faults; seed {scenario.seed}")
+    for number, fault in enumerate(scenario.faults, 1):
+        console.print(f"{number:4}  {escape(fault.text)}: {' or '.join(fault.outcomes)}")
+    return GOOD
+
+
+def _draw(console: Console, args: argparse.Namespace) -> int:
+    try:
+        content = json.loads(args.result.read_text(encoding="utf-8"))
+        wanted = {"incidents", "verdicts", "curves", "name"} - set(content)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{args.result}: {error}; wanted the result.json of a campaign") from None
+    if wanted:
+        raise ConfigError(f"{args.result}: no {', '.join(sorted(wanted))}; wanted the result.json of a campaign")
+    console.print(str(write_report(content, args.output or args.result.parent / "report.html")))
+    return GOOD
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The report's pictures, as SVG text: loss curves with the faults in them, time lines, and how long each stage took.
+
+Needs matplotlib (the extra `chaos`); draws, and writes no file.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttp.chaos.incident import STAGE_WORDS, STAGES
+
+Values = Mapping[str, Any]
+COLOURS = {
+    "seen": "#d1495b", "frozen": "#edae49", "decided": "#f4d35e", "written": "#66a182", "published": "#2e4057",
+    "resumed": "#8d96a3", "first_new_step": "#c5cad3",
+}  # fmt: skip
+SHOWN_LINES = 60
+"""Time lines in one picture; the slowest of more."""
+
+
+def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
+    """Draw every run's curve; a line where a fault came, with its number."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for curve in curves:
+        if curve["points"]:
+            steps, values = zip(*curve["points"], strict=True)
+            whole = curve["name"] == "unbroken"
+            axes.plot(
+                steps, values, label=curve["name"], linewidth=4.5 if whole else 1.3, color="#c5cad3" if whole else None
+            )
+    for incident in incidents:
+        if incident["firings"]:
+            good = incident["outcome"] in incident["expected"]
+            axes.axvline(incident["committed"], color="#2e4057" if good else "#d1495b", linewidth=0.8, alpha=0.7)
+            words = f"{incident['number']}"
+            axes.annotate(
+                words,
+                (incident["committed"], 1.0),
+                xycoords=("data", "axes fraction"),
+                fontsize=7,
+                va="bottom",
+                ha="center",
+            )
+    name = next((curve["value_name"] for curve in curves), "loss")
+    axes.set(xlabel="step", ylabel=name)
+    if curves:
+        axes.legend(fontsize=8)
+    return _svg(figure)
+
+
+def time_lines(incidents: Sequence[Values]) -> str:
+    """Draw one bar a fault, from the first blow to the first new step, parted by its stages."""
+    from matplotlib.figure import Figure
+
+    rows = [incident for incident in incidents if incident["stages_ms"]]
+    rows = sorted(rows, key=lambda row: -max(row["stages_ms"].values()))[:SHOWN_LINES]
+    rows.sort(key=lambda row: (row["lap"], row["number"]), reverse=True)
+    figure = Figure(figsize=(11, 1.2 + 0.26 * max(4, len(rows))), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        began = 0.0
+        for stage in STAGES:
+            if stage in row["stages_ms"]:
+                ended = max(began, row["stages_ms"][stage] / 1e3)
+                axes.barh(place, ended - began, left=began, color=COLOURS[stage], height=0.7)
+                began = ended
+    axes.set_yticks(range(len(rows)), [f"{row['number']}: {row['text'][:46]}" for row in rows], fontsize=7)
+    axes.set(xlabel="seconds since the fault; each colour ends where the stage was reached")
+    axes.legend(
+        [_patch(COLOURS[stage]) for stage in STAGES],
+        [STAGE_WORDS[stage] for stage in STAGES],
+        fontsize=7,
+        loc="lower right",
+    )
+    return _svg(figure)
+
+
+def stage_histograms(incidents: Sequence[Values]) -> str:
+    """Draw, for each stage, how long after the fault it was reached."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    places = figure.subplots(2, 4).flatten()
+    for place, stage in zip(places, STAGES, strict=False):
+        values = stage_values(incidents, stage)
+        if values:
+            place.hist(
+                values, bins=min(30, max(5, len(values) // 2)), color=COLOURS[stage], edgecolor="#2e4057", linewidth=0.4
+            )
+            place.axvline(statistics.median(values), color="#2e4057", linewidth=1)
+            place.set_title(
+                f"{STAGE_WORDS[stage]}\nmedian {statistics.median(values):,.0f} ms of {len(values)}", fontsize=8
+            )
+        else:
+            place.set_title(f"{STAGE_WORDS[stage]}\nnone", fontsize=8)
+        place.set_xlabel("ms since the fault", fontsize=7)
+        place.tick_params(labelsize=7)
+    for place in places[len(STAGES) :]:
+        place.set_axis_off()
+    return _svg(figure)
+
+
+def stage_values(incidents: Sequence[Values], stage: str) -> list[float]:
+    """Return the milliseconds to a stage, of every fault that came to it."""
+    return sorted(float(incident["stages_ms"][stage]) for incident in incidents if stage in incident["stages_ms"])
+
+
+def _patch(colour: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour)
+
+
+def _svg(figure: Any) -> str:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg")
+    text = stream.getvalue()
+    return text[text.index("<svg") :]
