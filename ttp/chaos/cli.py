@@ -19,6 +19,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ttp.chaos import matrix
 from ttp.chaos.campaign import Soak, run_campaign
 from ttp.chaos.job import JobError
 from ttp.chaos.live import Screen, show_summary
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _list_kinds(console)
             case "check":
                 return _check(console, args.scenario)
+            case "matrix":
+                return _matrix(console, args)
             case _:
                 return _draw(console, args)
     except ConfigError as error:
@@ -76,7 +80,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ttp chaos", description=(__doc__ or "").split("\n\n")[0].partition(": ")[2])
-    what = parser.add_subparsers(dest="what", required=True, metavar="{run,faults,check,report}")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{run,faults,check,report,matrix}")
     run = what.add_parser("run", help="run a job under a scenario: ttp chaos run SCENARIO [options] -- COMMAND")
     run.add_argument("scenario", type=Path)
     run.add_argument("--output", type=Path, default=Path("output/chaos"), help="folder of runs, result and report")
@@ -92,7 +96,22 @@ def _parser() -> argparse.ArgumentParser:
     report = what.add_parser("report", help="draw the report anew from a result.json")
     report.add_argument("result", type=Path)
     report.add_argument("--output", type=Path, help="default: report.html beside it")
+    _add_matrix(
+        what.add_parser("matrix", help="every kind x phase x role on the bundled trainer; goes on where it was")
+    )
     return parser
+
+
+def _add_matrix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("output/chaos-matrix"))
+    parser.add_argument("--repeat", type=int, default=2, help="how often every cell is run")
+    parser.add_argument("--per-job", type=int, default=8, help="cells that one job takes, one after the other")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th (0 to N-1)")
+    parser.add_argument("--limit", type=int, help="at most so many cells now")
+    parser.add_argument("--minutes", type=float, help="begin no job after so long")
+    parser.add_argument("--kinds", help="only these kinds of cells, separated by commas")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, and of all that is left to chance")
+    parser.add_argument("--table", action="store_true", help="print what has been run so far, and run nothing")
 
 
 def _run(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -173,6 +192,53 @@ def _check(console: Console, path: Path) -> int:
     for number, fault in enumerate(scenario.faults, 1):
         console.print(f"{number:4}  {escape(fault.text)}: {' or '.join(fault.outcomes)}")
     return GOOD
+
+
+def _matrix(console: Console, args: argparse.Namespace) -> int:
+    output = args.output.resolve()
+    if args.table:
+        print(matrix.table(matrix.read_lines(output)))
+        return GOOD
+    plan = _plan(args, output)
+    todo = len(matrix.open_cells(plan))
+    console.print(f"{len(matrix.cells())} cells, {todo} to run now; output {output}")
+    good, beginning = True, matrix.read_lines(output)
+    with Screen(console) as screen:
+        for campaign in matrix.run_matrix(plan, screen.told):
+            content = result_of(campaign)
+            good = good and bool(content["good"])
+            console.print(f"{campaign.scenario.name}: {'held' if content['good'] else '[red]VIOLATED[/]'}")
+            if not content["good"]:
+                show_summary(console, campaign)
+    run = matrix.read_lines(output)[len(beginning) :]
+    console.print(
+        f"{sum(line['happened'] for line in run)} of {todo} cells were run, {sum(line['blows'] for line in run)} blows"
+    )
+    print(matrix.table(matrix.read_lines(output)))
+    return GOOD if good else BAD
+
+
+def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
+    match = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise ConfigError(f"--shard is {args.shard!r}: wanted I/N with I from 0 to N - 1")
+    kinds = tuple(args.kinds.split(",")) if args.kinds else ()
+    known = dict.fromkeys(cell.kind for cell in matrix.cells())
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ConfigError(f"--kinds has {unknown[0]!r}: wanted some of {', '.join(known)}")
+    for name, value in (("--repeat", args.repeat), ("--per-job", args.per_job)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}: wanted a whole number from 1")
+    return matrix.Plan(
+        output=output,
+        repeat=args.repeat,
+        per_job=args.per_job,
+        shard=(int(match[1]), int(match[2])),
+        limit=args.limit,
+        until_monotonic_s=time.monotonic() + args.minutes * 60 if args.minutes else float("inf"),
+        kinds=kinds,
+        seed=args.seed,
+    )
 
 
 def _draw(console: Console, args: argparse.Namespace) -> int:

@@ -182,6 +182,7 @@ class Harness:
         """Return how it ended, for `settle`."""
         ranks = self._choose(fault, ())
         chosen = [(one, self._choose(one, ranks)) for one in fault.then]
+        incident.planned = len(ranks) + sum(len(its_ranks) for _, its_ranks in chosen)
         self._armed_key = self._striker.key
         for one, its_ranks in chosen:
             if one.point in (*DUMP_POINTS, *START_POINTS):
@@ -200,6 +201,8 @@ class Harness:
     def _choose(self, fault: FaultSpec, others: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks; random ones are no others of the same incident, while there are enough."""
         world = range(self.record.world_size)
+        if KINDS[fault.kind].place not in ("rank", "dump"):
+            return (-1,)  # one blow, to no rank
         if fault.ranks:
             if wrong := [rank for rank in fault.ranks if rank not in world]:
                 raise JobError(

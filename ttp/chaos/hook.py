@@ -137,6 +137,7 @@ class Hook:
         try:
             self._socket.connect(path)
         except OSError as error:
+            self._socket.close()
             raise ConfigError(
                 f"rank {facts['rank']}: TTP_CHAOS is {path!r}: wanted the socket of a running `ttp chaos` ({error.strerror});"
                 " take the variable out of the environment to train without it"

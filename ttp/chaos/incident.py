@@ -54,6 +54,8 @@ class Incident:
     text: str
     label: str
     expected: tuple[str, ...]
+    planned: int = 1
+    """How many blows were meant; a writer's or a publisher's may not come, where another rank wrote or published."""
     firings: list[Firing] = field(default_factory=list)
     outcome: str = ""
     stages_ms: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,170 @@
+"""A rank takes orders from the harness's socket and tells it of its steps; without a harness nothing is there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.chaos.control import Control, Message, Peer
+from ttp.chaos.hook import Hook, Order, RankFaults
+from ttp.chaos.inject import AsynchronousFault, Fault, InjectedFault
+from ttp.config import Settings
+from ttp.errors import ConfigError
+from ttp.proto.messages import CommitRecord
+
+FACTS = {"rank": 1, "world_size": 2, "start": 0, "log_dir": "/logs", "save_dirs": ["/checkpoints"]}
+DEADLINE_S = 60.0
+
+
+def record(step: int) -> CommitRecord:
+    return CommitRecord(step, 0.5, 1.0, False, 1.0, (0.1,), (2.25,))
+
+
+class Optimizer:
+    def __init__(self) -> None:
+        self.on_point: Any = None
+        self.last_record: CommitRecord | None = None
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.around: Any = lambda point, step, path: contextlib.nullcontext()
+
+
+class Harness:
+    """The other end, on a thread of its own, which gives each rank these orders when it says hello."""
+
+    def __init__(self, control: Control, *orders: Order) -> None:
+        self.heard: list[Message] = []
+        self.peer: Peer | None = None
+        self._control, self._orders, self._over = control, orders, False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over:
+            for peer, message in self._control.poll(0.01):
+                if message["type"] == "hello":
+                    peer.give(self._orders)
+                    self.peer = peer
+                self.heard.append(message)
+
+    def until(self, kind: str) -> Message:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            for message in self.heard:
+                if message["type"] == kind:
+                    return message
+            time.sleep(0.005)
+        raise AssertionError(f"no {kind} in {self.heard}")
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def hooked(*orders: Order) -> Iterator[tuple[Harness, Hook]]:
+    with Control() as control:
+        harness = Harness(control, *orders)
+        try:
+            hook = Hook(str(control.path), FACTS)
+            try:
+                yield harness, hook
+            finally:
+                hook.close()
+        finally:
+            harness.close()
+
+
+def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_told_before() -> None:
+    """Other points and earlier steps pass; the harness knows of the blow before it falls."""
+    with hooked(Order(5, Fault("raise", 1, 4, "ready"))) as (harness, hook):
+        optimizer = Optimizer()
+        on_point = hook.at_steps(optimizer, None)
+        on_point("ready", 3)
+        on_point("backward", 5)
+        with pytest.raises(InjectedFault, match="rank 1, step 6"):
+            on_point("ready", 6)
+        on_point("ready", 7)
+        assert harness.until("hello")["pid"] > 0
+        firing = harness.until("firing")
+        assert (firing["id"], firing["point"], firing["step"]) == (5, "ready", 6)
+
+
+def test_every_finished_step_is_told_with_its_bits() -> None:
+    """What the harness compares with an unbroken run; a step whose record is not at hand is not told."""
+    with hooked() as (harness, hook):
+        optimizer = Optimizer()
+        on_point = hook.at_steps(optimizer, None)
+        on_point("done", 1)
+        optimizer.last_record = record(2)
+        on_point("done", 2)
+        told = harness.until("step")
+        assert (told["step"], told["grad_norm"], told["sums"]) == (2, (0.5).hex(), [(2.25).hex()])
+
+
+def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None:
+    """An asynchronous exception comes over the main thread wherever it is."""
+    with hooked() as (harness, _):
+        harness.until("hello")
+        assert harness.peer is not None
+        harness.peer.give([Order(1, Fault("async", 1, 0, "now"))])
+        with pytest.raises(AsynchronousFault):
+            end = time.monotonic() + DEADLINE_S
+            while time.monotonic() < end:
+                time.sleep(0.005)
+
+
+def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> None:
+    """Whatever its step; the one after it is written."""
+    import os
+
+    with hooked(Order(2, Fault("enospc", 1, 0, "write", times=1))) as (harness, hook):
+        around = hook.around(lambda point, step, path: contextlib.nullcontext())
+        with around("publish", 8, str(tmp_path)):
+            os.mkdir(tmp_path / "published")
+        with pytest.raises(OSError, match="No space left"), around("write", 9, str(tmp_path)):
+            os.mkdir(tmp_path / "first")
+        with around("write", 9, str(tmp_path)):
+            os.mkdir(tmp_path / "second")
+        assert harness.until("firing")["step"] == 9
+
+
+def test_without_a_harness_there_is_no_hook_at_all() -> None:
+    """No thread, no socket, no function that is called at each step."""
+    before = threading.active_count()
+    faults = RankFaults(Settings(), 0, 2, Path("/logs"), ["/checkpoints"])
+    optimizer, holder = Optimizer(), Holder()
+    around = holder.around
+    faults.attach(optimizer, holder)
+    faults.at_start("start")
+    faults.resumed(3, "/checkpoints/iter_0000003", (), record(3))
+    faults.close()
+    assert optimizer.on_point is None and holder.around is around and threading.active_count() == before
+
+
+def test_a_harness_that_is_not_there_is_named() -> None:
+    """A variable that was left in the environment."""
+    with pytest.raises(ConfigError, match="TTP_CHAOS is '/nowhere': wanted the socket of a running `ttp chaos`"):
+        RankFaults(Settings(chaos="/nowhere"), 0, 2, Path("/logs"), ["/checkpoints"])
+
+
+def test_a_harness_that_has_gone_does_not_disturb_the_rank() -> None:
+    """Training is the job's own; the harness only looks on."""
+    with Control() as control:
+        harness = Harness(control)
+        hook = Hook(str(control.path), FACTS)
+        harness.close()
+    optimizer = Optimizer()
+    on_point = hook.at_steps(optimizer, None)
+    for step in range(1, 50):
+        optimizer.last_record = record(step)
+        on_point("done", step)
+    hook.close()

@@ -1,0 +1,249 @@
+"""Every verdict can be VIOLATED: a made-up run that is good, and the same run with one thing wrong at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ttp.chaos.campaign import Campaign, Lap, read_unbroken, write_unbroken
+from ttp.chaos.incident import NOT_REACHED, OVERDUE, Firing, Incident, settle
+from ttp.chaos.judge import HELD, UNSEEN, VIOLATED, Run, judge
+from ttp.chaos.report import page
+from ttp.chaos.result import result_of, write_result
+from ttp.chaos.scenario import parse_scenario
+from ttp.chaos.watch import Record, Resumed, Seen, StepTold
+from ttp.errors import ConfigError
+
+KILLED_S = 100.0
+SAVED, LAST = 5, 8
+
+
+def told(step: int, unix_s: float, rank: int, start: int) -> StepTold:
+    return StepTold(step, unix_s, rank, (1, start), float(step).hex(), ((step / 7).hex(),))
+
+
+def line(event: str, unix_s: float, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "unix_s": unix_s, "controller": 0, **fields}
+
+
+def good_record() -> Record:
+    """Two ranks; rank 1 is killed after step 5; the job goes on at step 6 and ends with step 8."""
+    record = Record(world_size=2, save_dirs=["/c"])
+    record.hellos = [(90.0, (1, 0), rank, 70 + rank) for rank in (0, 1)]
+    record.hellos += [(103.0, (1, 1), rank, 80 + rank) for rank in (0, 1)]
+    record.steps = [told(step, 90.0 + step, rank, 0) for step in range(1, SAVED + 1) for rank in (0, 1)]
+    record.steps += [told(step, 99.0 + step, rank, 1) for step in range(SAVED + 1, LAST + 1) for rank in (0, 1)]
+    record.resumes = [Resumed(SAVED, 104.0, rank, (1, 1), "/c/iter_0000005", ()) for rank in (0, 1)]
+    record.journal = [
+        line("assembled", 91.0),
+        line("death_seen", 100.004, rank=1),
+        line("freeze_sent", 100.005),
+        line("frozen", 100.02),
+        line("decided", 100.021),
+        line("written", 100.1),
+        line("published", 100.2, step=SAVED, path="/c/iter_0000005"),
+        line("assembled", 103.5),
+    ]
+    record.checkpoints = [Seen("/c/iter_0000005", SAVED, 100.2, "", "exited")]
+    record.tracker = [(100.2, "/c", SAVED), (110.0, "/c", LAST)]
+    record.newest_step = LAST
+    return record
+
+
+def unbroken() -> Record:
+    return Record(world_size=2, steps=[told(step, 10.0 + step, 0, 0) for step in range(1, LAST + 1)], newest_step=LAST)
+
+
+def good_run(change: Callable[[Record], None] = lambda record: None) -> Run:
+    record = good_record()
+    incident = Incident(1, 0, "kill of rank 1", "", ("saved",))
+    incident.firings.append(Firing("kill", "rank 1 (pid 71)", KILLED_S, "", SAVED, (1, 0)))
+    incident.over_unix_s = 105.5
+    change(record)
+    settle(incident, record, "")
+    return Run(record, [incident], 0, (), (), unbroken(), ())
+
+
+def states(run: Run) -> dict[str, str]:
+    return {verdict.name.split()[0]: verdict.state for verdict in judge(run)}
+
+
+def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
+    """Nothing lost, and each stage is told in milliseconds since the kill."""
+    run = good_run()
+    assert set(states(run).values()) == {HELD}, judge(run)
+    (incident,) = run.incidents
+    assert (incident.outcome, incident.committed, incident.saved_step, incident.lost) == ("saved", SAVED, SAVED, 0)
+    wanted = {
+        "seen": 4,
+        "frozen": 20,
+        "decided": 21,
+        "written": 100,
+        "published": 200,
+        "resumed": 4000,
+        "first_new_step": 5000,
+    }
+    assert {stage: round(value) for stage, value in incident.stages_ms.items()} == wanted
+
+
+def _wrong_bits(record: Record) -> None:
+    record.steps[-1] = StepTold(LAST, 107.0, 1, (1, 1), (9.5).hex(), record.steps[-1].sums)
+
+
+def _missing_step(record: Record) -> None:
+    record.steps = [one for one in record.steps if one.step != 7]
+
+
+def _older_step(record: Record) -> None:
+    record.journal[6] = line("published", 100.2, step=SAVED - 1, path="/c/iter_0000004")
+
+
+def _published_twice(record: Record) -> None:
+    record.journal.insert(7, line("published", 102.4, step=SAVED, path="/d/iter_0000005"))
+
+
+def _tracker_back(record: Record) -> None:
+    record.tracker.append((111.0, "/c", SAVED))
+
+
+def _broken_checkpoint(record: Record) -> None:
+    record.checkpoints[0] = Seen("/c/iter_0000005", -1, 100.2, "a file is missing", "")
+
+
+def _misnamed(record: Record) -> None:
+    record.checkpoints[0] = Seen("/c/iter_0000005", 4, 100.2, "", "exited")
+
+
+def _went_on(record: Record) -> None:
+    record.steps.append(told(SAVED + 1, 100.3, 0, 0))
+
+
+def _wrong_load(record: Record) -> None:
+    record.resumes = [Resumed(3, 104.0, rank, (1, 1), "/c/iter_0000003", ()) for rank in (0, 1)]
+
+
+def _parted_load(record: Record) -> None:
+    record.resumes[0] = Resumed(3, 104.0, 0, (1, 1), "/c/iter_0000003", ())
+
+
+def _silent_restart(record: Record) -> None:
+    record.journal = [one for one in record.journal if one["event"] not in ("published",)]
+
+
+def _fenced_decides(record: Record) -> None:
+    record.journal[2:2] = [{**line("took_over", 95.0), "controller": 1}]
+
+
+@pytest.mark.parametrize(
+    ("change", "violated"),
+    [
+        (_wrong_bits, {"I3", "I12"}),
+        (_missing_step, {"I3", "I12"}),
+        (_older_step, {"I6", "I7", "I10"}),
+        (_published_twice, {"I4"}),
+        (_tracker_back, {"I4"}),
+        (_broken_checkpoint, {"I1", "I5"}),
+        (_misnamed, {"I2"}),
+        (_went_on, {"I7"}),
+        (_wrong_load, {"I10"}),
+        (_parted_load, {"I10"}),
+        (_silent_restart, {"I9", "outcomes"}),
+        (_fenced_decides, {"I8"}),
+    ],
+)
+def test_one_thing_wrong_is_found(change: Callable[[Record], None], violated: set[str]) -> None:
+    """Each verdict looks at what it says that it looks at."""
+    found = {name for name, state in states(good_run(change)).items() if state == VIOLATED}
+    assert found == violated
+
+
+def test_what_is_left_behind_a_bad_end_and_a_late_one_are_found() -> None:
+    """I11: status, processes, temporary files, deadlines."""
+    run = good_run()
+    for wrong in (
+        Run(run.record, run.incidents, 1, (), (), run.unbroken, ()),
+        Run(run.record, run.incidents, 0, ("pid 7: python",), (), run.unbroken, ()),
+        Run(run.record, run.incidents, 0, (), ("/c/iter_0000009_tmp_1",), run.unbroken, ()),
+    ):
+        assert states(wrong)["I11"] == VIOLATED
+    late = copy.deepcopy(run.incidents[0])
+    settle(late, run.record, OVERDUE)
+    assert states(Run(run.record, [late], 0, (), (), run.unbroken, ()))["I11"] == VIOLATED
+
+
+def test_final_tensors_count_and_without_an_unbroken_run_nothing_is_claimed() -> None:
+    """A difference of the last checkpoints is I3; what was not seen is said so."""
+    run = good_run()
+    assert (
+        states(Run(run.record, run.incidents, 0, (), (), run.unbroken, ("weight: its bits differ",)))["I3"] == VIOLATED
+    )
+    alone = states(Run(run.record, run.incidents, 0, (), (), None, None))
+    assert alone["I3"] == alone["I12"] == UNSEEN
+
+
+def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
+    """Loaded all the same: violated; an older one with the reason: `fell_back`."""
+    run = good_run()
+    corrupt = Firing("corrupt", "iter_0000005/a.distcp", 100.3, "", SAVED, (1, 0))
+    run.incidents[0].firings.append(corrupt)
+    assert states(run)["I10"] == VIOLATED
+
+    def skip(record: Record) -> None:
+        record.resumes = [
+            Resumed(0, 104.0, rank, (1, 1), "/c/iter_0000000", ("iter_0000005: bits",)) for rank in (0, 1)
+        ]
+
+    again = good_run(skip)
+    assert again.incidents[0].outcome == "fell_back" and again.incidents[0].lost == SAVED
+
+
+def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
+    """What laps of a later campaign are compared with; another file is refused."""
+    path = tmp_path / "unbroken.json"
+    write_unbroken(path, unbroken(), None)
+    record, final = read_unbroken(path)
+    assert final is None and record.world_size == 2
+    assert judge(Run(good_record(), (), 0, (), (), record, ()))[2].state == HELD
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"wanted the unbroken\.json"):
+        read_unbroken(path)
+
+
+def campaign(tmp_path: Path) -> Campaign:
+    scenario = parse_scenario({"name": "a <b>", "seed": 3, "faults": [{"fault": "kill"}]}, "here")
+    run = good_run()
+    skipped = Incident(2, 0, "kill of rank random", "", ("saved",))
+    settle(skipped, run.record, NOT_REACHED)
+    run = Run(run.record, [*run.incidents, skipped], 0, (), (), run.unbroken, ())
+    made = Campaign(scenario, ["ttprun", "train.py"], tmp_path, unbroken=unbroken())
+    made.laps.append(Lap(0, tmp_path, run, judge(run), 12.0))
+    return made
+
+
+def test_the_report_is_one_page_with_its_pictures_and_every_fault(tmp_path: Path) -> None:
+    """Whole from the JSON alone: three pictures, the verdicts, the names quoted, nothing loaded from elsewhere."""
+    written = write_result(campaign(tmp_path))
+    content = json.loads((tmp_path / "result.json").read_text())
+    assert content == json.loads(json.dumps(written)) and content["good"] and content["not_reached"] == 1
+    text = page(content)
+    pictures = text.split("<svg")[1:]
+    assert len(pictures) == 3
+    for picture in pictures:
+        ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
+    assert "a &lt;b&gt;" in text and "I12 host state" in text and "not reached" in text
+    assert "src=" not in text and "<script" not in text
+
+
+def test_a_result_with_a_violation_is_not_good(tmp_path: Path) -> None:
+    """The banner and the exit status follow it."""
+    made = campaign(tmp_path)
+    run = good_run(_wrong_bits)
+    made.laps.append(Lap(1, tmp_path, run, judge(run), 12.0))
+    content = result_of(made)
+    assert not content["good"] and "Violated" in page(content)

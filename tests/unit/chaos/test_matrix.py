@@ -1,0 +1,103 @@
+"""The matrix has every cell once, goes on where it was, and its shards are parts of one whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.chaos.cli import main
+from ttp.chaos.inject import POINTS
+from ttp.chaos.matrix import IN_STEP, ROLES, Cell, Plan, cells, open_cells, ordered, read_lines, table
+
+
+def put_down(output: Path, cell: Cell, **fields: Any) -> None:
+    line = {"cell": cell.name, "kind": cell.kind, "happened": True, "blows": 1, "as_expected": True, "outcome": "saved"}
+    line |= {"stages_ms": {"first_new_step": 4000.0}, **fields}
+    with open(output / "cells.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def test_every_cell_is_there_once_and_run_twice_makes_at_least_five_hundred_faults() -> None:
+    """Every death at every point of a step to every role; names tell them apart."""
+    names = [cell.name for cell in cells()]
+    assert len(names) == len(set(names)) and 2 * len(names) >= 500
+    wanted = {f"{kind}/{point}/{role}" for kind in IN_STEP for point in POINTS for role in ROLES}
+    assert wanted <= set(names)
+
+
+def test_the_first_cells_are_one_of_each_kind() -> None:
+    """So a short run is a fair sample."""
+    kinds = {cell.kind for cell in cells()}
+    first = ordered(Plan(output=Path()))[: len(kinds)]
+    assert {cell.kind for cell in first} == kinds
+
+
+def test_shards_are_parts_of_one_whole() -> None:
+    """No cell is in two, none in none."""
+    whole = sorted(cell.name for cell in ordered(Plan(output=Path(), repeat=2)))
+    parts = [ordered(Plan(output=Path(), repeat=2, shard=(index, 3))) for index in range(3)]
+    assert sorted(cell.name for part in parts for cell in part) == whole
+
+
+def test_what_was_run_is_not_run_again_and_what_did_not_happen_is(tmp_path: Path) -> None:
+    """A cell is open until it has happened as often as it should."""
+    plan = Plan(output=tmp_path, repeat=2)
+    one, other = ordered(plan)[:2]
+    put_down(tmp_path, one)
+    put_down(tmp_path, other, happened=False)
+    left = [cell.name for cell in open_cells(plan)]
+    assert len(left) == 2 * len(cells()) - 1 and left.count(one.name) == 1 and left.count(other.name) == 2
+
+
+def test_the_table_counts_what_was_run_and_what_was_not_expected(tmp_path: Path) -> None:
+    """A row a kind, and a sum."""
+    one = ordered(Plan(output=tmp_path))[0]
+    put_down(tmp_path, one)
+    put_down(tmp_path, one, as_expected=False, outcome="unsaved", blows=2)
+    rows = table(read_lines(tmp_path)).splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| {one.kind} |")]
+    assert "| 1 | 3 | 1 saved, 1 unsaved | 1 | 4.0 |" in row
+    assert rows[-1] == f"| **all** | {len(cells())} | 1 | 3 | | 1 | |"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["matrix", "--shard", "3/3"], "--shard is '3/3': wanted I/N"),
+        (["matrix", "--kinds", "burn"], "--kinds has 'burn': wanted some of kill"),
+        (["run", "nowhere.yaml", "--", "true"], "nowhere.yaml: No such file"),
+        (["check", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["report", "nowhere.json"], "wanted the result.json of a campaign"),
+    ],
+)
+def test_wrong_usage_has_status_2_and_says_what_was_wanted(
+    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert wanted in capsys.readouterr().out
+
+
+def test_a_run_without_a_command_or_over_strange_files_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An output folder that holds something else is not emptied."""
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("faults: [{fault: kill}]")
+    assert main(["check", str(scenario)]) == 0
+    assert "kill of rank random: saved" in capsys.readouterr().out
+    output = tmp_path / "out"
+    assert main(["run", str(scenario), "--output", str(output)]) == 2
+    assert "no command: wanted the job's after `--`" in capsys.readouterr().out
+    (output / "precious").write_text("mine")
+    assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
+    assert "it holds 'precious', which no campaign makes" in capsys.readouterr().out
+    (output / "precious").unlink()
+    assert main(["run", str(scenario), "--output", str(output), "--duration", "soon", "--", "true"]) == 2
+    assert "--duration is 'soon': wanted seconds" in capsys.readouterr().out
+    assert main(["run", str(scenario), "--output", str(output), "--", "no-such-program"]) == 2
+    assert "'no-such-program' is no program that can be run" in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""A scenario is read strictly: what is wrong is named with what was got and what was wanted, and nothing is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.chaos.scenario import KINDS, Moment, load_scenario, parse_scenario
+from ttp.errors import ConfigError
+
+TEXT = """
+name: several
+seed: 7
+repeat: 2
+faults:
+  - {fault: kill, rank: 2, step: 12, point: updating}
+  - fault: kill
+    rank: [0, 3]
+    after_s: [0.5, 2]
+    then:
+      - {fault: kill, rank: 1, event: write_sent}
+      - fault: corrupt
+  - {fault: stop, for_s: 1, repeat: 2, expect: unharmed}
+"""
+
+
+def test_a_scenario_says_what_happens_when_and_to_whom(tmp_path: Path) -> None:
+    """Ranks, moments, points, further faults and repeats are those of the file."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text(TEXT)
+    scenario = load_scenario(path)
+    assert (scenario.name, scenario.seed, len(scenario.faults)) == ("several", 7, 8)
+    kill, two, stop, again = scenario.faults[:4]
+    assert kill.ranks == (2,) and kill.moment == Moment(step=12) and kill.point == "updating"
+    assert two.ranks == (0, 3) and two.moment == Moment(after_s=(0.5, 2.0)) and two.point == "now"
+    assert [one.moment.event for one in two.then] == ["write_sent", "published"]
+    assert two.outcomes == ("fell_back",) and stop == again and stop.outcomes == ("unharmed",)
+    assert stop.ranks == () and stop.count == 1 and stop.text == "stop of rank random"
+    assert two.text == "kill of ranks 0, 3, then kill of rank 1, then corrupt"
+
+
+def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
+    """No kind of the list needs a field that a scenario cannot have."""
+    for name, kind in KINDS.items():
+        fields = {"for_s": 1, "mib": 64, "ms": 20}
+        fault: dict[str, Any] = {"fault": name, **{field: fields[field] for field in kind.wants}}
+        (spec,) = parse_scenario({"faults": [fault], "nodes": 2, "small_disk_mib": 8}, "here").faults
+        assert spec.kind == name and set(spec.outcomes) == set(kind.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ({"fault": "burn"}, "'burn': wanted one of kill, stop"),
+        ({"fault": "kill", "rank": -1}, "rank is -1: wanted a rank from 0"),
+        ({"fault": "kill", "rank": [1, 1]}, "wanted each rank once"),
+        ({"fault": "kill", "step": 3, "after_s": 1}, "step and after_s: wanted one of them"),
+        ({"fault": "kill", "step": 0}, "step is 0: wanted a whole number from 1"),
+        ({"fault": "kill", "after_steps": [5, 2]}, "the other way round"),
+        ({"fault": "kill", "point": "lunch"}, "point is 'lunch': wanted one of now, backward"),
+        ({"fault": "slow"}, "no for_s"),
+        ({"fault": "corrupt", "rank": 1}, "it hits no rank"),
+        ({"fault": "kill", "colour": "red"}, "unknown field 'colour'"),
+        ({"fault": "kill", "expect": "fine"}, "expect has 'fine': wanted some of saved"),
+        ({"fault": "kill", "then": [{"fault": "kill", "event": "lunch"}]}, "then 1 \\(kill\\): event is 'lunch'"),
+        ({"fault": "kill", "then": [{"fault": "kill", "then": []}]}, "a `then` within a `then`"),
+        ({"fault": "partition", "for_s": 2}, "needs several nodes, got nodes: 0"),
+        ({"fault": "fill_disk", "for_s": 2}, "got small_disk_mib: 0"),
+        ("kill", "wanted names with values"),
+    ],
+)
+def test_a_wrong_fault_is_refused_with_its_place_and_what_was_wanted(fault: object, wanted: str) -> None:
+    """The message leads to the line to correct."""
+    with pytest.raises(ConfigError, match=wanted):
+        parse_scenario({"faults": [fault]}, "here.yaml")
+
+
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
+    """Not there, not YAML, no faults."""
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load_scenario(tmp_path / "none.yaml")
+    path = tmp_path / "wrong.yaml"
+    path.write_text("faults: [")
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: not YAML"):
+        load_scenario(path)
+    path.write_text("name: nothing")
+    with pytest.raises(ConfigError, match="faults is None: wanted a list"):
+        load_scenario(path)

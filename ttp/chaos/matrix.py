@@ -1,0 +1,284 @@
+"""The matrix: every kind of fault in every phase to every role of rank that can occur, on the bundled trainer's gpt_tiny.
+
+    ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]
+    ttp chaos matrix --table             only print what has been run so far, as the table of docs/chaos.md
+
+A job takes several cells, one after the other. What was run is kept, a line a cell, in DIR/cells.jsonl: a run that was ended
+goes on where it was, and shards (of several machines, or hours) add up when their files are laid together. The order is
+shuffled by the seed, one cell of each kind first: so whatever was run is a fair sample.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ttp.chaos.campaign import Campaign, run_campaign
+from ttp.chaos.harness import Told
+from ttp.chaos.incident import NOT_REACHED
+from ttp.chaos.inject import POINTS, START_POINTS
+from ttp.chaos.job import read_jsonl
+from ttp.chaos.judge import VIOLATED
+from ttp.chaos.result import write_result
+from ttp.chaos.scenario import FaultSpec, Moment, Scenario
+
+RANKS = 4
+STEPS = 260
+ROLES = {"first": 0, "standby": 1, "last": 3}
+"""Rank 0, which starts the controller and publishes; the rank that has the standby; one that has neither."""
+PARTED = {"first": 3, "standby": 0, "last": 0}
+"""Whom a fault before hits, for each role: no partner of that role's rank, so that its shards have a holder left; and such
+that the role's rank is the lowest one left, which publishes (`last` never is)."""
+IN_STEP = ("kill", "segv", "abort", "exit", "raise", "async", "stop", "gil", "hang", "term")
+DUMP_CALLS = (0, 1, 2)
+DUMP_EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
+ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "45"}
+"""A hang is found within a minute, whether or not the job's pace is known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the matrix."""
+
+    kind: str
+    phase: str
+    role: str
+    fault: FaultSpec
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.phase}/{self.role}"
+
+
+def cells() -> tuple[Cell, ...]:
+    """Return every cell that can occur on one node."""
+    made = [*_in_step(), *_in_dump(), *_in_start(), *_mild(), *_elsewhere(), *_disk()]
+    return tuple(replace(cell, fault=replace(cell.fault, label=cell.name)) for cell in made)
+
+
+def _soon() -> Moment:
+    return Moment(after_steps=(3, 7))
+
+
+def _fault(kind: str, rank: int | None = None, **fields: Any) -> FaultSpec:
+    ranks = () if rank is None else (rank,)
+    return FaultSpec(kind=kind, ranks=ranks, moment=fields.pop("moment", _soon()), **fields)
+
+
+def _in_step() -> Iterator[Cell]:
+    for kind in IN_STEP:
+        for point in POINTS:
+            for role, rank in ROLES.items():
+                yield Cell(kind, point, role, _fault(kind, rank, point=point))
+    for kind in ("kill", "stop", "term"):  # from outside, wherever the rank is
+        for role, rank in ROLES.items():
+            yield Cell(kind, "any", role, _fault(kind, rank, point="now"))
+    for one in range(RANKS):
+        for other in range(one + 1, RANKS):
+            pair = FaultSpec(kind="kill", ranks=(one, other), count=2, moment=_soon(), point="now")
+            yield Cell("two kills", "any", f"ranks {one} and {other}", pair)
+
+
+def _in_dump() -> Iterator[Cell]:
+    """A second fault while the first one's dump is written or published, at each system call that counts."""
+    for role, rank in ROLES.items():
+        for point in ("write", "publish") if role != "last" else ("write",):
+            for call in DUMP_CALLS:
+                for kind in ("kill", "stop", "abort"):
+                    second = FaultSpec(kind=kind, ranks=(rank,), point=point, call=call)
+                    first = _fault("kill", PARTED[role], point="backward", then=(second,))
+                    yield Cell(f"{kind} in a dump", f"{point} {call}", role, first)
+
+
+def _in_start() -> Iterator[Cell]:
+    """A second fault while the next start begins."""
+    for role, rank in ROLES.items():
+        for point in START_POINTS:
+            for kind in ("kill", "segv"):
+                second = FaultSpec(kind=kind, ranks=(rank,), point=point)
+                yield Cell(f"{kind} in a start", point, role, _fault("kill", rank, point="now", then=(second,)))
+
+
+def _mild() -> Iterator[Cell]:
+    """What need not be a fault at all."""
+    for role, rank in ROLES.items():
+        for point in POINTS:
+            yield Cell("slow", point, role, _fault("slow", rank, point=point, for_s=1.5))
+        yield Cell("stop, and go on", "any", role, _fault("stop", rank, point="now", for_s=1.0))
+        yield Cell("cpu hog", "any", role, _fault("cpu", rank, point="now", for_s=2.0))
+        yield Cell("memory hog", "any", role, _fault("memory", rank, point="now", for_s=2.0, mib=512))
+
+
+def _elsewhere() -> Iterator[Cell]:
+    yield Cell("kill_agent", "any", "launcher", _fault("kill_agent"))
+    yield Cell(
+        "corrupt", "published", "checkpoint", _fault("kill", 2, point="now", then=(_then("corrupt", "published"),))
+    )
+    for kind in ("kill_controller", "stop_controller"):
+        yield Cell(kind, "training", "controller", _fault(kind))
+        for event in DUMP_EVENTS:
+            dump = _fault("kill", 2, point="now", then=(_then(kind, event),))
+            yield Cell(kind, event, "controller", dump)
+
+
+def _then(kind: str, event: str) -> FaultSpec:
+    return FaultSpec(kind=kind, moment=Moment(event=event), for_s=8.0 if kind == "stop_controller" else 0.0)
+
+
+def _disk() -> Iterator[Cell]:
+    allowed = ("saved", "refused", "fell_back")
+    for role, rank in ROLES.items():
+        for kind, point in (
+            ("enospc", "write"),
+            ("eio", "write"),
+            ("torn", "write"),
+            ("slowdisk", "write"),
+            ("eio", "publish"),
+            ("slowdisk", "publish"),
+        ):
+            if role == "last" and point == "publish":
+                continue
+            second = FaultSpec(kind=kind, ranks=(rank,), point=point, for_s=0.1)
+            yield Cell(kind, point, role, _fault("kill", PARTED[role], point="now", then=(second,), expect=allowed))
+
+
+# --- running ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What of the matrix is to be run now."""
+
+    output: Path
+    repeat: int = 2
+    per_job: int = 8
+    shard: tuple[int, int] = (0, 1)
+    limit: int | None = None
+    until_monotonic_s: float = float("inf")
+    kinds: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def ordered(plan: Plan) -> list[Cell]:
+    """Return this shard's cells in their order: shuffled, one of each kind first, then the rest; again for each repeat."""
+    rng = random.Random(plan.seed)
+    wanted = [cell for cell in cells() if not plan.kinds or cell.kind in plan.kinds]
+    rng.shuffle(wanted)
+    seen: set[str] = set()
+    first = [cell for cell in wanted if not (cell.kind in seen or seen.add(cell.kind))]  # type: ignore[func-returns-value]
+    rest = [cell for cell in wanted if cell not in first]
+    index, count = plan.shard
+    return ([*first, *rest] * plan.repeat)[index::count]
+
+
+def open_cells(plan: Plan) -> list[Cell]:
+    """Return the cells that have not been run as often as they should."""
+    done: dict[str, int] = {}
+    for line in read_lines(plan.output):
+        if line["happened"]:
+            done[line["cell"]] = done.get(line["cell"], 0) + 1
+    left = []
+    for cell in ordered(plan):
+        if done.get(cell.name, 0):
+            done[cell.name] -= 1
+        else:
+            left.append(cell)
+    return left[: plan.limit] if plan.limit is not None else left
+
+
+def read_lines(output: Path) -> list[dict[str, Any]]:
+    """Return what has been run so far, of all shards whose files lie there."""
+    return [line for path in sorted(output.glob("cells*.jsonl")) for line in read_jsonl(path)]
+
+
+def command() -> list[str]:
+    return [
+        *(sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
+        *("--ttp-futile-starts", "0", "-m", "ttp.trainer", "--config", "gpt_tiny"),
+        *("--training_config.output_dir", "{output}", "--training_config.training_iters", str(STEPS)),
+        *("--training_config.log_interval", "100"),
+    ]
+
+
+def run_matrix(plan: Plan, told: Told = lambda *_: None) -> Iterator[Campaign]:
+    """Run jobs until no cell is open or the time is over; yield each job's campaign when its cells are on record."""
+    plan.output.mkdir(parents=True, exist_ok=True)
+    todo = open_cells(plan)
+    number = len(list(plan.output.glob("job_*")))
+    while todo and time.monotonic() < plan.until_monotonic_s:
+        batch, todo = todo[: plan.per_job], todo[plan.per_job :]
+        seed = plan.seed * 100_003 + number
+        scenario = Scenario(
+            name=f"matrix job {number}",
+            seed=seed,
+            faults=tuple(c.fault for c in batch),
+            environ=ENVIRON,
+            deadline_s=240.0,
+        )
+        unbroken = plan.output / "unbroken.json"
+        folder = plan.output / f"job_{number}"
+        given = unbroken if unbroken.exists() else None
+        *_, campaign = run_campaign(scenario, command(), folder, unbroken=given, told=told)
+        if given is None:
+            (folder / "unbroken.json").replace(unbroken)
+        write_result(campaign)
+        _put_down(plan.output, number, batch, campaign)
+        yield campaign
+        number += 1
+
+
+def _put_down(output: Path, job: int, batch: Sequence[Cell], campaign: Campaign) -> None:
+    """Add the job's cells to the file."""
+    wrong = [f"{v.name}: {v.text}" for lap in campaign.laps for v in lap.verdicts if v.state == VIOLATED]
+    with open(output / "cells.jsonl", "a", encoding="utf-8") as file:
+        for cell, incident in zip(batch, campaign.incidents, strict=False):
+            line = {
+                "cell": cell.name,
+                "kind": cell.kind,
+                "phase": cell.phase,
+                "role": cell.role,
+                "job": job,
+                "seed": campaign.scenario.seed,
+                "happened": incident.outcome != NOT_REACHED and len(incident.firings) >= incident.planned,
+                "blows": len(incident.firings),
+                "outcome": incident.outcome,
+                "as_expected": incident.as_expected,
+                "lost": incident.lost,
+                "stages_ms": incident.stages_ms,
+                "problems": incident.problems,
+                "job_violated": wrong,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the summary of what has been run, in Markdown."""
+    kinds: dict[str, int] = {}
+    for cell in cells():
+        kinds[cell.kind] = kinds.get(cell.kind, 0) + 1
+    rows = [
+        "| fault | cells | run of them | blows | what became of it | unexpected | first new step, median s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    total = [0, 0, 0, 0]
+    for kind, count in kinds.items():
+        mine = [line for line in lines if line["kind"] == kind and line["blows"]]
+        run = len({line["cell"] for line in mine if line["happened"]})
+        blows = sum(line["blows"] for line in mine)
+        wrong = sum(not line["as_expected"] for line in mine)
+        outcomes: dict[str, int] = {}
+        for line in mine:
+            outcomes[line["outcome"]] = outcomes.get(line["outcome"], 0) + 1
+        words = ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items())) or "-"
+        times = sorted(line["stages_ms"]["first_new_step"] for line in mine if "first_new_step" in line["stages_ms"])
+        again = f"{times[len(times) // 2] / 1e3:.1f}" if times else "-"
+        rows.append(f"| {kind} | {count} | {run} | {blows} | {words} | {wrong} | {again} |")
+        total = [total[0] + count, total[1] + run, total[2] + blows, total[3] + wrong]
+    rows.append(f"| **all** | {total[0]} | {total[1]} | {total[2]} | | {total[3]} | |")
+    return "\n".join(rows)
