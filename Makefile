@@ -8,13 +8,14 @@ SEED ?=
 COUNT ?=
 KILLS ?=
 DEMO_ARGS ?=
+MATRIX_ARGS ?=
 
 .PHONY: demo test check unit chaos bench soak mutants proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
-	@echo "make chaos                        the long tests, and many real kills at random moments"
+	@echo "make chaos [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds to the end, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
@@ -43,6 +44,7 @@ unit: $(STAMP)
 chaos: $(STAMP)
 	$(PY) -m pytest tests -m long
 	@$(PY) -m ttp.chaos.kills $(if $(SEED),--seed $(SEED))
+	@$(PY) -m ttp.cli chaos matrix $(MATRIX_ARGS)
 
 bench: $(STAMP)
 	@$(PY) -m benchmarks

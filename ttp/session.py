@@ -285,6 +285,7 @@ class Session:
                 "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
                 ", ".join(self.save_dirs),
             )
+        self._faults.resumed(0, "", reasons, None)
         return None
 
     def _agree_on_candidates(self, choice: str) -> list[str]:

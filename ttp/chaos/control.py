@@ -39,9 +39,9 @@ class Peer:
     def pid(self) -> int:
         return int(self.facts["pid"])
 
-    def give(self, orders: Sequence[Order]) -> None:
-        """Send orders; a rank that has gone does not get them."""
-        line = json.dumps({"orders": [order_line(order) for order in orders]}) + "\n"
+    def give(self, orders: Sequence[Order], *, cancel: bool = False) -> None:
+        """Send orders, in the place of those that have not happened with `cancel`; a rank that has gone does not get them."""
+        line = json.dumps({"cancel": cancel, "orders": [order_line(order) for order in orders]}) + "\n"
         with contextlib.suppress(OSError):
             self.connection.sendall(line.encode())
 
@@ -67,13 +67,14 @@ class Control:
         self._listener.listen(1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._peers: list[Peer] = []
+        self.peers: list[Peer] = []
+        """Those that can still say something."""
 
     def __enter__(self) -> Control:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             peer.connection.close()
         self._selector.close()
         self._listener.close()
@@ -86,7 +87,7 @@ class Control:
             if key.data is None:
                 connection, _ = self._listener.accept()
                 peer = Peer(connection)
-                self._peers.append(peer)
+                self.peers.append(peer)
                 self._selector.register(connection, selectors.EVENT_READ, peer)
                 continue
             peer = key.data
@@ -97,5 +98,5 @@ class Control:
             if peer.lost:
                 self._selector.unregister(peer.connection)
                 peer.connection.close()
-                self._peers.remove(peer)
+                self.peers.remove(peer)
         return heard

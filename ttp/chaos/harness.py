@@ -28,6 +28,7 @@ SETTLED_STEPS = 3
 """A fault after which training went on for so many steps, and nobody is frozen, has done nothing."""
 FATAL_STEPS, FATAL_S = 40, 15.0
 """The same for a fault that is expected to end a rank: so many steps, and so long."""
+DRAIN_S = 5.0
 MARGIN_STEPS = 2
 """An order must come before its step: the next step may be under way."""
 
@@ -81,8 +82,7 @@ class Harness:
                 self._meet(fault, number, lap)
             if not self.wait(lambda: self.target.ended() is not None, self._scenario.job_s):
                 raise JobError(f"the job did not end within {self._scenario.job_s:.0f} s\n{self.target.console_tail()}")
-            self._pump(0.05)
-            self._watch.look_at_directories(time.time())
+            self._drain()
         status = self.target.ended()
         assert status is not None
         return status
@@ -111,6 +111,14 @@ class Harness:
             self._watch.look_at_directories(time.time())
             self._told(self, self._incident)
 
+    def _drain(self) -> None:
+        """Hear what ranks said last."""
+        deadline = time.monotonic() + DRAIN_S
+        while self._control.peers and time.monotonic() < deadline:
+            self._pump(0.02)
+        self._pump(0.0)
+        self._watch.look_at_directories(time.time())
+
     def _hear(self, peer: Peer, message: Message) -> None:
         if message["type"] == "hello":
             key = (self.target.launches, int(message["start"]))
@@ -123,9 +131,9 @@ class Harness:
             peer.give(mine)
         self._watch.hear(peer.facts, self._keys[peer], message)
         if message["type"] == "firing" and message["id"] in self._given:
-            fault, rank = self._given[message["id"]]
+            fault, rank = self._given.pop(message["id"])
             point, step = str(message["point"]), int(message["step"])
-            step = step or self.record.last_step()
+            step = step or self.record.newest_step
             whom = f"rank {rank} (pid {peer.pid})"
             self._fired(Firing(fault.kind, whom, float(message["unix_s"]), point, step, self._keys[peer]))
             if fault.kind == "stop" and fault.for_s:
@@ -154,6 +162,8 @@ class Harness:
                 how = self._happen(fault, incident)
         finally:
             incident.over_unix_s = time.time()
+            for peer in self._peers.values() if self._given else ():
+                peer.give((), cancel=True)  # what has not happened by now must not hurt the next one
             self._given.clear()
             self._standing.clear()
             self._incident = None
@@ -214,7 +224,7 @@ class Harness:
 
     def _strike_at_its_moment(self, fault: FaultSpec, ranks: tuple[int, ...]) -> None:
         """Wait for the moment of a schedule's fault, and strike; one at a point is ordered in time."""
-        moment, last = fault.moment, self.record.last_step()
+        moment, last = fault.moment, self.record.newest_step
         wanted = 0
         if moment.step is not None:
             wanted = moment.step
@@ -224,10 +234,10 @@ class Harness:
             end = time.monotonic() + self._rng.uniform(*moment.after_s)
             self.wait(lambda: time.monotonic() >= end, float("inf"))
         if fault.point in POINTS:
-            self.wait(lambda: self.record.last_step() >= wanted - MARGIN_STEPS - 1, self._scenario.job_s)
-            self._arm(fault, ranks, max(wanted, self.record.last_step() + MARGIN_STEPS))
+            self.wait(lambda: self.record.newest_step >= wanted - MARGIN_STEPS - 1, self._scenario.job_s)
+            self._arm(fault, ranks, max(wanted, self.record.newest_step + MARGIN_STEPS))
             return
-        self.wait(lambda: self.record.last_step() >= wanted - 1, self._scenario.job_s)
+        self.wait(lambda: self.record.newest_step >= wanted - 1, self._scenario.job_s)
         if wanted:  # anywhere within the step, not at its beginning
             end = time.monotonic() + self._rng.random() * self._step_s()
             self.wait(lambda: time.monotonic() >= end, float("inf"))
@@ -257,14 +267,16 @@ class Harness:
         if KINDS[fault.kind].place not in ("rank", "dump"):
             self._fired(*self._striker.elsewhere(fault, self.record, self._peers))
         elif self._striker.by_order(fault):
-            self._arm(fault, ranks, self.record.last_step())
+            self._arm(fault, ranks, self.record.newest_step)
         else:
             for rank in ranks:
                 if rank in self._peers:
-                    self._fired(self._striker.signal_rank(fault, self._peers[rank], self.record.last_step()))
+                    self._fired(self._striker.signal_rank(fault, self._peers[rank], self.record.newest_step))
 
     def _arm(self, fault: FaultSpec, ranks: tuple[int, ...], step: int) -> None:
         """Give the order to each rank, or keep it for the start to come."""
+        if fault.point not in POINTS:
+            step = 0
         for rank in ranks:
             order = self._striker.order(fault, rank, step)
             self._given[order.id] = (fault, rank)

@@ -227,7 +227,13 @@ class Hook:
                 self._take(line)
 
     def _take(self, line: str) -> None:
-        for fields in json.loads(line)["orders"] if line else ():
+        if not line:
+            return
+        message = json.loads(line)
+        if message["cancel"]:
+            with self._lock:
+                self._orders = []
+        for fields in message["orders"]:
             order = parse_order(fields)
             if order.fault.point == NOW:
                 threading.Thread(

@@ -61,7 +61,7 @@ class Incident:
     stages_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds since the first firing, for each of STAGES that was reached."""
     committed: int = 0
-    """The newest step that any rank had finished before the first firing."""
+    """The newest step that any rank of its start had finished before the first firing."""
     saved_step: int | None = None
     resumed_step: int | None = None
     lost: int | None = None
@@ -95,7 +95,7 @@ def settle(incident: Incident, record: Record, how: str) -> None:
         return
     began = incident.began_unix_s
     lines = [line for line in record.lines(began) if not incident.over_unix_s or line["unix_s"] <= incident.over_unix_s]
-    incident.committed = record.last_step(began)
+    incident.committed = record.finished_in(incident.firings[0].key, began)
     resumed = _resumes(record, incident)
     published = [line for line in lines if line["event"] == "published"]
     refused = [line for line in lines if line["event"] == "refused"]

@@ -36,6 +36,8 @@ SIGNALS = {
 """What is done from outside when no point is named."""
 BALLAST = "ballast"
 FLIPPED_BYTES = 64
+STOPPED_S = 10.0
+"""How long a controller is stopped when nothing is said: longer than its lease."""
 
 
 class Striker:
@@ -123,10 +125,10 @@ class Striker:
         if active not in running:
             return []
         pid = running[active]
-        firing = Firing(fault.kind, f"controller {active} (pid {pid})", time.time(), "", record.last_step(), self.key)
+        firing = Firing(fault.kind, f"controller {active} (pid {pid})", time.time(), "", record.newest_step, self.key)
         self._send(pid, signal.SIGKILL if fault.kind == "kill_controller" else signal.SIGSTOP)
         if fault.kind == "stop_controller":
-            self.go_on_later(pid, fault.for_s or 600.0)
+            self.go_on_later(pid, fault.for_s or STOPPED_S)
         return [firing]
 
     def _kill(self, fault: FaultSpec, name: str, pid: int) -> Firing:
@@ -145,11 +147,11 @@ class Striker:
             ballast = self._target.disk / BALLAST
             _fill_file(ballast)
             self.later(fault.for_s, lambda: ballast.unlink(missing_ok=True))
-            return [Firing(fault.kind, f"{self._target.disk}", moment, "", record.last_step(), self.key)]
+            return [Firing(fault.kind, f"{self._target.disk}", moment, "", record.newest_step, self.key)]
         for peer in peers:
             self._order_count += 1
             peer.give([Order(self._order_count, Fault("enospc", peer.rank, 0, "write"))])
-        return [Firing(fault.kind, "every rank's next write (no mount)", moment, "", record.last_step(), self.key)]
+        return [Firing(fault.kind, "every rank's next write (no mount)", moment, "", record.newest_step, self.key)]
 
     def _corrupt(self, fault: FaultSpec, record: Record) -> list[Firing]:
         """Flip bits in the middle of the newest checkpoint's largest file."""
@@ -158,7 +160,7 @@ class Striker:
             return []
         file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
         flip_bits(file)
-        return [Firing(fault.kind, f"{newest.name}/{file.name}", time.time(), "", record.last_step(), self.key)]
+        return [Firing(fault.kind, f"{newest.name}/{file.name}", time.time(), "", record.newest_step, self.key)]
 
     def _node(self, fault: FaultSpec) -> list[Firing]:
         index = self._index(fault)

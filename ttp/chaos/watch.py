@@ -82,12 +82,14 @@ class Record:
     save_dirs: list[str] = field(default_factory=list)
     log_dir: Path | None = None
     newest_step: int = 0
+    """Where the newest start stands: after a broken checkpoint it may be less than it once was."""
+    newest_key: Key = (0, 0)
 
-    def last_step(self, until_unix_s: float = float("inf")) -> int:
-        """Return the newest step that a rank had finished by then."""
-        if until_unix_s == float("inf"):
-            return self.newest_step
-        return max((told.step for told in self.steps if told.unix_s <= until_unix_s), default=0)
+    def finished_in(self, key: Key, until_unix_s: float) -> int:
+        """Return the newest step that a rank had finished by then in this start, or the one that it began with."""
+        told = (told.step for told in self.steps if told.key == key and told.unix_s <= until_unix_s)
+        began = (one.step for one in self.resumes if one.key == key)
+        return max((*told, *began), default=0)
 
     def lines(self, since_unix_s: float, *events: str) -> list[Line]:
         """Return the journal's lines of these events since then (all events unless some are named), in order of time."""
@@ -146,13 +148,21 @@ class Watch:
                     self._tail = JournalTail(record.log_dir)
             case "step":
                 record.steps.append(_told(message, rank, key, recovered=False))
-                record.newest_step = max(record.newest_step, record.steps[-1].step)
+                self._stands(key, record.steps[-1].step)
             case "resumed":
                 skipped = tuple(message["skipped"])
+                self._stands(key, int(message["step"]))
                 record.resumes.append(Resumed(int(message["step"]), unix_s, rank, key, message["path"], skipped))
                 if message["record"] is not None:
                     fields = {**message["record"], "step": message["step"], "unix_s": unix_s}
                     record.steps.append(_told(fields, rank, key, recovered=True))
+
+    def _stands(self, key: Key, step: int) -> None:
+        record = self.record
+        if key > record.newest_key:
+            record.newest_key, record.newest_step = key, step
+        elif key == record.newest_key:
+            record.newest_step = max(record.newest_step, step)
 
     def look(self) -> list[Line]:
         """Read what is new in journals and directories; return the journal's new lines."""

@@ -1,0 +1,127 @@
+"""`ttp chaos` on real jobs: what it does happens, what it says of it is so, and it is not content with a job that loses something."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import SMALL
+from ttp.chaos import matrix
+from ttp.chaos.cli import main
+from ttp.chaos.fixture import RunChaos, chaos
+from ttp.chaos.nodes import why_not
+
+__all__ = ["chaos"]
+
+ROOT = Path(__file__).resolve().parents[2]
+TTPRUN = (sys.executable, "-m", "ttp.launch", "--max-restarts", "100", "--ttp-futile-starts", "0")
+TRAINER = ("-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL, "--training_config.output_dir", "{output}")
+TIMES = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "45"}
+
+
+def trainer(ranks: int, steps: int, *overrides: str) -> list[str]:
+    iters = f"--training_config.training_iters={steps}"
+    return [*TTPRUN, "--nproc-per-node", str(ranks), *TRAINER, iters, *overrides]
+
+
+def test_a_kill_at_a_point_of_a_step_is_done_seen_and_judged(chaos: RunChaos) -> None:
+    """Another person's trainer, by way of the fixture: the blow is where it was wanted, nothing is lost, all bits are equal."""
+    script = str(ROOT / "examples" / "own_trainer" / "train.py")
+    command = [*TTPRUN, "--nproc-per-node", "2", script, "--steps", "300", "--save-dir", "{output}/checkpoints"]
+    campaign = chaos(command, [{"fault": "kill", "rank": 1, "step": 40, "point": "updating"}], seed=1)
+    (incident,) = campaign.incidents
+    (blow,) = incident.firings
+    assert blow.kind == "kill" and blow.point == "updating" and blow.step >= 40 and blow.whom.startswith("rank 1 (pid ")
+    assert incident.outcome == "saved" and incident.lost == 0 and incident.saved_step in (blow.step - 1, blow.step)
+    assert 0 < incident.stages_ms["seen"] < incident.stages_ms["published"] < incident.stages_ms["first_new_step"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_one_of_each_kind_is_survived_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of every kind, on the bundled trainer: each happens, each is told, and there is one report."""
+    output = tmp_path / "out"
+    words = ["run", str(ROOT / "examples" / "chaos" / "kinds.yaml"), "--output", str(output)]
+    status = main([*words, "--", *trainer(4, 1400)])
+    told = capsys.readouterr().out
+    assert status == 0, told[-6000:]
+    content = json.loads((output / "result.json").read_text())
+    assert content["good"] and content["fired"] >= content["faults"] == 23
+    assert {incident["outcome"] for incident in content["incidents"]} >= {
+        "saved",
+        "unharmed",
+        "fell_back",
+        "relaunched",
+    }
+    page = (output / "report.html").read_text()
+    assert page.count("<svg") == 3 and "Held: 23 faults" in page
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_job_that_loses_its_steps_is_not_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two kills of both holders: refused, which is told as such; where `saved` was demanded, the status is 1."""
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("{seed: 4, faults: [{fault: kill, rank: [0, 1], expect: [saved]}]}")
+    output = tmp_path / "out"
+    assert main(["run", str(scenario), "--output", str(output), "--", *trainer(2, 120)]) == 1
+    (incident,) = json.loads((output / "result.json").read_text())["incidents"]
+    assert incident["outcome"] in ("refused", "unsaved") and incident["lost"] > 0
+    assert "VIOLATED" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_soak_makes_laps_until_its_time_is_over(tmp_path: Path) -> None:
+    """Faults at random moments, a lap after the other, each compared with the same unbroken run."""
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("{seed: 4, faults: [{fault: kill}, {fault: kill, point: updating}, {fault: slow, for_s: 0.5}]}")
+    output = tmp_path / "out"
+    words = ["run", str(scenario), "--output", str(output), "--duration", "40", "--faults-per-hour", "700"]
+    assert main([*words, "--", *trainer(2, 300)]) in (0, 3)
+    content = json.loads((output / "result.json").read_text())
+    assert content["good"] and content["faults"] >= 2 and len(content["laps"]) >= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
+def test_a_disk_that_is_full_for_real_falls_through_to_the_next(tmp_path: Path) -> None:
+    """The dying gasp is in the second directory."""
+    output = tmp_path / "out"
+    words = ["run", str(ROOT / "examples" / "chaos" / "full_disk.yaml"), "--output", str(output)]
+    save_dirs = "--training_config.save_dirs=[{disk},{output}/second]"
+    assert main([*words, "--", *trainer(4, 300, save_dirs)]) == 0
+    (incident,) = json.loads((output / "result.json").read_text())["incidents"]
+    assert incident["firings"][0]["whom"].endswith("/disk") and incident["outcome"] == "saved"
+
+
+@pytest.mark.long
+@pytest.mark.nodes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
+def test_a_slow_cable_and_a_lost_node_are_survived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three nodes of namespaces; one of them gets slow, another one is lost and started anew."""
+    output = tmp_path / "out"
+    rendezvous = "join_timeout=240,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+    places = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", "{endpoints}"]
+    command = [*TTPRUN, *places, "--rdzv-conf", rendezvous, "--nproc-per-node", "1", *TRAINER]
+    words = ["run", str(ROOT / "examples" / "chaos" / "nodes.yaml"), "--no-compare", "--output", str(output)]
+    status = main([*words, "--", *command, "--training_config.training_iters=600"])
+    assert status == 0, capsys.readouterr().out[-6000:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Two cells, then two more: none twice."""
+    words = ["matrix", "--output", str(tmp_path), "--per-job", "2", "--limit", "2", "--kinds", "kill,term,slow"]
+    assert main(words) == 0
+    first = {line["cell"] for line in matrix.read_lines(tmp_path)}
+    assert main(words) == 0
+    lines = matrix.read_lines(tmp_path)
+    assert len(lines) == 4 and first < {line["cell"] for line in lines} and all(line["as_expected"] for line in lines)
