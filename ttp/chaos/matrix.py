@@ -29,7 +29,7 @@ from ttp.chaos.result import write_result
 from ttp.chaos.scenario import FaultSpec, Moment, Scenario
 
 RANKS = 4
-STEPS = 260
+STEPS = 220
 ROLES = {"first": 0, "standby": 1, "last": 3}
 """Rank 0, which starts the controller and publishes; the rank that has the standby; one that has neither."""
 PARTED = {"first": 3, "standby": 0, "last": 0}
@@ -121,7 +121,8 @@ def _elsewhere() -> Iterator[Cell]:
         "corrupt", "published", "checkpoint", _fault("kill", 2, point="now", then=(_then("corrupt", "published"),))
     )
     for kind in ("kill_controller", "stop_controller"):
-        yield Cell(kind, "training", "controller", _fault(kind))
+        idle = _fault(kind, for_s=8.0 if kind == "stop_controller" else 0.0)
+        yield Cell(kind, "training", "controller", idle)
         for event in DUMP_EVENTS:
             dump = _fault("kill", 2, point="now", then=(_then(kind, event),))
             yield Cell(kind, event, "controller", dump)

@@ -36,8 +36,6 @@ SIGNALS = {
 """What is done from outside when no point is named."""
 BALLAST = "ballast"
 FLIPPED_BYTES = 64
-STOPPED_S = 10.0
-"""How long a controller is stopped when nothing is said: longer than its lease."""
 
 
 class Striker:
@@ -128,7 +126,7 @@ class Striker:
         firing = Firing(fault.kind, f"controller {active} (pid {pid})", time.time(), "", record.newest_step, self.key)
         self._send(pid, signal.SIGKILL if fault.kind == "kill_controller" else signal.SIGSTOP)
         if fault.kind == "stop_controller":
-            self.go_on_later(pid, fault.for_s or STOPPED_S)
+            self.go_on_later(pid, fault.for_s)
         return [firing]
 
     def _kill(self, fault: FaultSpec, name: str, pid: int) -> Firing:
