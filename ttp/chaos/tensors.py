@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,7 +37,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    load(found, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is: one process reads
+        load(found, checkpoint_id=path, no_dist=True)
     return found
 
 
