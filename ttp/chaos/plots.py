@@ -17,6 +17,7 @@ COLOURS = {
     "seen": "#d1495b", "frozen": "#edae49", "decided": "#f4d35e", "written": "#66a182", "published": "#2e4057",
     "resumed": "#8d96a3", "first_new_step": "#c5cad3",
 }  # fmt: skip
+LEAST_MS = 1.0
 SHOWN_LINES = 60
 """Time lines in one picture; the slowest of more."""
 
@@ -38,7 +39,7 @@ def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
         if incident["firings"]:
             good = incident["outcome"] in incident["expected"]
             axes.axvline(incident["committed"], color="#2e4057" if good else "#d1495b", linewidth=0.8, alpha=0.7)
-            words = f"{incident['number']}"
+            words = f"{incident['number']}" + "\n" * (incident["number"] % 3)  # neighbours at different heights
             axes.annotate(
                 words,
                 (incident["committed"], 1.0),
@@ -55,7 +56,8 @@ def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
 
 
 def time_lines(incidents: Sequence[Values]) -> str:
-    """Draw one bar a fault, from the first blow to the first new step, parted by its stages."""
+    """Draw one bar a fault, from the first blow to the first new step, parted by its stages; the axis is logarithmic, as
+    a dump takes a tenth of a second and a restart a hundred times as long."""
     from matplotlib.figure import Figure
 
     rows = [incident for incident in incidents if incident["stages_ms"]]
@@ -64,20 +66,18 @@ def time_lines(incidents: Sequence[Values]) -> str:
     figure = Figure(figsize=(11, 1.2 + 0.26 * max(4, len(rows))), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        began = 0.0
+        began = LEAST_MS
         for stage in STAGES:
             if stage in row["stages_ms"]:
-                ended = max(began, row["stages_ms"][stage] / 1e3)
+                ended = max(began, row["stages_ms"][stage])
                 axes.barh(place, ended - began, left=began, color=COLOURS[stage], height=0.7)
                 began = ended
-    axes.set_yticks(range(len(rows)), [f"{row['number']}: {row['text'][:46]}" for row in rows], fontsize=7)
-    axes.set(xlabel="seconds since the fault; each colour ends where the stage was reached")
-    axes.legend(
-        [_patch(COLOURS[stage]) for stage in STAGES],
-        [STAGE_WORDS[stage] for stage in STAGES],
-        fontsize=7,
-        loc="lower right",
-    )
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7)
+    axes.set_xscale("log")
+    axes.set(xlabel="milliseconds since the fault; each colour ends where the stage was reached")
+    handles = [_patch(COLOURS[stage]) for stage in STAGES]
+    words = [STAGE_WORDS[stage] for stage in STAGES]
+    figure.legend(handles, words, fontsize=7, loc="outside upper center", ncols=len(STAGES))
     return _svg(figure)
 
 
@@ -109,6 +109,12 @@ def stage_histograms(incidents: Sequence[Values]) -> str:
 def stage_values(incidents: Sequence[Values], stage: str) -> list[float]:
     """Return the milliseconds to a stage, of every fault that came to it."""
     return sorted(float(incident["stages_ms"][stage]) for incident in incidents if stage in incident["stages_ms"])
+
+
+def _label(incident: Values) -> str:
+    """Return the fault's number, what it was and whom its first blow hit."""
+    whom = incident["firings"][0]["whom"].split(" (")[0] if incident["firings"] else ""
+    return f"{incident['number']}: {incident['text'].replace('rank random', whom)[:52]}"
 
 
 def _patch(colour: str) -> Any:

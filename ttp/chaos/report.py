@@ -22,7 +22,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 1120px;
 h1 { margin-bottom: 0; } h2 { margin-top: 2em; border-bottom: 1px solid #d5dae1; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 3px 8px; border-bottom: 1px solid #e6e9ee; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .good { color: #1b7f4b; } .bad { color: #b3261e; font-weight: 600; } .open { color: #946200; }
 .banner { padding: .6em 1em; border-radius: 6px; font-size: 18px; } .banner.good { background: #e3f5ea; }
 .banner.bad { background: #fde7e5; } code { background: #f3f5f7; padding: 0 .3em; word-break: break-all; }
@@ -166,7 +166,7 @@ def _faults(incidents: Sequence[Values]) -> str:
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     right = set(numbers)
-    lines = ["".join(f"<th>{name}</th>" for name in head)]
+    lines = ["".join(f'<th class="n">{n}</th>' if i in right else f"<th>{n}</th>" for i, n in enumerate(head))]
     for row in rows:
         lines.append("".join(f'<td class="n">{c}</td>' if i in right else f"<td>{c}</td>" for i, c in enumerate(row)))
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
