@@ -31,6 +31,7 @@ from ttp.chaos import matrix
 from ttp.chaos.campaign import Soak, run_campaign
 from ttp.chaos.job import JobError
 from ttp.chaos.live import Screen, show_summary
+from ttp.chaos.nodes import NodesError
 from ttp.chaos.report import write_report
 from ttp.chaos.result import result_of, write_result
 from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
         return USAGE
-    except JobError as error:
+    except (JobError, NodesError) as error:
         console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
         return BAD
     except KeyboardInterrupt:

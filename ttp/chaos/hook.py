@@ -40,6 +40,7 @@ from ttp.proto.messages import CommitRecord
 
 FIRST_ORDERS_S = 30.0
 """How long a rank waits for the orders of its start. The harness answers within milliseconds, unless it is stopped itself."""
+CLOSE_S = 5.0
 NOW = "now"
 """The point of an order that is carried out when it comes, on a thread of its own."""
 
@@ -148,7 +149,8 @@ class Hook:
         with contextlib.suppress(OSError):
             self._take(self._lines.readline())
         self._socket.settimeout(None)
-        threading.Thread(target=self._listen, name="ttp-chaos", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="ttp-chaos", daemon=True)
+        self._thread.start()
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a line; a harness that has gone does not hear it."""
@@ -205,6 +207,8 @@ class Hook:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
 
     def _due(self, point: str, step: int) -> list[Order]:
         with self._lock:
@@ -222,7 +226,7 @@ class Hook:
 
     def _listen(self) -> None:
         """Take orders until the harness or this rank has gone."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), self._lines:
             for line in self._lines:
                 self._take(line)
 
