@@ -14,14 +14,18 @@ ttp chaos report RESULT.json        draw the report anew
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +35,7 @@ from ttp.chaos import matrix
 from ttp.chaos.campaign import Soak, run_campaign
 from ttp.chaos.job import JobError
 from ttp.chaos.live import Screen, show_summary
-from ttp.chaos.nodes import NodesError
+from ttp.chaos.nodes import NodesError, Terminated
 from ttp.chaos.report import write_report
 from ttp.chaos.result import result_of, write_result
 from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
@@ -49,17 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(own)
     console = open_console()
     try:
-        match args.what:
-            case "run":
-                return _run(console, args, command)
-            case "faults":
-                return _list_kinds(console)
-            case "check":
-                return _check(console, args.scenario)
-            case "matrix":
-                return _matrix(console, args)
-            case _:
-                return _draw(console, args)
+        with _terminable():
+            return _do(console, args, command)
     except ConfigError as error:
         console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
         return USAGE
@@ -69,6 +64,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; everything that was started has been ended")
         return 130
+
+
+def _do(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
+    match args.what:
+        case "run":
+            return _run(console, args, command)
+        case "faults":
+            return _list_kinds(console)
+        case "check":
+            return _check(console, args.scenario)
+        case "matrix":
+            return _matrix(console, args)
+        case _:
+            return _draw(console, args)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Make SIGTERM an exception, so that the job is ended and what was mounted or made is removed, as with Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
