@@ -76,6 +76,11 @@ class Incident:
         return bool(self.firings)
 
     @property
+    def told(self) -> str:
+        """`text`, with the rank that chance chose."""
+        return named(self.text, self.firings[0].whom) if self.firings else self.text
+
+    @property
     def began_unix_s(self) -> float:
         return self.firings[0].unix_s if self.firings else 0.0
 
@@ -86,6 +91,11 @@ class Incident:
     @property
     def as_expected(self) -> bool:
         return self.outcome in self.expected
+
+
+def named(text: str, whom: str) -> str:
+    """Put whom the first blow has hit into the fault's text."""
+    return text.replace("rank random", whom.split(" (")[0], 1)
 
 
 def settle(incident: Incident, record: Record, how: str) -> None:

@@ -29,7 +29,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._printed: set[int] = set()
         self._began = time.monotonic()
 
@@ -69,7 +69,7 @@ def incident_table(incidents: Sequence[Incident]) -> Table:
         stages = [incident.stages_ms.get(stage) for stage in ("seen", "frozen", "published", "first_new_step")]
         colour = "green" if incident.as_expected else ("yellow" if incident.outcome in ("", NOT_REACHED) else "red")
         table.add_row(
-            escape(incident.text),
+            escape(incident.told),
             f"[{colour}]{incident.outcome or '...'}[/]",
             "" if incident.lost is None else str(incident.lost),
             "" if incident.saved_step is None else str(incident.saved_step),
@@ -86,7 +86,7 @@ def incident_line(incident: Incident) -> str:
     again = incident.stages_ms.get("first_new_step")
     times = [f"published after {took:,.0f} ms"] if took is not None else []
     times += [f"first new step after {again:,.0f} ms"] if again is not None else []
-    text = f"fault {incident.number}: {escape(incident.text)}: {incident.outcome}{saved}{lost}"
+    text = f"fault {incident.number}: {escape(incident.told)}: {incident.outcome}{saved}{lost}"
     return text + (f" ({', '.join(times)})" if times else "")
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ttp.chaos.incident import STAGE_WORDS, STAGES
+from ttp.chaos.incident import STAGE_WORDS, STAGES, named
 
 Values = Mapping[str, Any]
 COLOURS = {
@@ -113,8 +113,8 @@ def stage_values(incidents: Sequence[Values], stage: str) -> list[float]:
 
 def _label(incident: Values) -> str:
     """Return the fault's number, what it was and whom its first blow hit."""
-    whom = incident["firings"][0]["whom"].split(" (")[0] if incident["firings"] else ""
-    return f"{incident['number']}: {incident['text'].replace('rank random', whom)[:52]}"
+    text = named(incident["text"], incident["firings"][0]["whom"]) if incident["firings"] else incident["text"]
+    return f"{incident['number']}: {text[:52]}"
 
 
 def _patch(colour: str) -> Any:
