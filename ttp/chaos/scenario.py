@@ -226,7 +226,7 @@ def parse_scenario(content: object, where: str) -> Scenario:
     )
 
 
-_FAULT_FIELDS = (
+FAULT_FIELDS = (
     "fault", "rank", "count", "step", "after_steps", "after_s", "event", "point", "for_s", "ms", "mib", "call", "times",
     "node", "expect", "then", "repeat", "label",
 )  # fmt: skip
@@ -234,7 +234,7 @@ _FAULT_FIELDS = (
 
 def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultSpec, ...]:
     """Return the fault as often as its `repeat` says."""
-    _known(fields, where, _FAULT_FIELDS)
+    _known(fields, where, FAULT_FIELDS)
     name = fields.get("fault")
     if name not in KINDS:
         raise ConfigError(f"{where}: fault is {name!r}: wanted one of {', '.join(KINDS)}")

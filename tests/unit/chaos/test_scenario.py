@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.scenario import KINDS, Moment, load_scenario, parse_scenario
+from ttp.chaos.scenario import FAULT_FIELDS, KINDS, OUTCOMES, Moment, load_scenario, parse_scenario
 from ttp.errors import ConfigError
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "chaos"
 TEXT = """
 name: several
 seed: 7
@@ -88,3 +89,17 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("name: nothing")
     with pytest.raises(ConfigError, match="faults is None: wanted a list"):
         load_scenario(path)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_a_scenario(path: Path) -> None:
+    """What the documentation points to can be run as it stands."""
+    scenario = load_scenario(path)
+    assert scenario.name and scenario.faults
+
+
+def test_the_documentation_names_every_kind_and_every_field() -> None:
+    """A kind that is added is explained."""
+    text = (EXAMPLES.parents[1] / "docs" / "chaos.md").read_text()
+    missing = [name for name in (*KINDS, *FAULT_FIELDS, *OUTCOMES) if f"`{name}`" not in text]
+    assert not missing
