@@ -13,7 +13,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -151,13 +151,12 @@ def _unbroken(campaign: Campaign, given: Path | None, told: Told) -> tuple[Recor
     if given is not None:
         return read_unbroken(given)
     scenario = campaign.scenario
-    environ: Mapping[str, str] = {}
     if scenario.nodes:
         raise ConfigError(
             f"scenario {scenario.name!r}: nodes: {scenario.nodes} and {OUTPUT} in the command: an unbroken run of several nodes is"
             " not made here; give one of the same world size by --unbroken FILE, or --no-compare"
         )
-    record = run_unbroken(campaign.command, campaign.output / "unbroken", scenario, environ, told)
+    record = run_unbroken(campaign.command, campaign.output / "unbroken", scenario, told)
     final = _newest(record)
     write_unbroken(campaign.output / "unbroken.json", record, final)
     return record, final

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ttp.chaos.control import Control, Message, Peer
@@ -332,18 +332,11 @@ class Harness:
         return self._new_steps(hit, since) >= FATAL_STEPS and time.time() > since + FATAL_S
 
 
-def schedule_of(scenario: Scenario) -> Iterator[FaultSpec]:
-    """Yield the scenario's faults, one after the other."""
-    yield from scenario.faults
-
-
-def run_unbroken(
-    command: Iterable[str], folder: Path, scenario: Scenario, environ: Mapping[str, str], told: Told = lambda *_: None
-) -> Record:
+def run_unbroken(command: Iterable[str], folder: Path, scenario: Scenario, told: Told = lambda *_: None) -> Record:
     """Run the command with no fault and return its record. Raises JobError when it fails, ConfigError."""
     with (
         Control() as control,
-        Target(list(command), folder, socket_path=control.path, environ={**scenario.environ, **environ}) as target,
+        Target(list(command), folder, socket_path=control.path, environ=scenario.environ) as target,
     ):
         harness = Harness(target, control, scenario, random.Random(0), told)
         status = harness.run()
