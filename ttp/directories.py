@@ -9,13 +9,14 @@ the others. Owns the lock file and the run's note beside the checkpoints:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ttp.checkpoint import load, writer
@@ -52,6 +53,16 @@ def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> No
         )
 
 
+def why_unusable(save_dirs: Sequence[str], failing: Mapping[str, str], first_start: bool) -> str:
+    """Return why this run cannot save in its directories, empty if it can: at its first start all must serve, at a restart one.
+
+    failing: what some rank found out, by directory.
+    """
+    if not failing or (not first_start and len(failing) < len(save_dirs)):
+        return ""
+    return next(iter(failing.values()))
+
+
 class RunDirectories:
     """The view of the checkpoint directories, in order of preference, of the rank that keeps them."""
 
@@ -64,9 +75,15 @@ class RunDirectories:
         self._locks: list[int] = []
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
+        self.failing: dict[str, str] = {}
+        """Directories that could not be claimed, and why: a restart goes on without them."""
 
     def claim(self) -> None:
-        """Lock all directories and remove what interrupted attempts, and an earlier job's note, left. Raises NotWritable."""
+        """Lock all directories and remove what interrupted attempts, and an earlier job's note, left.
+
+        Raises NotWritable where another job writes, and at the job's first start for a directory that fails. At a restart that
+        one is left out (`failing`): a disk that had filled up is what the fault may have been, and others have the step.
+        """
         mark = f".ttp_probe_mark_{uuid.uuid4().hex}"
         for directory in self._save_dirs:
             try:
@@ -77,16 +94,20 @@ class RunDirectories:
                     (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
                 (Path(directory) / mark).touch()
             except OSError as error:
-                raise NotWritable(
+                reason = (
                     f"checkpoint directory {directory} cannot be used: {error.strerror or error} ({error.filename});"
                     " choose another directory, or correct its permissions and free space"
-                ) from None
+                )
+                if self._first_start:
+                    raise NotWritable(reason) from None
+                self.failing[directory] = reason
         self.mark = mark
 
     def remove_mark(self) -> None:
         """Every rank has looked."""
         for directory in self._save_dirs if self.mark else ():
-            (Path(directory) / self.mark).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that fails; the next start removes it
+                (Path(directory) / self.mark).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Give the locks back."""
@@ -160,6 +181,6 @@ class RunDirectories:
                     f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
                     f" over each other: end that job, or choose another directory{_SAME_FOR_NODES if self._pieces else ''}"
                 ) from None
+        self._locks.append(descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._locks.append(descriptor)

@@ -37,12 +37,12 @@ from ttp import error_file
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load, writer
 from ttp.config import Settings
-from ttp.directories import RunDirectories, check_same
+from ttp.directories import RunDirectories, check_same, why_unusable
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
 from ttp.exchange import JobRanks, exchange_json, world
 from ttp.holder import OptimizerHolder, Publisher
 from ttp.protected import ProtectedOptimizer
-from ttp.protection import Protection
+from ttp.protection import Protection, show
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -214,22 +214,35 @@ class Session:
                 self._directories.claim()
             except NotWritable as error:
                 refusal = f"{self._node}{error}"
-        told = exchange_json(
-            [refusal, self._directories.mark], self._device
-        )  # no attempt begins before old ones are removed
-        refusal = next((text for text, _ in told if text), "")
+        # No attempt begins before old ones are removed.
+        told = exchange_json([refusal, self._directories.mark, self._directories.failing], self._device)
+        refusal = next((text for text, _, _ in told if text), "")
         keeper = self._keeper()
+        failing: dict[str, str] = dict(told[keeper][2])
         try:
             for directory in () if refusal else self.save_dirs:
-                check_same(directory, told[keeper][1], keeper, self.settings.host if self._hosts else "")
-                writer.probe_writable(directory)
+                if directory not in failing:
+                    check_same(directory, told[keeper][1], keeper, self.settings.host if self._hosts else "")
+                    failing |= self._found_failing(directory)
         except NotWritable as error:
             refusal = f"rank {self.rank}: {error}"
-        refusals = [text for text in exchange_json(refusal, self._device) if text]
+        answers = exchange_json([refusal, failing], self._device)
         self._directories.remove_mark()
-        if refusals:
+        everywhere = {directory: why for _, reasons in answers for directory, why in reasons.items()}
+        refusals = [text for text, _ in answers if text]
+        refusals += [why_unusable(self.save_dirs, everywhere, self.settings.round_number == 0)]
+        if refusals[0]:
             self._directories.release()
             raise NotWritable(refusals[0])
+        for why in everywhere.values() if self.rank == 0 else ():
+            show(logging.WARNING, f"going on without a directory: {why}")
+
+    def _found_failing(self, directory: str) -> dict[str, str]:
+        try:
+            writer.probe_writable(directory)
+        except NotWritable as error:
+            return {directory: f"rank {self.rank}: {error}"}
+        return {}
 
     # --- resume ---
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ttp import directories
-from ttp.directories import RunDirectories
+from ttp.directories import RunDirectories, why_unusable
 from ttp.errors import CheckpointError, NotWritable
 
 
@@ -32,6 +32,26 @@ def test_auto_takes_whatever_is_there(tmp_path: Path) -> None:
     """Newest first."""
     paths = publish(tmp_path, 4, 12, 8)
     assert first_start(tmp_path).candidates("auto") == paths
+
+
+def test_a_restart_goes_on_without_a_directory_that_fails(tmp_path: Path) -> None:
+    """It may have filled up, which the fault was; at the job's first start it is refused, for somebody is there to correct it."""
+    (tmp_path / "a file").touch()
+    save_dirs = [str(tmp_path / "a file"), str(tmp_path / "good")]
+    with pytest.raises(NotWritable, match=r"a file cannot be used: File exists"):
+        RunDirectories(save_dirs, "job", first_start=True).claim()
+    run = RunDirectories(save_dirs, "job", first_start=False)
+    run.claim()
+    assert list(run.failing) == save_dirs[:1] and (tmp_path / "good" / run.mark).exists()
+    run.remove_mark()
+    assert not (tmp_path / "good" / run.mark).exists()
+
+
+def test_one_directory_is_enough_at_a_restart_and_none_is_not() -> None:
+    assert not why_unusable(["/a", "/b"], {"/a": "full"}, first_start=False)
+    assert why_unusable(["/a", "/b"], {"/a": "full", "/b": "gone"}, first_start=False) == "full"
+    assert why_unusable(["/a", "/b"], {"/b": "gone"}, first_start=True) == "gone"
+    assert not why_unusable(["/a", "/b"], {}, first_start=True)
 
 
 def test_never_in_a_used_folder_is_refused_at_the_first_start_and_at_its_restart(tmp_path: Path) -> None:

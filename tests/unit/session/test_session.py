@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,31 @@ def test_a_save_falls_through_to_the_next_directory_and_leaves_no_attempt(
         session.save()
     assert [p.name for p in load.list_checkpoints([tmp_path / "a", tmp_path / "b"])] == ["iter_0000001"]
     assert not list(tmp_path.glob("*/*_tmp*"))
+
+
+def test_a_restart_goes_on_without_a_directory_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Full, say, as the fault was that it comes from: the other one has the step. A job's first start is refused."""
+    from ttp.checkpoint import writer
+
+    probe, save_dirs = writer.probe_writable, [tmp_path / "a", tmp_path / "b"]
+
+    def full(directory: str) -> None:
+        if directory == str(tmp_path / "a"):
+            raise NotWritable(f"{directory} is full")
+        probe(directory)
+
+    monkeypatch.setattr(writer, "probe_writable", full)
+    model = torch.nn.Linear(8, 4)
+    optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+    with pytest.raises(NotWritable, match="a is full"):
+        ttp.start(optimizer, save_dirs=save_dirs, settings=OFF)
+    with caplog.at_level("WARNING", logger="ttp"):
+        session = ttp.start(optimizer, save_dirs=save_dirs, settings=replace(OFF, round_number=1))
+    assert f"going on without a directory: rank 0: {tmp_path / 'a'} is full" in caplog.text
+    do_steps(model, optimizer, session, 1)
+    assert session.save()
 
 
 def test_one_session_a_process(tmp_path: Path) -> None:
