@@ -116,6 +116,7 @@ _run_as_program()
 """The bundled trainer; in the first start rank 1 is killed when its training has been dismissed."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nothing_is_trained_again_after_a_kill_on_the_way_out(tmp_path: Path) -> None:
     """The last step is durable before any rank may leave, without a setting: the next start finds nothing to do."""

@@ -53,7 +53,12 @@ def test_kill_at_every_point_of_a_step_loses_nothing(tmp_path: Path, whole_job: 
 
 @pytest.mark.parametrize(
     ("ranks", "victim"),
-    [(2, 0), (3, 2), pytest.param(5, 4, marks=pytest.mark.long), pytest.param(8, 0, marks=pytest.mark.long)],
+    [
+        (2, 0),
+        pytest.param(3, 2, marks=pytest.mark.long),
+        pytest.param(5, 4, marks=pytest.mark.long),
+        pytest.param(8, 0, marks=pytest.mark.long),
+    ],
 )
 def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: RunJob, ranks: int, victim: int) -> None:
     """Even sizes by halves, odd ones by the ring; rank 0 is no exception."""

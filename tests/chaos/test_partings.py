@@ -131,7 +131,8 @@ def start_of_three(folder: Path) -> str:
     return next((start for start in starts if starts.count(start) == 3), "")
 
 
-@pytest.mark.parametrize("has_store", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("has_store", [True, False])
 def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp_path: Path, has_store: bool) -> None:
     """Its launcher and rank are stopped: nothing is heard of them, and nothing is closed. The others do not wait for torch's
     half an hour, whether the workers' store was there or elsewhere."""
@@ -183,6 +184,7 @@ main()
 """ttprun on a node from which the rendezvous is reached, and the launchers' way to the workers' store is not."""
 
 
+@pytest.mark.long
 def test_a_node_that_never_reaches_the_workers_store_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     """Without that all would start again for ever: the rendezvous is complete each time, and no restart is counted."""
     (tmp_path / "cut_off.py").write_text(CUT_OFF)

@@ -60,7 +60,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.machine", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
     ),
     "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
-        ("processor.transitions", "if state.loss_logged and standing is _TRAINING and not state.faults and not state.finished:", "state.loss_logged and standing is _TRAINING and (not state.faults) and (not state.finished): without standing is _TRAINING"),
+        ("processor.transitions", "if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):", "state.loss_logged and standing is _TRAINING and (not (state.faults or state.finished or state.parked)): without standing is _TRAINING"),
     ),
     "terms begin at 1": (
         ("processor.transitions", "if state.term < 0:", "state.term < 0: LtE"),
