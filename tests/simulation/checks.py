@@ -14,7 +14,7 @@ from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
 from tests.simulation.time_checks import late
-from tests.simulation.truth import covers, events, sound
+from tests.simulation.truth import LATE_CLOSING_S, covers, events, sound
 from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
@@ -269,14 +269,15 @@ def _lost_steps(job: Job) -> list[str]:
 
 def _vetoed(job: Job) -> list[str]:
     """I9: one rank's disk vetoes no directory: a step is published in the first one of the list that serves ranks that cover it
-    and that nothing happened to. A directory with a file that ended short unnoticed serves nobody, as for a refusal."""
+    and that nothing happened to; of one whose update ended just before the decision nobody knows yet. A directory with a file that ended short unnoticed serves nobody, as for a refusal."""
     said = next((at for at, line in job.story if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
     if said == inf or not decided or job.own is not None or _kept_apart(job, decided[-1].at_s):
         return []
     first = min(job.roots.index(str(fields["path"]).rsplit("/", 1)[0]) for fields in events(job, "published"))
     step = int(str(events(job, "published")[0]["step"]))
-    reaching = decided[-1].reaching(step, sound(job, said))
+    late = {rank.rank for rank in job.ranks if rank.closed_late_s >= decided[-1].at_s - LATE_CLOSING_S}
+    reaching = decided[-1].reaching(step, sound(job, said) - late)
     for name in job.roots[:first]:
         served = {rank for rank in reaching if job.disk.serves(rank, name)}
         if covers(job, served) and (name, step) not in job.disk.published:

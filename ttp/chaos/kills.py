@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ttp.chaos.job import Job, JobError, Kill
-from ttp.chaos.verdict import Comparison, FaultTimeline, compare, lost_steps, timeline
+from ttp.chaos.verdict import Comparison, FaultTimeline, Line, compare, known_to_the_dead_alone, lost_steps, timeline
 from ttp.console import open_console
 
 STEPS_BETWEEN = 8
@@ -39,6 +39,8 @@ class Survived:
     kill: Kill
     timeline: FaultTimeline
     lost: int | None
+    alone: int = 0
+    """Steps that only the dead rank knew of, and had written into the metrics; not among the lost ones."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,9 +84,17 @@ def run(
     survived = []
     for kill, journal in zip(kills, hurt.journals(), strict=False):
         line = timeline(journal, metrics, kill.unix_s)
-        survived.append(Survived(kill, line, lost_steps(line, kill.after_step)))
+        survived.append(judged(kill, line, journal))
     same = compare(metrics, whole.metrics(), hurt.final(), whole.final())
     return survived, same, hurt.leftovers() + whole.leftovers()
+
+
+def judged(kill: Kill, line: FaultTimeline, journal: Sequence[Line]) -> Survived:
+    """Count what a kill lost. Rank 0 writes the metrics: one step at most it may have known of alone."""
+    lost = lost_steps(line, kill.after_step)
+    if lost == 1 and kill.rank == 0 and line.step is not None and known_to_the_dead_alone(journal, line.step):
+        return Survived(kill, line, 0, alone=1)
+    return Survived(kill, line, lost)
 
 
 def _kill_once(job: Job, rng: random.Random, ranks: int, number: int) -> Kill:
@@ -114,13 +124,16 @@ def _report(
         line = entry.timeline
         times = [line.death_seen, line.frozen, line.published, line.first_new_step]
         words = ["-" if t is None else f"{t:,.0f} ms" for t in times]
-        table.add_row(*map(str, (number, entry.kill.rank, entry.kill.after_step, line.step, entry.lost)), *words)
+        cell = f"{entry.lost} (+{entry.alone})" if entry.alone else str(entry.lost)
+        table.add_row(*map(str, (number, entry.kill.rank, entry.kill.after_step, line.step)), cell, *words)
     console.print(table)
     for difference in same.differences[:20]:
         console.print(f"[red]difference[/]: {difference}")
     for process in leftovers:
         console.print(f"[red]left behind[/]: {process}")
     lost = [entry for entry in survived if entry.lost != 0]
+    if alone := sum(entry.alone for entry in survived):
+        console.print(f"(+1): a step that only the rank that died knew of, and had written down: {alone} trained again")
     missing = wanted - len(survived)
     if missing:
         console.print(f"[red]{missing} kills without a journal[/]")

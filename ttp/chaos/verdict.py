@@ -98,3 +98,11 @@ def timeline(journal: Sequence[Line], metrics: Sequence[Line], killed_unix_s: fl
 def lost_steps(timeline: FaultTimeline, committed_before: int) -> int | None:
     """Return how many steps that were committed before the kill have to be trained again (None: nothing published)."""
     return None if timeline.step is None else max(0, committed_before - timeline.step)
+
+
+def known_to_the_dead_alone(journal: Sequence[Line], published: int) -> bool:
+    """True when no survivor of the fault had a commit record after that of the published step. What the dead rank had printed after
+    it nobody else could prove ("The dead rank's step does not count", docs/protocol.md); trained again, it gives the same bits.
+    """
+    frozen = [line for line in journal if line.get("event") == "frozen"]
+    return bool(frozen) and max(frozen[-1]["records"], default=-1) <= published

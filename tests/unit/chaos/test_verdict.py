@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from ttp.chaos.job import Kill
+from ttp.chaos.kills import judged
 from ttp.chaos.verdict import compare, lost_steps, timeline
 
 
@@ -61,3 +65,19 @@ def test_timeline_of_a_refusal_says_why() -> None:
     line = timeline([{"event": "refused", "unix_s": 100.2, "reason": "shard 1 of 2 has no holder"}], [], 100.0)
     assert line.published is None and line.step is None and "no holder" in line.refused
     assert lost_steps(line, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "records", "lost", "alone"), [(0, [6, 7], 0, 1), (0, [7, 8], 1, 0), (1, [6, 7], 1, 0)]
+)
+def test_a_step_that_only_the_dead_rank_knew_of_is_not_lost(
+    rank: int, records: list[int], lost: int, alone: int
+) -> None:
+    """Rank 0 had written step 8 down, and nobody else had its record; a survivor's record makes it a lost step."""
+    journal = [
+        {"event": "frozen", "unix_s": 1.0, "records": records},
+        {"event": "published", "unix_s": 2.0, "step": 7, "path": "/x"},
+    ]
+    kill = Kill(rank, 100, 0.5, 8)
+    survived = judged(kill, timeline(journal, [], kill.unix_s), journal)
+    assert (survived.lost, survived.alone) == (lost, alone)
