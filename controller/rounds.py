@@ -151,7 +151,8 @@ def count_again(state: ControllerState, rank: int, now: float, out: list[Effect]
     if state.stage is not Stage.FREEZING or not was_only_silent(state.members.table[rank]):
         return state
     assert fault is not None
-    state = _revived(state, rank, now, out)
+    fault = replace(fault, updating=())  # perhaps nobody need be waited for
+    state = replace(_revived(state, rank, now, out), fault=fault)
     if fault.reports[rank] is not None or rank in fault.stuck:
         return state
     until = min(now + state.settings.freeze_timeout_s, fault.began + state.settings.total_timeout_s / 2)

@@ -127,6 +127,9 @@ TESTED: dict[str, Proof] = {
         "tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on",
         '"-m", "ttp.launch.stores", "--port"',
     ),
+    "python -m tests.model.pairs": Proof(
+        "tests/model/test_model.py::test_pairs_of_kinds_are_all_ways_to_have_two_faults", "shape_of("
+    ),
     "python -m tests.model --faults 1 --kinds kill": Proof(
         "tests/model/test_model.py::test_no_order_of_faults_and_messages_violates_an_invariant", "faults=1"
     ),

@@ -195,6 +195,18 @@ def test_a_rank_that_was_only_silent_counts_again_while_a_round_asks() -> None:
     assert job.told("publish_sent")[0]["culprits"] == (3,)
 
 
+def test_a_rank_that_counts_again_when_the_wait_for_an_update_is_nearly_over_is_waited_for() -> None:
+    """The end of that wait passes while the round waits for the rank that is back."""
+    job = silent_rank(3)
+    settings = job.state.settings
+    job.wait(settings.progress_timeout_s - 0.2, heard=(0, 1, 2))
+    job.say(registration(3))
+    job.wait(settings.freeze_timeout_s - 0.1)
+    assert job.at(Stage.FREEZING)
+    job.say(done(3))
+    assert job.told("decided")[0]["able"] == (0, 2, 3)
+
+
 def test_a_rank_that_was_only_silent_counts_again_with_its_report() -> None:
     """Its stream was open all the time: it answers the freeze that it got meanwhile."""
     job = ControllerBench(freeze_timeout_s=0.5)
