@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 DEADLINE_S = 1500.0
 FIFTY = {"training_config.training_iters": 50}
-GROWN = 1e-3
-"""How far norms of the fiftieth step may be apart, relative to their size: 2.8e-4 was the most seen, where losses
-were 3.9e-7 apart at most, and norms of the first ten steps 4.4e-8."""
+REORDERED = (1, 3, 4, 6)
+"""Micro-batches of one process, which has two otherwise: the same step, summed in another order."""
 
 
 def test_a_vocabulary_that_ranks_share_unevenly_trains_as_the_whole_one(tmp_path: Path, train_all: TrainAll) -> None:
@@ -131,7 +130,8 @@ def test_weights_and_moments_move_from_any_layout_to_any_other(
 
 
 def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
-    """Losses and norms to FP32 round-off, which fifty steps of training make larger in a norm."""
+    """Losses and norms to FP32 round-off; in a step whose norm hangs on the last bits, as near as one process is to itself when it
+    sums in another order."""
     layouts = [
         Axes(data=2),
         Axes(data=3),
@@ -146,11 +146,12 @@ def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all:
     done = train_all(
         *(Training(str(axes), axes, FIFTY) for axes in (Axes(), *layouts) if axes.data != 4),
         *(Training(str(axes), axes, FIFTY, micro_batches=1) for axes in layouts if axes.data == 4),
+        *(Training(f"{count} micro-batches", Axes(), FIFTY, micro_batches=count) for count in REORDERED),
         deadline_s=DEADLINE_S,
     )
+    reordered = [done[f"{count} micro-batches"] for count in REORDERED]
     for axes in layouts:
-        assert_same_curve(done[str(axes)], done[str(Axes())], norm=1e-6, until=10)
-        assert_same_curve(done[str(axes)], done[str(Axes())], norm=GROWN)
+        assert_same_curve(done[str(axes)], done[str(Axes())], norm=1e-6, reordered=reordered)
 
 
 def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
@@ -170,7 +171,7 @@ def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: Train
         deadline_s=DEADLINE_S,
     )
     for name in ("divided", "sliced"):
-        assert_same_curve(done[f"all {name}"], done["all whole"], norm=1e-6, until=10)
-        assert_same_curve(done[f"all {name}"], done["all whole"], norm=GROWN)
+        assert_same_curve(done[f"all {name}"], done["all whole"], norm=1e-6, until=30)
+        assert_same_curve(done[f"all {name}"], done["all whole"], norm=1e-6, outliers=2)
         assert_same_curve(done[f"chosen {name}"], done["chosen whole"], until=10)
         assert_same_curve(done[f"chosen {name}"], done["chosen whole"], loss=1e-3, norm=1e-2)
