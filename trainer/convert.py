@@ -22,6 +22,7 @@ import torch
 import yaml
 
 import ttp
+from ttp.checkpoint.durable import written_by_library
 from ttp.errors import CheckpointError, ConfigError, TTPError
 
 from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
@@ -50,7 +51,9 @@ def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer
     weights = to_hf(trained.checkpoint.weights(), trained.config)
     with _appearing(output) as folder:
         found = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-        _safetensors().save_file(found, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        file = folder / "model.safetensors"
+        with written_by_library(file):
+            _safetensors().save_file(found, str(file), metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if named == BYTES:
             for name, content in byte_level_files().items():

@@ -51,11 +51,23 @@ def print_answer(answer: Answer, console: Console, *, as_json: bool) -> None:
         console.print(text, markup=False, soft_wrap=True)
         return
     for number, item in enumerate(answer.shown):
-        if isinstance(item, Table) and not console.is_terminal:
-            item.box, item.pad_edge = None, False
+        if not isinstance(item, Table):
+            console.print(item, soft_wrap=isinstance(item, str))  # a sentence goes on over the edge: it can be searched
+        elif console.is_terminal:
+            console.print(item)
+        else:
             if number:
                 console.print()
-        console.print(item, soft_wrap=isinstance(item, str))  # a sentence goes on over the edge: it can be searched
+            _print_columns(item, console)
+
+
+def _print_columns(table: Table, console: Console) -> None:
+    """Print a table without lines, and without the blanks that make its rows equally long."""
+    table.box, table.pad_edge = None, False
+    with console.capture() as printed:
+        console.print(table)
+    rows = "\n".join(row.rstrip() for row in printed.get().splitlines())
+    console.print(rows, markup=False, soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

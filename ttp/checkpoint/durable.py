@@ -12,9 +12,12 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ttp.errors import CheckpointError, TTPError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,24 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written_by_library(path: Path) -> Iterator[None]:
+    """Within the block a library writes `path`. What it raises in a form of its own becomes CheckpointError.
+
+    torch (RuntimeError, "unexpected pos") and safetensors (SafetensorError) say of a full disk something of their own.
+    """
+    try:
+        yield
+    except (OSError, TTPError):
+        raise
+    except Exception as error:
+        free_mib = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
+        raise CheckpointError(
+            f"{path} could not be written: {type(error).__name__}: {error} ({free_mib} MiB are free there); make room, or"
+            " choose another place"
+        ) from error
 
 
 def write_durably(path: Path, content: bytes) -> None:

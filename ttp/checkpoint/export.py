@@ -24,7 +24,7 @@ from rich.markup import escape
 
 from ttp.checkpoint import dcp
 from ttp.checkpoint.answer import Answer, Status, UsageError, counted, size_text
-from ttp.checkpoint.durable import fsync_directory
+from ttp.checkpoint.durable import fsync_directory, written_by_library
 from ttp.checkpoint.keys import model_key, nested_path
 from ttp.checkpoint.stored import Stored, open_stored
 from ttp.checkpoint.survey import newest_at
@@ -101,7 +101,8 @@ def _write_safetensors(path: Path, stored: Stored, given: argparse.Namespace) ->
     except ImportError as error:
         raise CheckpointError(f"the package safetensors is not here ({error}): pip install safetensors") from None
     tensors = {name: _tensor(stored, key, given.dtype) for key, name in _keys(stored, given.all).items()}
-    library.save_file(tensors, str(path), metadata={"format": "pt", "step": str(stored.manifest.step)})
+    with written_by_library(path):
+        library.save_file(tensors, str(path), metadata={"format": "pt", "step": str(stored.manifest.step)})
     return len(tensors)
 
 
@@ -117,7 +118,8 @@ def _write_torch(path: Path, stored: Stored, given: argparse.Namespace) -> int:
             "state": stored.manifest.state,
             "layout": stored.manifest.layout,
         }
-    torch.save(content, path)
+    with written_by_library(path):
+        torch.save(content, path)
     return len(keys)
 
 

@@ -125,6 +125,7 @@ def test_tables_have_lines_on_a_terminal_and_aligned_columns_in_a_pipe(job: Job,
     assert not re.search("[\u2500-\u257f]", text)
     head, *rows = (line for line in text.splitlines() if re.match(r" *(step|7|41) ", line))
     assert {row.index("exited") for row in rows} == {head.index("cause")} and len(rows) == 2
+    assert all(line == line.rstrip() for line in text.splitlines())
 
 
 def test_an_output_folder_means_the_checkpoints_in_it(job: Job, tmp_path: Path) -> None:

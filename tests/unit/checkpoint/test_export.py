@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,20 @@ def test_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytes
         patch.setattr("ttp.checkpoint.export.os.replace", full)
         status, text = export(tmp_path / "c", tmp_path / "w", "--to", "torch")
     assert status == 3 and "No space left on device" in text
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_write_that_the_kernel_refuses_is_exit_status_3(job: Job, tmp_path: Path, to: str) -> None:
+    """The libraries raise errors of their own there; here a file may have 100 bytes."""
+    job.save(tmp_path / "c", 42)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        status, text = export(tmp_path / "c", tmp_path / "w", "--to", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 3 and "could not be written" in text and "make room" in text
     assert os.listdir(tmp_path) == ["c"]
 
 
