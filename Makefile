@@ -36,7 +36,8 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: check
-	$(PY) -m pytest tests -m "not long"
+	$(PY) -m pytest tests --ignore tests/chaos -m "not long" -n 2 --dist loadfile
+	$(PY) -m pytest tests/chaos -m "not long"
 
 unit: $(STAMP)
 	$(PY) -m pytest tests/unit tests/simulation

@@ -22,7 +22,6 @@ import torch
 import yaml
 
 import ttp
-from ttp.checkpoint.durable import written_by_library
 from ttp.errors import CheckpointError, ConfigError, TTPError
 
 from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
@@ -51,9 +50,7 @@ def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer
     weights = to_hf(trained.checkpoint.weights(), trained.config)
     with _appearing(output) as folder:
         found = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-        file = folder / "model.safetensors"
-        with written_by_library(file):
-            _safetensors().save_file(found, str(file), metadata={"format": "pt"})
+        _write_safetensors(folder / "model.safetensors", found)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if named == BYTES:
             for name, content in byte_level_files().items():
@@ -123,6 +120,17 @@ def _write_step_0(config: Config, weights: dict[str, torch.Tensor], folder: Path
             session.save(0)
         finally:
             session.close()
+
+
+def _write_safetensors(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    library, error = _safetensors(), importlib.import_module("safetensors").SafetensorError
+    try:
+        library.save_file(weights, str(path), metadata={"format": "pt"})
+    except error as exc:
+        free_mib = shutil.disk_usage(path.parent).free >> 20
+        raise CheckpointError(
+            f"{path} could not be written ({exc}; {free_mib} MiB are free there): make room, or choose another place"
+        ) from None
 
 
 def _read_safetensors(source: Path) -> dict[str, torch.Tensor]:

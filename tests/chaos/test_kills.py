@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import RunJob, run_to_end
+from tests.chaos.conftest import KILLS, RunJob, run_to_end
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import compare
 
@@ -28,33 +28,24 @@ def assert_equal(hurt: Job, whole: Job) -> None:
     assert verdict.equal, "\n".join(verdict.differences[:10])
 
 
-def test_kill_at_every_point_of_a_step_loses_nothing(tmp_path: Path, whole_job: RunJob) -> None:
+def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: Job, whole_job: RunJob) -> None:
     """Six kills, one in each place, over all ranks; before the record is out step t-1 is saved, afterwards step t.
 
     At `record` and `updating` the dead rank had the record; whether a survivor had it too is a race of the collective,
     so both t-1 and t are right there.
     """
-    faults = [
-        "kill:rank=1,step=3,point=backward,round=0",
-        "kill:rank=2,step=6,point=ready,round=1",
-        "kill:rank=3,step=9,point=record,round=2",
-        "kill:rank=0,step=12,point=updating,round=3",
-        "kill:rank=1,step=15,point=done,round=4",
-        "kill:rank=0,step=18,point=gathering,round=5",
-    ]
-    hurt = run_to_end(tmp_path / "hurt", 4, faults=";".join(faults), restarts=6)
-    steps = published_steps(hurt)
-    assert len(steps) == 6, hurt.console_tail(80)
+    steps = published_steps(killed_job)
+    assert len(steps) == len(KILLS), killed_job.console_tail(80)
     assert steps[0] == 2 and steps[1] == 5
     assert steps[2] in (8, 9) and steps[3] in (11, 12)
     assert steps[4] in (14, 15) and steps[5] == 18
-    assert_equal(hurt, whole_job(4))
+    assert_equal(killed_job, whole_job(4))
 
 
 @pytest.mark.parametrize(
     ("ranks", "victim"),
     [
-        (2, 0),
+        pytest.param(2, 0, marks=pytest.mark.long),
         pytest.param(3, 2, marks=pytest.mark.long),
         pytest.param(5, 4, marks=pytest.mark.long),
         pytest.param(8, 0, marks=pytest.mark.long),
@@ -67,21 +58,17 @@ def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: Run
     assert_equal(hurt, whole_job(ranks))
 
 
-def test_exception_in_one_rank_is_persisted_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
-    """The rank that raised is still a holder; its traceback is in its error log."""
-    hurt = run_to_end(tmp_path / "hurt", 2, faults="raise:rank=1,step=5,point=backward")
-    assert published_steps(hurt) == [4]
+def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
+    """The rank that raised is still a holder, and its traceback is told. SIGSTOP sends nothing and closes nothing: only the
+    lease tells."""
+    faults = "raise:rank=1,step=5,point=backward,round=0;stop:rank=1,step=9,point=ready,round=1"
+    hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
+    raised, silent = published_steps(hurt)
+    assert raised == 4 and silent in (8, 9)
     assert "fault injected at backward" in (hurt.output_dir / "log" / "rank_1" / "error.log").read_text()
     console = hurt.console_tail(10_000)
     assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
     assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
-    assert_equal(hurt, whole_job(2))
-
-
-def test_silent_rank_is_declared_dead_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
-    """SIGSTOP sends nothing and closes nothing: only the lease tells."""
-    hurt = run_to_end(tmp_path / "hurt", 2, faults="stop:rank=1,step=5,point=ready")
-    assert published_steps(hurt)[0] in (4, 5)
     assert_equal(hurt, whole_job(2))
 
 

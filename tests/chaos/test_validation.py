@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.chaos.test_axes import STEPS, run
+from tests.chaos.conftest import arguments
+from tests.chaos.test_axes import STEPS, overrides, run
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.unit.trainer.layouts import Axes
 from ttp.chaos.job import Job, read_jsonl
@@ -54,6 +55,32 @@ def test_the_number_is_the_same_under_every_layout_and_after_a_kill(tmp_path: Pa
     assert published_steps(hurt)[0] == 6
     assert_equal(hurt, whole)
     assert validation(hurt) == ours
+
+
+LONG = (
+    "--training_config.eval_interval=4",
+    "--training_config.eval_sequences=1500",
+    "--dataset_config.validation_share=0.4",
+    "--training_config.training_iters=10",
+)
+"""An evaluation that takes seconds, where a step takes milliseconds."""
+
+
+@pytest.mark.parametrize("axes", [Axes(data=2), Axes(data=2, pipeline=2)], ids=str)
+def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: Path, axes: Axes) -> None:
+    """The step before is saved, and the next start evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
+    whole = run(tmp_path / "whole", axes, *LONG)
+    with Job(tmp_path / "hurt", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as hurt:
+        for start, (step, rank) in enumerate([(4, 0), (8, axes.ranks - 1)]):
+            hurt.wait_for_step(step)
+            assert step not in validation(hurt), "the evaluation was over: it is too short"
+            hurt.kill(rank)
+            hurt.wait_for(lambda start=start: len(published_steps(hurt)) > start, f"a checkpoint in start {start}", 60)
+        status = hurt.wait(280)
+    assert status == 0, hurt.console_tail(80)
+    assert published_steps(hurt)[:2] == [4, 8]
+    assert_equal(hurt, whole)
+    assert validation(hurt) == validation(whole)
 
 
 def test_what_a_killed_rank_of_a_split_model_leaves_generates_in_transformers(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ IN_STEP = ("kill", "segv", "abort", "exit", "raise", "async", "stop", "gil", "ha
 DUMP_CALLS = (0, 1, 2)
 DUMP_EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
 ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "45"}
-"""A hang is found within a minute, whether or not the job's pace is known yet."""
+"""A hang is found within a minute where the job's pace is not known yet (the first eight steps of a start: the last rank's), and
+within seconds where it is (the others')."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def _in_step() -> Iterator[Cell]:
     for kind in IN_STEP:
         for point in POINTS:
             for role, rank in ROLES.items():
-                yield Cell(kind, point, role, _fault(kind, rank, point=point))
+                known = Moment(after_steps=(10, 14)) if kind == "hang" and role != "last" else _soon()
+                yield Cell(kind, point, role, _fault(kind, rank, point=point, moment=known))
     for kind in ("kill", "stop", "term"):  # from outside, wherever the rank is
         for role, rank in ROLES.items():
             yield Cell(kind, "any", role, _fault(kind, rank, point="now"))

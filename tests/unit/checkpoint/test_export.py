@@ -110,13 +110,18 @@ def test_torch_without_all_is_the_model(job: Job, tmp_path: Path) -> None:
     assert_same(found["model"], weights_of(job))
 
 
-def test_hf_makes_a_folder_for_transformers_of_the_bundled_trainers_model(job: Job, tmp_path: Path) -> None:
-    """Their configuration, weights and tokenizer; --dtype is that of the weights."""
+def save_model(job: Job, directory: Path) -> dict[str, torch.Tensor]:
+    """Save a model of the bundled trainer as step 42; return its tensors."""
     config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16)
     model = build_model(config, 0, torch.device("cpu"))
     tensors = {keys.model_key(name): parameter.detach() for name, parameter in model.named_parameters()}
-    layout = {"model_config": plain(config), "tokenizer": BYTES}
-    type(job)(tensors).save(tmp_path / "out" / "checkpoints", 42, layout=layout)
+    type(job)(tensors).save(directory, 42, layout={"model_config": plain(config), "tokenizer": BYTES})
+    return tensors
+
+
+def test_hf_makes_a_folder_for_transformers_of_the_bundled_trainers_model(job: Job, tmp_path: Path) -> None:
+    """Their configuration, weights and tokenizer; --dtype is that of the weights."""
+    tensors = save_model(job, tmp_path / "out" / "checkpoints")
     status, text = export(tmp_path / "out", tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--json")
     assert status == 0 and json.loads(text)["step"] == 42
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -172,10 +177,10 @@ def test_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytes
     assert os.listdir(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
 def test_a_write_that_the_kernel_refuses_is_exit_status_3(job: Job, tmp_path: Path, to: str) -> None:
     """The libraries raise errors of their own there; here a file may have 100 bytes."""
-    job.save(tmp_path / "c", 42)
+    save_model(job, tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

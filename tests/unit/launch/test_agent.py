@@ -293,7 +293,11 @@ def test_a_node_that_has_succeeded_says_why_it_waits_for_no_other(
 ) -> None:
     """Once, and ends at once but where it hears nothing."""
     monkeypatch.setattr(agent_module, "OTHERS_S", 0.3)
-    monkeypatch.setattr(logging.getLogger("ttp.launch"), "propagate", True)
+    logger = logging.getLogger(
+        "ttp.launch"
+    )  # which the launcher's own set-up, in another test, may have given a handler
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
     agent = make_agent(StaticNodes())
     agent._remaining_restarts = left
     result = RunResult(state=WorkerState.SUCCEEDED)
