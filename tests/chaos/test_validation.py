@@ -66,6 +66,10 @@ LONG = (
 """An evaluation that takes seconds, where a step takes milliseconds."""
 
 
+def wait_for_checkpoints(job: Job, count: int) -> None:
+    job.wait_for(lambda: len(published_steps(job)) >= count, f"{count} checkpoints", 60)
+
+
 @pytest.mark.parametrize("axes", [Axes(data=2), Axes(data=2, pipeline=2)], ids=str)
 def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: Path, axes: Axes) -> None:
     """The step before is saved, and the next start evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
@@ -75,7 +79,7 @@ def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: 
             hurt.wait_for_step(step)
             assert step not in validation(hurt), "the evaluation was over: it is too short"
             hurt.kill(rank)
-            hurt.wait_for(lambda start=start: len(published_steps(hurt)) > start, f"a checkpoint in start {start}", 60)
+            wait_for_checkpoints(hurt, start + 1)
         status = hurt.wait(280)
     assert status == 0, hurt.console_tail(80)
     assert published_steps(hurt)[:2] == [4, 8]
