@@ -122,7 +122,7 @@ class RunDirectories:
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
         listed = list_pieces if self._pieces else load.list_checkpoints
-        found = [str(path) for path in listed(self._save_dirs)]
+        found = [str(path) for path in listed([each for each in self._save_dirs if each not in self.failing])]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]

@@ -138,7 +138,7 @@ class Session:
         self.rank, self.world_size = world()
         self.save_dirs = tuple(str(Path(d).resolve()) for d in save_dirs)
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
-        self._faults = RankFaults(settings, self.rank, self.world_size, self.log_dir, self.save_dirs)
+        self._faults = RankFaults(settings, self.rank, self.world_size, self.save_dirs)
         self._faults.at_start("start")
         self._directories = RunDirectories(
             self.save_dirs, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
@@ -147,6 +147,7 @@ class Session:
         self._keeps = self.rank == self._keeper()
         """This rank looks after the directories: for all ranks, or for those of its node."""
         self._prepare_directories()
+        self._faults.logs_in(self.log_dir)
         self.holder = OptimizerHolder(
             optimizer,
             rank=self.rank,

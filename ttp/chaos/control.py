@@ -27,7 +27,7 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.facts: Message = {}
-        """Its hello: rank, world_size, pid, start, log_dir, save_dirs."""
+        """Its hello: rank, world_size, pid, start, save_dirs."""
         self.lost = False
         self._rest = b""
 

@@ -2,10 +2,10 @@
 
 Faults come from two places: `TTP_FAULTS` (`ttp.chaos.inject`), fixed at the start, and the socket that `TTP_CHAOS` names,
 on which `ttp chaos` gives orders while the job trains. Without either nothing here is ever called during a step, there is
-no thread and no socket. A harness that is gone is no fault: the rank trains on.
+no thread and no socket. A harness that is gone, or takes in nothing any more, is no fault: the rank trains on.
 
-On the socket, a JSON object a line. The rank says `hello` first and waits for the orders of its start; then it tells every
-step that it has finished (the commit record's bits), what it resumed from, and, right before a fault, that it begins
+On the socket, a JSON object a line. The rank says `hello` first and waits for the orders of its start; then it tells where
+the journals are (`log_dir`), every step that it has finished (the commit record's bits), what it resumed from, and, right before a fault, that it begins
 (`firing`: the moment of a death is known to the harness to a fraction of a millisecond). Orders may come at any time.
 """
 
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from ttp.chaos.disk import dump_faults, tap
 from ttp.chaos.inject import (
+    DISK_ACTIONS,
     DUMP_POINTS,
     POINTS,
     START_POINTS,
@@ -40,6 +42,8 @@ from ttp.proto.messages import CommitRecord
 
 FIRST_ORDERS_S = 30.0
 """How long a rank waits for the orders of its start. The harness answers within milliseconds, unless it is stopped itself."""
+TELL_S = 5.0
+"""How long a rank waits with a line for a harness that takes in none: one that is stopped, say. Then it counts as gone."""
 CLOSE_S = 5.0
 NOW = "now"
 """The point of an order that is carried out when it comes, on a thread of its own."""
@@ -82,7 +86,7 @@ def parse_order(line: Mapping[str, Any]) -> Order:
 class RankFaults:
     """All faults of one rank in one start; made and asked by its session."""
 
-    def __init__(self, settings: Settings, rank: int, world_size: int, log_dir: Path, save_dirs: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, rank: int, world_size: int, save_dirs: Sequence[str]) -> None:
         """Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no socket of a harness."""
         faults = parse_faults(settings.faults)
         self._rank, self._round = rank, settings.round_number
@@ -94,7 +98,6 @@ class RankFaults:
                 "rank": rank,
                 "world_size": world_size,
                 "start": settings.round_number,
-                "log_dir": str(log_dir),
                 "save_dirs": list(save_dirs),
             }
             self._hook = Hook(settings.chaos, facts)
@@ -104,6 +107,11 @@ class RankFaults:
         self._at_start(point)
         if self._hook is not None:
             self._hook.at_point(point, 0)
+
+    def logs_in(self, log_dir: Path) -> None:
+        """Controllers of this start write their journals there."""
+        if self._hook is not None:
+            self._hook.tell("log_dir", log_dir=str(log_dir))
 
     def attach(self, optimizer: HookedOptimizer, holder: HookedHolder) -> None:
         """Hook the points of a step and of a dump, where something is meant for them."""
@@ -135,6 +143,8 @@ class Hook:
         self._lock = threading.Lock()  # guards _orders
         self._sending = threading.Lock()  # one line at a time
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        seconds, rest = divmod(TELL_S, 1.0)  # for what is sent only: `_listen` may wait for ever
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
         try:
             self._socket.connect(path)
         except OSError as error:
@@ -146,17 +156,24 @@ class Hook:
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self.tell("hello", pid=os.getpid(), **facts)
         self._socket.settimeout(FIRST_ORDERS_S)
-        with contextlib.suppress(OSError):
+        try:
             self._take(self._lines.readline())
+        except OSError:  # a file whose socket timed out once reads nothing more
+            self._lines = self._socket.makefile("r", encoding="utf-8")
         self._socket.settimeout(None)
         self._thread = threading.Thread(target=self._listen, name="ttp-chaos", daemon=True)
         self._thread.start()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a line; a harness that has gone does not hear it."""
+        """Send a line. A harness that has gone does not hear it, and one that takes in nothing for `TELL_S` has gone, too: half a
+        line may be on its way, so nothing can follow it."""
         line = json.dumps({"type": kind, "unix_s": time.time(), **fields}) + "\n"
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(line.encode())
+        with self._sending:
+            try:
+                self._socket.sendall(line.encode())
+            except OSError:
+                with contextlib.suppress(OSError):  # later lines fail at once, and no orders are taken either
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def at_steps(
         self, optimizer: HookedOptimizer, before: Callable[[str, int], None] | None
@@ -194,7 +211,7 @@ class Hook:
                     def fire(fault: Fault, order: Order = order) -> None:
                         self._commit(order, point, step)
 
-                    if order.fault.action not in ("kill", "raise", "hang", "gil", "stop", "exit", "segv", "abort"):
+                    if order.fault.action in DISK_ACTIONS:
                         self.tell("firing", id=order.id, point=point, step=step)  # the disk's own: from here on
                     stack.enter_context(tap(order.fault, Path(path), fire))
                 yield

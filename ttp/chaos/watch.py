@@ -80,7 +80,6 @@ class Record:
     tracker: list[tuple[float, str, int]] = field(default_factory=list)
     """Every change: (time, directory, step)."""
     save_dirs: list[str] = field(default_factory=list)
-    log_dir: Path | None = None
     newest_step: int = 0
     """Where the newest start stands: after a broken checkpoint it may be less than it once was."""
     newest_key: Key = (0, 0)
@@ -131,7 +130,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.record = Record()
-        self._tail: JournalTail | None = None
+        self._tails: dict[str, JournalTail] = {}
+        """By folder: a restart whose first directory has died keeps its journals in the next one."""
         self._known: set[tuple[str, int]] = set()
         self._trackers: dict[str, int | None] = {}
 
@@ -143,9 +143,8 @@ class Watch:
                 record.world_size = int(message["world_size"])
                 record.hellos.append((unix_s, key, rank, int(message["pid"])))
                 record.save_dirs = list(message["save_dirs"])
-                if self._tail is None:
-                    record.log_dir = Path(message["log_dir"])
-                    self._tail = JournalTail(record.log_dir)
+            case "log_dir":
+                self._tails.setdefault(message["log_dir"], JournalTail(Path(message["log_dir"])))
             case "step":
                 record.steps.append(_told(message, rank, key, recovered=False))
                 self._stands(key, record.steps[-1].step)
@@ -166,7 +165,7 @@ class Watch:
 
     def look(self) -> list[Line]:
         """Read what is new in journals and directories; return the journal's new lines."""
-        new = list(self._tail.new_lines()) if self._tail is not None else []
+        new = [line for tail in self._tails.values() for line in tail.new_lines()]
         self.record.journal += new
         for line in new:
             if line["event"] == "published":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +14,15 @@ from typing import Any
 
 import pytest
 
+from ttp.chaos import hook as hooks
 from ttp.chaos.control import Control, Message, Peer
-from ttp.chaos.hook import Hook, Order, RankFaults
+from ttp.chaos.hook import Hook, Order, RankFaults, order_line
 from ttp.chaos.inject import AsynchronousFault, Fault, InjectedFault
 from ttp.config import Settings
 from ttp.errors import ConfigError
 from ttp.proto.messages import CommitRecord
 
-FACTS = {"rank": 1, "world_size": 2, "start": 0, "log_dir": "/logs", "save_dirs": ["/checkpoints"]}
+FACTS = {"rank": 1, "world_size": 2, "start": 0, "save_dirs": ["/checkpoints"]}
 DEADLINE_S = 60.0
 
 
@@ -124,8 +128,6 @@ def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None
 
 def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> None:
     """Whatever its step; the one after it is written."""
-    import os
-
     with hooked(Order(2, Fault("enospc", 1, 0, "write", times=1))) as (harness, hook):
         around = hook.around(lambda point, step, path: contextlib.nullcontext())
         with around("publish", 8, str(tmp_path)):
@@ -137,14 +139,109 @@ def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> N
         assert harness.until("firing")["step"] == 9
 
 
+def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_told(tmp_path: Path) -> None:
+    """Only a disk's fault begins with the dump; any other begins when it is committed."""
+    with hooked(Order(2, Fault("slow", 1, 0, "write", call=1)), Order(3, Fault("raise", 1, 1, "done"))) as (
+        harness,
+        hook,
+    ):
+        around = hook.around(lambda point, step, path: contextlib.nullcontext())
+        with around("write", 9, str(tmp_path)):
+            os.mkdir(tmp_path / "the only call")
+        with pytest.raises(InjectedFault):
+            hook.at_point("done", 9)
+        assert harness.until("firing")["id"] == 3
+
+
+def test_the_folder_of_the_journals_is_told_when_it_is_known() -> None:
+    """It is settled after the hello: a directory that has died is passed over."""
+    with Control() as control:
+        harness = Harness(control)
+        faults = RankFaults(Settings(chaos=str(control.path)), 0, 2, ["/a", "/b"])
+        faults.logs_in(Path("/b/ttp_log"))
+        assert harness.until("hello")["save_dirs"] == ["/a", "/b"]
+        assert harness.until("log_dir")["log_dir"] == "/b/ttp_log"
+        faults.close()
+        harness.close()
+
+
+@contextlib.contextmanager
+def mute_harness(path: Path) -> Iterator[socket.socket]:
+    """A socket whose owner takes connections in and does nothing else, as one that is stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        yield listener
+
+
+def test_orders_that_come_after_the_wait_for_the_first_ones_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness was stopped when the rank started, and goes on."""
+    monkeypatch.setattr(hooks, "FIRST_ORDERS_S", 0.01)
+    with mute_harness(tmp_path / "ranks") as listener:
+        hook = Hook(str(tmp_path / "ranks"), FACTS)
+        connection, _ = listener.accept()
+        with connection:
+            peer = Peer(connection)
+            peer.give([Order(1, Fault("async", 1, 0, "now"))])
+            with pytest.raises(AsynchronousFault):
+                end = time.monotonic() + DEADLINE_S
+                while time.monotonic() < end:
+                    time.sleep(0.005)
+            hook.close()
+
+
+def test_orders_that_come_together_are_all_taken(tmp_path: Path) -> None:
+    """What is read ahead with the first line is not lost."""
+    with mute_harness(tmp_path / "ranks") as listener, contextlib.ExitStack() as stack:
+
+        def answer() -> None:
+            connection = stack.enter_context(listener.accept()[0])
+            orders = [Order(number, Fault("raise", 1, number, "ready")) for number in (1, 2)]
+            lines = [{"cancel": False, "orders": [order_line(order)]} for order in orders]
+            connection.sendall("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+
+        harness = threading.Thread(target=answer)
+        harness.start()
+        hook = Hook(str(tmp_path / "ranks"), FACTS)
+        harness.join()
+        for step in (1, 2):
+            end = time.monotonic() + DEADLINE_S
+            with pytest.raises(InjectedFault, match=f"step {step}"):
+                while time.monotonic() < end:
+                    hook.at_point("ready", step)
+        hook.close()
+
+
+def test_a_harness_that_takes_in_nothing_counts_as_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped one never hangs the job: it costs one wait, and what it gives later is not taken."""
+    monkeypatch.setattr(hooks, "FIRST_ORDERS_S", 0.01)
+    monkeypatch.setattr(hooks, "TELL_S", 0.05)
+    with mute_harness(tmp_path / "ranks") as listener:
+        hook = Hook(str(tmp_path / "ranks"), FACTS)
+        connection, _ = listener.accept()
+        with connection:
+            told = threading.Thread(
+                target=lambda: [hook.tell("step", filler="x" * 4096) for _ in range(4096)], daemon=True
+            )
+            told.start()
+            told.join(DEADLINE_S)
+            assert not told.is_alive()
+            hook.close()
+            heard = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert heard.startswith(b'{"type": "hello"') and len(heard) < 4096 * 4096
+
+
 def test_without_a_harness_there_is_no_hook_at_all() -> None:
     """No thread, no socket, no function that is called at each step."""
     before = threading.active_count()
-    faults = RankFaults(Settings(), 0, 2, Path("/logs"), ["/checkpoints"])
+    faults = RankFaults(Settings(), 0, 2, ["/checkpoints"])
     optimizer, holder = Optimizer(), Holder()
     around = holder.around
     faults.attach(optimizer, holder)
     faults.at_start("start")
+    faults.logs_in(Path("/logs"))
     faults.resumed(3, "/checkpoints/iter_0000003", (), record(3))
     faults.close()
     assert optimizer.on_point is None and holder.around is around and threading.active_count() == before
@@ -153,7 +250,7 @@ def test_without_a_harness_there_is_no_hook_at_all() -> None:
 def test_a_harness_that_is_not_there_is_named() -> None:
     """A variable that was left in the environment."""
     with pytest.raises(ConfigError, match="TTP_CHAOS is '/nowhere': wanted the socket of a running `ttp chaos`"):
-        RankFaults(Settings(chaos="/nowhere"), 0, 2, Path("/logs"), ["/checkpoints"])
+        RankFaults(Settings(chaos="/nowhere"), 0, 2, ["/checkpoints"])
 
 
 def test_a_harness_that_has_gone_does_not_disturb_the_rank() -> None:
