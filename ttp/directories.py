@@ -1,6 +1,6 @@
 """The checkpoint directories of one run: that nobody else writes there, and which checkpoints the run may go on from.
 
-Called by rank 0 alone, or by the keeper of each node that has directories of its own; the session tells
+Called by rank 0 alone, or by the keeper of each node that has directories of its own; `ttp.job_directories` tells
 the others. Owns the lock file and the run's note beside the checkpoints:
 
     .ttp_lock       held (flock) by that rank of the job that writes here, released by the kernel when it ends, however it ends
@@ -10,6 +10,7 @@ the others. Owns the lock file and the run's note beside the checkpoints:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ log = logging.getLogger("ttp")
 
 LOCK_NAME = ".ttp_lock"
 NOTE_NAME = ".ttp_run.json"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 10.0
 """A rank 0 that was killed holds its lock until the kernel has freed it."""
 
@@ -72,11 +74,11 @@ class RunDirectories:
         self._job_id = job_id
         self._first_start = first_start
         self._pieces = pieces
-        self._locks: list[int] = []
+        self._locks: dict[str, int] = {}
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
         self.failing: dict[str, str] = {}
-        """Directories that could not be claimed, and why: a restart goes on without them."""
+        """Directories that could not be claimed, and why: a restart goes on without them, but reads those whose lock it has."""
 
     def claim(self) -> None:
         """Lock all directories and remove what interrupted attempts, and an earlier job's note, left.
@@ -88,7 +90,7 @@ class RunDirectories:
         for directory in self._save_dirs:
             try:
                 os.makedirs(directory, exist_ok=True)
-                self._lock(Path(directory) / LOCK_NAME)
+                self._lock(directory)
                 writer.clean_stale(directory)
                 if self._first_start:
                     (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
@@ -112,17 +114,26 @@ class RunDirectories:
     def release(self) -> None:
         """Give the locks back."""
         while self._locks:
-            os.close(self._locks.pop())
+            os.close(self._locks.popitem()[1])
 
     def forget_superseded(self, step: int) -> None:
         """All ranks have loaded the checkpoint of `step`: of older ones, the attempts that later ones have superseded go."""
-        for path in remove_superseded(self._save_dirs, below=step):
-            log.info("removed %s: a later attempt at that step is there, and all ranks have loaded step %d", path, step)
+        for directory in self._readable:
+            try:
+                removed = remove_superseded([directory], below=step)
+            except OSError as error:
+                log.warning("superseded pieces in %s stay, for it cannot be read: %s", directory, error)
+                continue
+            for path in removed:
+                log.info(
+                    "removed %s: a later attempt at that step is there, and all ranks have loaded step %d", path, step
+                )
 
     def candidates(self, choice: str) -> list[str]:
-        """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError."""
+        """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError, and OSError where
+        a directory cannot be read: at a restart where none can."""
         listed = list_pieces if self._pieces else load.list_checkpoints
-        found = [str(path) for path in listed([each for each in self._save_dirs if each not in self.failing])]
+        found = [str(path) for path in load.list_readable(self._readable, self._pass_over, listed)]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]
@@ -154,17 +165,41 @@ class RunDirectories:
         """Return what was there at this job's first start, None if this is the first start, or it was refused."""
         if self._first_start:
             return None
-        try:
-            note = json.loads((Path(self._save_dirs[0]) / NOTE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return set(note["found"]) if note.get("job_id") == self._job_id else None
+        for directory in self._readable:
+            try:
+                note = json.loads((Path(directory) / NOTE_NAME).read_text(encoding="utf-8"))
+                if note["job_id"] == self._job_id:
+                    return set(note["found"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return None
 
     def _write_note(self, found: Sequence[str]) -> None:
-        body = json.dumps({"job_id": self._job_id, "found": list(found)})
-        write_durably(Path(self._save_dirs[0]) / NOTE_NAME, body.encode())
+        """Leave the note in every directory: at a restart some may not be readable. Raises OSError; at a restart where none takes
+        it."""
+        body = json.dumps({"job_id": self._job_id, "found": list(found)}).encode()
+        problems = []
+        for directory in self._readable:
+            try:
+                write_durably(Path(directory) / NOTE_NAME, body)
+            except OSError as error:
+                problems.append(error)
+        if problems and (self._first_start or len(problems) == len(self._readable)):
+            raise problems[0]
 
-    def _lock(self, path: Path) -> None:
+    @property
+    def _readable(self) -> list[str]:
+        """Those that are claimed, and those that failed afterwards: another job does not write there."""
+        return [each for each in self._save_dirs if each not in self.failing or each in self._locks]
+
+    def _pass_over(self, directory: Path, error: OSError) -> None:
+        """A directory cannot be read."""
+        if self._first_start:
+            raise error
+        log.warning("checkpoints in %s are passed over, for it cannot be read: %s", directory, error)
+
+    def _lock(self, directory: str) -> None:
+        path = Path(directory) / LOCK_NAME
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
@@ -181,6 +216,10 @@ class RunDirectories:
                     f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
                     f" over each other: end that job, or choose another directory{_SAME_FOR_NODES if self._pieces else ''}"
                 ) from None
-        self._locks.append(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        self._locks[directory] = descriptor
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        except OSError as error:  # a full disk: the lock counts, not its owner's name
+            if error.errno not in NO_ROOM:
+                raise

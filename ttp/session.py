@@ -22,7 +22,6 @@ is the controller's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -35,24 +34,16 @@ import torch
 
 from ttp import error_file
 from ttp.chaos.hook import RankFaults
-from ttp.checkpoint import gather, load, writer
+from ttp.checkpoint import gather, load
 from ttp.config import Settings
-from ttp.directories import RunDirectories, check_same, why_unusable
-from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint, NotWritable
+from ttp.errors import ConfigError, CorruptCheckpoint
 from ttp.exchange import JobRanks, exchange_json, world
 from ttp.holder import OptimizerHolder, Publisher
+from ttp.job_directories import JobDirectories
+from ttp.periodic import PeriodicSaves
 from ttp.protected import ProtectedOptimizer
-from ttp.protection import Protection, show
-from ttp.proto.messages import (
-    Cause,
-    CauseKind,
-    CommitRecord,
-    FileEntry,
-    Part,
-    PublishOrder,
-    ShareResult,
-)
-from ttp.standby import term_of
+from ttp.protection import Protection
+from ttp.proto.messages import CommitRecord
 
 log = logging.getLogger("ttp")
 
@@ -93,7 +84,7 @@ def start(
     save_dirs: checkpoint directories in order of preference; each is tried at once. Shared by all ranks, or, with
     TTP_SHARED_DIRS=False, each node's own under the same names.
     layout: JSON facts for the manifest (the axes' sizes, the model's shape).
-    log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory).
+    log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves at this start).
     publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.holder.Publisher`): it makes them of the
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError.
@@ -136,17 +127,12 @@ class Session:
         self.optimizer = optimizer
         self.settings = settings
         self.rank, self.world_size = world()
-        self.save_dirs = tuple(str(Path(d).resolve()) for d in save_dirs)
-        self.log_dir = Path(log_dir).resolve() if log_dir is not None else Path(self.save_dirs[0]) / "ttp_log"
-        self._faults = RankFaults(settings, self.rank, self.world_size, self.save_dirs)
+        named = [str(Path(directory).resolve()) for directory in save_dirs]
+        self._faults = RankFaults(settings, self.rank, self.world_size, named)
         self._faults.at_start("start")
-        self._directories = RunDirectories(
-            self.save_dirs, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
-        )
-        self._hosts, start = self._agree_on_hosts()
-        self._keeps = self.rank == self._keeper()
-        """This rank looks after the directories: for all ranks, or for those of its node."""
-        self._prepare_directories()
+        self._directories = JobDirectories(named, settings, self.rank, self._device)
+        self.save_dirs = self._directories.used
+        self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._faults.logs_in(self.log_dir)
         self.holder = OptimizerHolder(
             optimizer,
@@ -158,14 +144,8 @@ class Session:
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
             publisher=publisher,
         )
-        self.holder.hosts, self.holder.start = self._hosts, start
-        holders = exchange_json([group.group_id for group in optimizer.shard_groups()], self._device)
-        self._writers = {
-            group_id: [rank for rank, groups in enumerate(holders) if group_id in groups]
-            for groups in holders
-            for group_id in groups
-        }
-        self._save_count = 0
+        self.holder.hosts, self.holder.start = self._directories.hosts, self._directories.start
+        self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         self._over = False
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
@@ -189,62 +169,6 @@ class Session:
     def _device(self) -> torch.device:
         return self.optimizer.device
 
-    def _agree_on_hosts(self) -> tuple[tuple[str, ...], int]:
-        """Return every rank's node and this start's number where nodes have directories of their own, nothing where all
-        share them."""
-        shared_dirs, host = self.settings.shared_dirs, self.settings.host
-        start = 0 if shared_dirs else writer.next_start(self.save_dirs)
-        told = exchange_json([shared_dirs, host, start], self._device)
-        shared = {bool(value) for value, _, _ in told}
-        if len(shared) > 1:
-            alone = [rank for rank, (value, _, _) in enumerate(told) if not value]
-            raise ConfigError(f"TTP_SHARED_DIRS is False on ranks {alone} only: wanted the same on all nodes")
-        if shared_dirs:
-            return (), 0
-        return tuple(str(host) for _, host, _ in told), max(int(start) for _, _, start in told)
-
-    def _keeper(self) -> int:
-        """Return the rank that looks after this rank's directories."""
-        return self._hosts.index(self.settings.host) if self._hosts else 0
-
-    def _prepare_directories(self) -> None:
-        """Find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks if on one."""
-        refusal = ""
-        if self._keeps:
-            try:
-                self._directories.claim()
-            except NotWritable as error:
-                refusal = f"{self._node}{error}"
-        # No attempt begins before old ones are removed.
-        told = exchange_json([refusal, self._directories.mark, self._directories.failing], self._device)
-        refusal = next((text for text, _, _ in told if text), "")
-        keeper = self._keeper()
-        failing: dict[str, str] = dict(told[keeper][2])
-        try:
-            for directory in () if refusal else self.save_dirs:
-                if directory not in failing:
-                    check_same(directory, told[keeper][1], keeper, self.settings.host if self._hosts else "")
-                    failing |= self._found_failing(directory)
-        except NotWritable as error:
-            refusal = f"rank {self.rank}: {error}"
-        answers = exchange_json([refusal, failing], self._device)
-        self._directories.remove_mark()
-        everywhere = {directory: why for _, reasons in answers for directory, why in reasons.items()}
-        refusals = [text for text, _ in answers if text]
-        refusals += [why_unusable(self.save_dirs, everywhere, self.settings.round_number == 0)]
-        if refusals[0]:
-            self._directories.release()
-            raise NotWritable(refusals[0])
-        for why in everywhere.values() if self.rank == 0 else ():
-            show(logging.WARNING, f"going on without a directory: {why}")
-
-    def _found_failing(self, directory: str) -> dict[str, str]:
-        try:
-            writer.probe_writable(directory)
-        except NotWritable as error:
-            return {directory: f"rank {self.rank}: {error}"}
-        return {}
-
     # --- resume ---
 
     def resume(self, choice: str = "auto") -> ResumePoint | None:
@@ -266,19 +190,20 @@ class Session:
 
     def _resume(self, choice: str) -> ResumePoint | None:
         voters = JobRanks(self._device)
-        candidates = self._agree_on_candidates(choice)
-        anything = bool(self._first("some" if candidates else ""))
+        candidates = self._directories.candidates(choice)
+        anything = any(exchange_json(bool(candidates), self._device))
         reasons: list[str] = []
 
         def skip(path: Path, reason: str) -> None:
             reasons.append(reason)
             self._say_skipped(path, reason)
 
-        if self._hosts:
+        if self._directories.hosts:
             found = gather.newest(
                 candidates,
-                save_dirs=self.save_dirs,
-                hosts=self._hosts,
+                save_dirs=self._directories.named,
+                serving=self._directories.serving,
+                hosts=self._directories.hosts,
                 peers=voters,
                 expected=self.optimizer.expected_tensors(),
                 targets=self.optimizer.load_targets(),
@@ -297,32 +222,10 @@ class Session:
         if self.rank == 0 and (anything or self.settings.round_number):
             log.warning(
                 "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
-                ", ".join(self.save_dirs),
+                ", ".join(self._directories.named),
             )
         self._faults.resumed(0, "", reasons, None)
         return None
-
-    def _agree_on_candidates(self, choice: str) -> list[str]:
-        """Take the list of rank 0, or of the node's keeper, or a refusal of any, on every rank."""
-        paths: list[str] = []
-        refusal = ""
-        if self._keeps:
-            try:
-                paths = self._directories.candidates(choice)
-            except (CheckpointError, OSError) as error:
-                refusal = f"{self._node}{error}"
-        if refusal := self._first(refusal):
-            raise CheckpointError(refusal)
-        lists: list[list[str]] = exchange_json(paths, self._device)
-        return lists[self._keeper()]
-
-    def _first(self, text: str) -> str:
-        """Return the first text of any rank that is not empty, to all; a collective."""
-        return next((other for other in exchange_json(text, self._device) if other), "")
-
-    @property
-    def _node(self) -> str:
-        return f"node {self.settings.host}: " if self._hosts else ""
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -335,15 +238,14 @@ class Session:
     def _load(self, found: load.Found) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
         self._faults.at_start("resume")
-        if not self._hosts:  # else checked by all tables: a piece's manifest knows a part
+        if not self._directories.hosts:  # else checked by all tables: a piece's manifest knows a part
             load.check_matches(path, self.optimizer.expected_tensors())
         load.read_into(path, self.optimizer.load_begin())
         self._faults.at_start("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
-        if self._hosts and not self._first("") and self._keeps:  # all ranks have loaded it
-            self._directories.forget_superseded(manifest.step)
+        self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
         self._faults.resumed(manifest.step, path, found.skipped, manifest.record)
@@ -379,72 +281,7 @@ class Session:
         Raises CheckpointError on every rank when no directory took it.
         """
         with self.pause(SAVE_AT_MOST_S):
-            return self._save(self.optimizer.current_step if step is None else step)
-
-    def _save(self, step: int) -> str:
-        self._save_count += 1
-        errors = []
-        for directory in self.save_dirs:
-            path, error = self._save_in(directory, step)
-            if path:
-                self.holder.trust(path)
-                return path
-            errors.append(f"{directory}: {error}")
-            if self.rank == 0:
-                log.error("periodic checkpoint of step %d: %s", step, errors[-1])
-        raise CheckpointError(f"step {step}: no directory took the periodic checkpoint: {'; '.join(errors)}")
-
-    def _save_in(self, directory: str, step: int) -> tuple[str, str]:
-        tmp_name = f"iter_{step:07d}_tmp_periodic_{self.settings.round_number}_{self._save_count}"
-        parts = tuple(
-            Part(group_id, ranks.index(self.rank), len(ranks))
-            for group_id, ranks in sorted(self._writers.items())
-            if self.rank in ranks
-        )
-        mine: dict[str, Any] = {}
-        self.optimizer.drain()  # on an accelerator the update may still be under way
-        try:
-            mine["result"] = dataclasses.asdict(self.holder.write_parts(directory, tmp_name, step, parts))
-        except (CheckpointError, OSError) as error:
-            mine["error"] = f"rank {self.rank}: {error}"
-        everyone = exchange_json(mine, self._device)
-        refusal = next((answer["error"] for answer in everyone if "error" in answer), "")
-        if refusal:
-            self._discard(directory, tmp_name)
-            return "", refusal
-        outcome = ["", ""]
-        if self._keeps:
-            try:
-                results = tuple(decode_share(answer["result"]) for answer in everyone)
-                outcome = [self.holder.publish(self._periodic_order(directory, tmp_name, step, results)), ""]
-            except (CheckpointError, OSError) as problem:
-                outcome = ["", f"{self._node}{problem}"]
-        outcomes = exchange_json(outcome, self._device)
-        refusal = next((problem for _, problem in outcomes if problem), "")
-        path = "" if refusal else next(path for path, _ in outcomes if path)
-        if refusal:
-            self._discard(directory, tmp_name)
-        return path, refusal
-
-    def _discard(self, directory: str, tmp_name: str) -> None:
-        """Give a failed attempt's room back: the dying gasp may need it."""
-        if self._keeps:
-            writer.discard_attempt(directory, tmp_name)
-
-    def _periodic_order(
-        self, directory: str, tmp_name: str, step: int, results: tuple[ShareResult, ...]
-    ) -> PublishOrder:
-        record = self.optimizer.last_record
-        return PublishOrder(
-            freeze_id=0,
-            step=step,
-            directory=directory,
-            tmp_name=tmp_name,
-            results=results,
-            cause=Cause(CauseKind.PERIODIC, (), f"periodic checkpoint of step {step}"),
-            record=record if record is not None and record.step == step else None,
-            term=term_of(self.settings.round_number),  # no controller orders it: any controller's dump may replace it
-        )
+            return self._saves.save(self.optimizer.current_step if step is None else step)
 
     # --- the end of train ---
 
@@ -476,8 +313,3 @@ class Session:
         self._directories.release()
         if _current is self:
             _current = None
-
-
-def decode_share(fields: Mapping[str, Any]) -> ShareResult:
-    """Make a ShareResult of what `dataclasses.asdict` made of one, and JSON of that."""
-    return ShareResult(tuple(FileEntry(**entry) for entry in fields["files"]))

@@ -115,6 +115,7 @@ def newest(
     paths: Sequence[str],
     *,
     save_dirs: Sequence[str],
+    serving: Sequence[str],
     hosts: Sequence[str],
     peers: Peers,
     expected: Mapping[str, Sequence[int]],
@@ -124,11 +125,12 @@ def newest(
 ) -> Found | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; expected: shape of every tensor of the job; targets:
+    paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; serving: those of
+    save_dirs that take new files; expected: shape of every tensor of the job; targets:
     what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
     same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
     """
-    search = _Search(Nodes(tuple(hosts)), peers, tuple(map(Path, save_dirs)))
+    search = _Search(Nodes(tuple(hosts)), peers, tuple(map(Path, save_dirs)), tuple(map(Path, serving)))
     pieces = _pieces_at(paths, on_skip)
     skipped: list[str] = []
     offers = peers.exchange([list(key) for key in pieces] if search.keeps else [])
@@ -171,10 +173,11 @@ def clean_unfinished(piece: Path) -> None:
 class _Search:
     """One rank's part in looking at checkpoints. Every method is called by all ranks, in the same order."""
 
-    def __init__(self, nodes: Nodes, peers: Peers, save_dirs: tuple[Path, ...]) -> None:
+    def __init__(self, nodes: Nodes, peers: Peers, save_dirs: tuple[Path, ...], serving: tuple[Path, ...]) -> None:
         self.nodes = nodes
         self.peers = peers
         self.save_dirs = save_dirs
+        self.serving = serving
         self.keeps = nodes.keeper_of(peers.index) == peers.index
 
     def take(
@@ -190,7 +193,7 @@ class _Search:
         files = [file for file in manifest.files if file.name != dcp.METADATA_NAME]
         owners = self._owners(piece, files)
         contents = self._contents(piece, files, owners)
-        path = self.save_dirs[order] / step_directory_name(manifest.step)
+        path = self._folder(piece, order) / step_directory_name(manifest.step)
         check_tensors(path, check_complete(contents), expected)
         work = self._prepare(piece, manifest, contents, path)
         moves = self._moves(work, files, owners, targets)
@@ -216,6 +219,13 @@ class _Search:
             mine = [to_bytes(piece.manifest).decode(), parents.index(parent)]
         text, order = next(answer for answer in self.peers.exchange(mine) if answer)
         return from_bytes(text.encode(), "a node's manifest"), int(order)
+
+    def _folder(self, piece: _Piece | None, order: int) -> Path:
+        """Return where this node has the checkpoint, or takes it in: the directory of the others' name for it, if that serves."""
+        if piece is not None:
+            return piece.path.parent
+        wanted = self.save_dirs[order]
+        return wanted if wanted in self.serving else self.serving[0]
 
     def _owners(self, piece: _Piece | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
         """Return the keepers that have each file whole; ranks verify their node's files together."""

@@ -31,6 +31,7 @@ __all__ = [
     "find_newest_valid",
     "first_valid",
     "list_checkpoints",
+    "list_readable",
     "read_into",
     "read_manifest",
     "share_of_files",
@@ -79,6 +80,26 @@ def list_checkpoints(dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return [path for _, _, path in sorted(found, key=lambda entry: entry[:2])]
 
 
+def list_readable(
+    dirs: Sequence[str | os.PathLike[str]],
+    on_skip: Callable[[Path, OSError], None],
+    listed: Callable[[Sequence[str | os.PathLike[str]]], list[Path]] = list_checkpoints,
+) -> list[Path]:
+    """Return what `listed` finds in these directories, newest step first; one that cannot be read is passed over, and `on_skip`
+    hears of it. Raises OSError when none can be read."""
+    found: list[Path] = []
+    problems: list[OSError] = []
+    for directory in dirs:
+        try:
+            found += listed([directory])
+        except OSError as error:
+            problems.append(error)
+            on_skip(Path(directory), error)
+    if problems and len(problems) == len(dirs):
+        raise problems[0]
+    return sorted(found, key=lambda path: -step_of(path))
+
+
 def step_of(path: str | os.PathLike[str]) -> int:
     """Return the step that a published checkpoint's directory is named for. Raises CheckpointError for another name."""
     step = step_of_directory(Path(path))
@@ -95,8 +116,14 @@ def find_newest_valid(
     on_skip: Callable[[Path, str], None] | None = None,
 ) -> Found | None:
     """Return the newest checkpoint of `dirs` that is valid, or None; `on_skip` hears of every newer one that is not, and
-    why. With `voters`, every rank calls this, each checks its share of the files, and all return the same checkpoint."""
-    names = (voters or Alone()).same_list([str(path) for path in list_checkpoints(dirs)])
+    why, and of a directory that cannot be read. With `voters`, every rank calls this, each checks its share of the files, and all
+    return the same checkpoint. Raises OSError when none of `dirs` can be read."""
+
+    def unreadable(directory: Path, error: OSError) -> None:
+        if on_skip is not None:
+            on_skip(directory, str(error))
+
+    names = (voters or Alone()).same_list([str(path) for path in list_readable(dirs, unreadable)])
     return first_valid(names, deep=deep, voters=voters, on_skip=on_skip)
 
 

@@ -109,11 +109,13 @@ def publish_piece(
 
 
 def next_start(save_dirs: Sequence[str]) -> int:
-    """Return a number above those of all starts that have left pieces in these directories."""
+    """Return a number above those of all starts that have left pieces in these directories, as far as they can be read."""
     newest = 0
-    for path in pieces_behind(list_pieces(save_dirs)):
-        with contextlib.suppress(CorruptCheckpoint, OSError):
-            newest = max(newest, read_manifest(path).start)
+    for directory in save_dirs:
+        with contextlib.suppress(OSError):  # what the start thinks of it, its claim decides
+            for path in pieces_behind(list_pieces([directory])):
+                with contextlib.suppress(CorruptCheckpoint, OSError):
+                    newest = max(newest, read_manifest(path).start)
     return newest + 1
 
 

@@ -62,8 +62,10 @@ class Chronicle:
     """Tells one job. `watch` runs on the courier's thread of a start, the rest on the agent's."""
 
     def __init__(self, story_path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals)."""
+        """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first start, or of a later one
+        whose journals are elsewhere, when it can be written no more)."""
         self._story_path = story_path
+        self._next_story_path: Path | None = None
         self._clock = clock
         self._begun_unix_s = clock()
         self._lock = threading.Lock()  # guards all below
@@ -169,9 +171,11 @@ class Chronicle:
     def _told_only_here(self, start: Start, ending: Ending) -> bool:
         """Say whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
         on rank 0's node cannot read it."""
-        if ending.log_dir is None or (ending.log_dir / f"journal_{start.number}.jsonl").exists():
+        if ending.log_dir is None:
             return False
         try:
+            if (ending.log_dir / f"journal_{start.number}.jsonl").exists():
+                return False
             return bool(read_start(ending.log_dir, start))
         except _UNREADABLE:
             return False
@@ -188,7 +192,7 @@ class Chronicle:
         if told is None or self._introduced == start.number:
             return told is not None
         self._introduced = start.number
-        self._story_path = self._story_path or log_dir / STORY_NAME
+        self._story_beside(log_dir)
         if self._down_since_unix_s is not None:
             self._lost_s += max(0.0, float(told["unix_s"]) - self._down_since_unix_s)
             self._down_since_unix_s = None
@@ -215,7 +219,7 @@ class Chronicle:
         if ending.log_dir is not None:
             if introduce:  # a short start, that ended before the courier looked
                 self._introduce(start, ending.log_dir, lines)
-            self._story_path = self._story_path or ending.log_dir / STORY_NAME
+            self._story_beside(ending.log_dir)
         self._false_alarms += false_alarms(lines)
         seen = (ending.exits, ending.first_exit_unix_s)
         story = fault_of(start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node)
@@ -237,11 +241,23 @@ class Chronicle:
         if self._story_path is None:
             return
         try:
-            self._story_path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._story_path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"unix_s": self._clock(), "event": event, **fields}) + "\n")
+            _append(self._story_path, json.dumps({"unix_s": self._clock(), "event": event, **fields}) + "\n")
         except OSError as error:
             log.warning("the story could not be written to %s: %s", self._story_path, error)
+            if self._next_story_path not in (None, self._story_path):
+                self._story_path, self._next_story_path = self._next_story_path, None
+                self._write(event, fields)
+
+    def _story_beside(self, log_dir: Path) -> None:
+        """A start has its journals there: the story goes there if it has no other place, or cannot stay where it is."""
+        self._next_story_path = log_dir / STORY_NAME
+        self._story_path = self._story_path or self._next_story_path
+
+
+def _append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _kept(fault: Mapping[str, Any]) -> tuple[int | None, int | None]:

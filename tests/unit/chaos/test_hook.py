@@ -222,9 +222,12 @@ def test_a_harness_that_takes_in_nothing_counts_as_gone(tmp_path: Path, monkeypa
         hook = Hook(str(tmp_path / "ranks"), FACTS)
         connection, _ = listener.accept()
         with connection:
-            told = threading.Thread(
-                target=lambda: [hook.tell("step", filler="x" * 4096) for _ in range(4096)], daemon=True
-            )
+
+            def tell_much() -> None:
+                for _ in range(4096):
+                    hook.tell("step", filler="x" * 4096)
+
+            told = threading.Thread(target=tell_much, daemon=True)
             told.start()
             told.join(DEADLINE_S)
             assert not told.is_alive()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from tests.unit.checkpoint.test_pieces import Cluster
+from tests.unit.checkpoint.cluster import Cluster
 from ttp.checkpoint import cli
 from ttp.checkpoint.answer import Status, size_text
 

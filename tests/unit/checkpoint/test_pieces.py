@@ -3,153 +3,23 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.checkpoint.conftest import CAUSE, Job
-from ttp.checkpoint import gather, load, writer
+from tests.unit.checkpoint.cluster import HOSTS, Cluster
+from tests.unit.checkpoint.conftest import Job
+from ttp.checkpoint import writer
 from ttp.checkpoint.gather import Move, moved_texts, plan_moves
 from ttp.checkpoint.load import Found, verify
 from ttp.checkpoint.manifest import read_manifest
-from ttp.checkpoint.pieces import list_pieces, remove_superseded
+from ttp.checkpoint.pieces import remove_superseded
 from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, TornShare
-from ttp.proto.messages import FileEntry, ShareResult
-
-HOSTS = ("a", "a", "b", "b")
-
-
-class Threads:
-    """Ranks as threads of this process, which meet at a barrier."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.values: list[Any] = [None] * count
-        self.wires: dict[tuple[int, int], queue.Queue[bytes]] = {}
-        self.lock = threading.Lock()
-
-    def wire(self, source: int, target: int) -> queue.Queue[bytes]:
-        with self.lock:
-            return self.wires.setdefault((source, target), queue.Queue(4))
-
-
-@dataclass
-class Rank:
-    index: int
-    threads: Threads
-    spoil: Callable[[bytes], bytes] = lambda chunk: chunk
-
-    def exchange(self, value: Any) -> list[Any]:
-        self.threads.barrier.wait()
-        self.threads.values[self.index] = value
-        self.threads.barrier.wait()
-        return list(self.threads.values)
-
-    def send(self, chunk: memoryview, rank: int) -> None:
-        self.threads.wire(self.index, rank).put(self.spoil(bytes(chunk)), timeout=60)
-
-    def receive(self, chunk: memoryview, rank: int) -> None:
-        chunk[:] = self.threads.wire(rank, self.index).get(timeout=60)
-
-
-@dataclass
-class Cluster:
-    """Nodes with a disk each, seen by the ranks on them."""
-
-    root: Path
-    hosts: tuple[str, ...] = HOSTS
-    said: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    advanced: list[int] = field(default_factory=list)
-    spoil: Callable[[bytes], bytes] = lambda chunk: chunk
-
-    def disk(self, rank: int) -> Path:
-        return self.root / self.hosts[rank]
-
-    def save(
-        self,
-        job: Job,
-        step: int,
-        attempt: str = "x",
-        *,
-        start: int = 1,
-        term: int = 1,
-        publishers: Sequence[int] = (0, 2),
-    ) -> None:
-        """Every rank writes its share on its node's disk; these ranks publish their nodes' pieces."""
-        name = f"iter_{step:07d}_tmp_{attempt}"
-        shares = job.shares(len(self.hosts))
-        results = [writer.write_share(self.disk(rank), name, rank, share, {}) for rank, share in enumerate(shares)]
-        for rank in publishers:
-            self.publish(rank, name, step, results, start, term)
-
-    def publish(
-        self, rank: int, name: str, step: int, results: Sequence[ShareResult], start: int = 1, term: int = 1
-    ) -> Path:
-        given: dict[str, Any] = {"cause": CAUSE, "record": None, "layout": {}, "blobs": {"group": 0.5}}
-        state = {"optimizer": {}, "trainer": {"samples": step * 8}}
-        fields: dict[str, Any] = {
-            "step": step,
-            "results": results,
-            "hosts": self.hosts,
-            "rank": rank,
-            "start": start,
-            "term": term,
-            "state": state,
-            "advance": self.advanced.append,
-        }
-        return Path(writer.publish_piece(self.disk(rank), name, **fields, **given))
-
-    def gather(self, job: Job, hosts: tuple[str, ...] | None = None) -> list[Found | None]:
-        """Have all ranks look for the newest checkpoint; rank i reads the i-th share. Raises what they all raise."""
-        if hosts is not None:
-            self.hosts = hosts
-        threads = Threads(len(self.hosts))
-        found: list[Any] = [None] * threads.count
-
-        def run(rank: int) -> None:
-            disk = self.disk(rank)
-            disk.mkdir(parents=True, exist_ok=True)
-            try:
-                found[rank] = gather.newest(
-                    [str(path) for path in list_pieces([disk])],
-                    save_dirs=[str(disk)],
-                    hosts=self.hosts,
-                    peers=Rank(rank, threads, self.spoil),
-                    expected=job.shapes(),
-                    targets=job.shares(threads.count)[rank],
-                    on_skip=lambda path, reason: self.skipped.append(f"{path.name}: {reason}") if rank == 0 else None,
-                    say=lambda text: self.said.append(text) if rank == 0 else None,
-                )
-            except Exception as error:
-                found[rank] = error
-
-        ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(threads.count)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(60)
-        if errors := [other for other in found if isinstance(other, Exception)]:
-            assert len(errors) == threads.count, f"not all ranks raised: {found}"
-            raise errors[0]
-        return found
-
-    def read(self, job: Job, found: Sequence[Found | None]) -> dict[str, torch.Tensor]:
-        """Every rank reads its share from what its own disk has."""
-        blank = Job({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
-        for rank, share in enumerate(blank.shares(len(self.hosts))):
-            mine = found[rank]
-            assert mine is not None and mine.path.parent == self.disk(rank)
-            load.read_into(mine.path, share)
-        return dict(blank.tensors)
+from ttp.proto.messages import FileEntry
 
 
 @pytest.fixture
@@ -186,6 +56,17 @@ def test_what_a_node_lacks_is_moved_to_it_and_said(cluster: Cluster, job: Job) -
     assert all("MB, from node" in text for text in cluster.said)
     again = cluster.gather(job)
     assert steps(again) == {7}, "what was moved is there the next time"
+
+
+def test_a_node_whose_disk_fails_takes_what_it_lacks_into_another_directory(cluster: Cluster, job: Job) -> None:
+    """And finds it there at the next restart, when that disk serves again."""
+    cluster.save(job, 7)
+    cluster.spare = ("c",)
+    found = cluster.gather(job, hosts=("c", "b", "a", "a", "c"))
+    assert steps(found) == {7} and not list(cluster.disk(0).glob("iter_*"))
+    job.assert_equal(cluster.read(job, found))
+    again = cluster.gather(job)
+    job.assert_equal(cluster.read(job, again))
 
 
 def test_a_step_with_a_file_that_no_node_has_is_skipped_by_name(cluster: Cluster, job: Job) -> None:

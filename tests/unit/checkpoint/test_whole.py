@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ttp
-from tests.unit.checkpoint.test_pieces import Cluster
+from tests.unit.checkpoint.cluster import Cluster
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 
 if TYPE_CHECKING:

@@ -212,3 +212,20 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
     told = capsys.readouterr().err
     assert "starts  3; since start 2 0.0 s" in told
     assert "faults  0 faults; how starts 0-1 ended is not known on this node" in told and "lost    not known" in told
+
+
+def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp_path: Path) -> None:
+    """The directory of the first start's journals fails at the second, whose journals are in the next one."""
+    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
+    places = [tmp_path / "first", tmp_path / "second"]
+    for number, place in enumerate(places):
+        place.mkdir()
+        chronicle.begin(here=True)
+        chronicle.end(put("killed", place, number), ending(place))
+        if number == 0:
+            place.rename(tmp_path / "was first")
+            place.touch()
+    chronicle.finish("succeeded")
+    assert [line["event"] for line in written(tmp_path / "was first" / "story.jsonl")] == ["start", "fault"]
+    assert [line["event"] for line in written(places[1] / "story.jsonl")] == ["start", "fault", "end"]
+    assert written(places[1] / "story.jsonl")[-1]["faults"] == 2

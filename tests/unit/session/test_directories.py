@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttp import directories
+from ttp.checkpoint import load, writer
 from ttp.directories import RunDirectories, why_unusable
 from ttp.errors import CheckpointError, NotWritable
 
@@ -45,6 +48,134 @@ def test_a_restart_goes_on_without_a_directory_that_fails(tmp_path: Path) -> Non
     assert list(run.failing) == save_dirs[:1] and (tmp_path / "good" / run.mark).exists()
     run.remove_mark()
     assert not (tmp_path / "good" / run.mark).exists()
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Directories whose names cannot be read from now on: a disk that fails."""
+    named: list[str] = []
+    listdir = os.listdir
+
+    def failing(path: str | os.PathLike[str] = ".") -> list[str]:
+        if os.fspath(path) in named:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    return named
+
+
+def two_directories(tmp_path: Path) -> tuple[list[str], str, str]:
+    """The names, and a checkpoint in each: the newer one in the first."""
+    a, b = publish(tmp_path / "a", 8), publish(tmp_path / "b", 4)
+    return [str(tmp_path / "a"), str(tmp_path / "b")], a[0], b[0]
+
+
+def test_a_directory_whose_lock_could_not_be_taken_is_not_resumed_from(tmp_path: Path) -> None:
+    """What is there may be another job's by now."""
+    save_dirs, _, older = two_directories(tmp_path)
+    (tmp_path / "a" / directories.LOCK_NAME).mkdir()
+    run = RunDirectories(save_dirs, "job", first_start=False)
+    run.claim()
+    assert list(run.failing) == save_dirs[:1] and run.candidates("auto") == [older]
+    run.release()
+
+
+def test_a_directory_that_fails_behind_its_lock_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be made there any more, but nobody else writes there, and it has the newest checkpoint."""
+    save_dirs, newer, older = two_directories(tmp_path)
+    clean = writer.clean_stale
+
+    def failing(directory: str) -> list[str]:
+        if directory == save_dirs[0]:
+            raise OSError(errno.EIO, "Input/output error", directory)
+        return clean(directory)
+
+    monkeypatch.setattr(writer, "clean_stale", failing)
+    run = RunDirectories(save_dirs, "job", first_start=False)
+    run.claim()
+    assert list(run.failing) == save_dirs[:1] and run.candidates("auto") == [newer, older]
+    run.release()
+
+
+def test_the_lock_of_a_full_disk_is_held_without_its_owners_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the lock that keeps others out."""
+    monkeypatch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    run = restart(tmp_path)
+    run.claim()
+    assert not run.failing
+    monkeypatch.setattr(directories, "LOCK_WAIT_S", 0.0)
+    with pytest.raises(NotWritable, match="in use by another job"):
+        restart(tmp_path).claim()
+    run.release()
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_directory_that_cannot_be_read_is_passed_over_at_a_restart(
+    tmp_path: Path, dead: list[str], pieces: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one has a checkpoint; at the job's first start somebody is there to correct it."""
+    save_dirs, _, older = two_directories(tmp_path)
+    dead.append(save_dirs[0])
+    run = RunDirectories(save_dirs, "job", first_start=False, pieces=pieces)
+    assert run.candidates("auto") == [older]
+    assert f"checkpoints in {save_dirs[0]} are passed over" in caplog.text
+    run.forget_superseded(99)
+    with pytest.raises(OSError, match="Input/output error"):
+        RunDirectories(save_dirs, "job", first_start=True, pieces=pieces).candidates("auto")
+    assert writer.next_start(save_dirs) == 1
+
+
+def test_a_restart_of_which_no_directory_can_be_read_is_no_fresh_start(tmp_path: Path, dead: list[str]) -> None:
+    """An empty answer would throw the work away."""
+    save_dirs, _, _ = two_directories(tmp_path)
+    dead += save_dirs
+    with pytest.raises(OSError, match="Input/output error"):
+        RunDirectories(save_dirs, "job", first_start=False).candidates("auto")
+
+
+def test_the_newest_checkpoint_is_looked_for_where_directories_can_be_read(tmp_path: Path, dead: list[str]) -> None:
+    """A trainer that looks for itself, before `ttp.start`: it hears of the one that is passed over."""
+    save_dirs, _, older = two_directories(tmp_path)
+    dead.append(save_dirs[0])
+    heard: list[tuple[str, str]] = []
+    found = load.find_newest_valid(save_dirs, on_skip=lambda path, reason: heard.append((str(path), reason)))
+    assert found is None and [path for path, _ in heard] == [save_dirs[0], older]
+
+
+@pytest.mark.parametrize("note", [None, "", "{}", "[1]", '{"job_id": "other", "found": []}'])
+def test_the_note_of_any_directory_tells_a_restart_from_a_first_start(tmp_path: Path, note: str | None) -> None:
+    """The first one's may be lost, cut off, or another job's: a run that began with `never` goes on all the same."""
+    save_dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    run = RunDirectories(save_dirs, "job", first_start=True)
+    run.claim()
+    assert run.candidates("never") == []
+    run.release()
+    written = Path(save_dirs[0]) / directories.NOTE_NAME
+    assert written.exists()
+    if note is None:
+        written.unlink()
+    else:
+        written.write_text(note)
+    published = publish(tmp_path / "b", 7)
+    assert RunDirectories(save_dirs, "job", first_start=False).candidates("never") == published
+
+
+def test_a_restart_leaves_its_note_where_it_can_and_a_first_start_everywhere(tmp_path: Path) -> None:
+    """A first start that was refused has left none."""
+    save_dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for folder in map(Path, save_dirs):
+        folder.mkdir()
+    (tmp_path / "a" / directories.NOTE_NAME).mkdir()  # nothing can take its place
+    with pytest.raises(OSError, match="directory"):
+        RunDirectories(save_dirs, "job", first_start=True).candidates("never")
+    (tmp_path / "b" / directories.NOTE_NAME).unlink(missing_ok=True)
+    assert RunDirectories(save_dirs, "job", first_start=False).candidates("never") == []
+    assert (tmp_path / "b" / directories.NOTE_NAME).is_file()
 
 
 def test_one_directory_is_enough_at_a_restart_and_none_is_not() -> None:

@@ -1,0 +1,144 @@
+"""A start uses the directories that serve, tries those again that are only full, and leaves all others alone."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ttp
+from ttp.checkpoint import writer
+from ttp.config import Settings
+from ttp.errors import CheckpointError, NotWritable
+from ttp.job_directories import Failure, JobDirectories, split_directories
+from ttp.session import find_session
+
+FIRST = Settings(enable=False)
+RESTART = replace(FIRST, round_number=1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def ends_every_session() -> Iterator[None]:
+    """No test leaves a session and its locks to the next."""
+    yield
+    if (session := find_session()) is not None:
+        session.close()
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Return what makes the probe of a directory fail from now on; 0: it works again."""
+    probe, codes = writer.probe_writable, dict[str, int]()
+
+    def probe_or_fail(directory: str) -> None:
+        if code := codes.get(directory, 0):
+            error = OSError(code, os.strerror(code), directory)
+            raise NotWritable(f"{directory} cannot be written: {error.strerror}") from error
+        probe(directory)
+
+    monkeypatch.setattr(writer, "probe_writable", probe_or_fail)
+    return lambda directory, code: codes.update({str(directory): code})
+
+
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "a", tmp_path / "b"
+
+
+def new_session(folders: tuple[Path, ...], settings: Settings) -> tuple[ttp.TTPReplicaOptimizer, ttp.Session]:
+    """A session of one rank that stands at step 1."""
+    model = torch.nn.Linear(8, 4)
+    optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+    session = ttp.start(optimizer, save_dirs=folders, settings=settings)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    return optimizer, session
+
+
+def test_what_some_rank_could_not_write_is_left_alone_by_all_unless_it_is_only_full() -> None:
+    """Full on one rank and broken on another is broken."""
+    full, broken = Failure("no room", full=True), Failure("it is broken", full=False)
+    found = [{"a": full, "b": full}, {"b": broken, "d": broken}, {}]
+    used, serving, reasons = split_directories(["a", "b", "c", "d"], found)
+    assert (used, serving) == (("a", "c"), ("c",))
+    assert set(reasons) == {"a", "b", "d"}
+
+
+def test_nothing_is_written_any_more_into_a_directory_that_failed_at_the_start(
+    tmp_path: Path, fail: Callable[[Path, int], None]
+) -> None:
+    """Neither periodic saves nor a dump: what the controller knows of is what the ranks register. It may be back by then."""
+    a, b = places(tmp_path)
+    fail(a, errno.EIO)
+    _, session = new_session((a, b), RESTART)
+    fail(a, 0)
+    assert session.save() == str(b / "iter_0000001")
+    assert session.holder.registration().save_dirs == (str(b),)
+    assert not list(a.glob("iter_*"))
+
+
+def test_a_directory_that_was_full_at_the_start_is_tried_again(
+    tmp_path: Path, fail: Callable[[Path, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lock is held, so that nobody else writes there, and room comes back."""
+    a, b = places(tmp_path)
+    fail(a, errno.ENOSPC)
+    with caplog.at_level(logging.WARNING, logger="ttp"):
+        _, session = new_session((a, b), RESTART)
+    assert "No space left on device; room is looked for at every save" in caplog.text
+    assert session.holder.registration().save_dirs == (str(a), str(b))
+    assert session.save() == str(a / "iter_0000001")
+
+
+def test_the_next_start_uses_it_again(tmp_path: Path, fail: Callable[[Path, int], None]) -> None:
+    """Somebody has corrected it meanwhile."""
+    a, b = places(tmp_path)
+    fail(a, errno.EIO)
+    _, session = new_session((a, b), RESTART)
+    session.close()
+    fail(a, 0)
+    _, session = new_session((a, b), replace(RESTART, round_number=2))
+    assert session.save() == str(a / "iter_0000001")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_journals_go_to_the_first_directory_that_serves(
+    tmp_path: Path, fail: Callable[[Path, int], None], code: int
+) -> None:
+    """A dead first directory must not keep a restart from having a controller."""
+    a, b = places(tmp_path)
+    _, session = new_session((a, b), FIRST)
+    assert session.log_dir == a / "ttp_log"
+    session.close()
+    fail(a, code)
+    _, session = new_session((a, b), replace(RESTART, enable=True))
+    assert session.log_dir == b / "ttp_log" and (b / "ttp_log" / "journal_1.jsonl").exists()
+    assert not (a / "ttp_log").exists()
+    ttp.ttp_to_persist(lambda: None)()  # the controller leaves when all have returned
+
+
+def test_a_restart_without_any_directory_is_refused_with_a_reason(
+    tmp_path: Path, fail: Callable[[Path, int], None]
+) -> None:
+    """Full ones do not count as serving: the journals, too, want a place. The locks are given back."""
+    a, b = places(tmp_path)
+    fail(a, errno.ENOSPC)
+    fail(b, errno.EIO)
+    with pytest.raises(NotWritable, match=r"rank 0: .*a cannot be written: No space left"):
+        JobDirectories([str(a), str(b)], RESTART, 0, CPU)
+    fail(b, 0)
+    JobDirectories([str(a), str(b)], RESTART, 0, CPU).release()
+
+
+def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
+    """Where nodes have directories of their own, the same name is another directory on each."""
+    directories = JobDirectories([str(tmp_path)], replace(FIRST, shared_dirs=False, host="node-x"), 0, CPU)
+    with pytest.raises(CheckpointError, match=r"^node node-x: resume is 'nonsense'"):
+        directories.candidates("nonsense")
+    directories.release()

@@ -1,0 +1,115 @@
+"""Periodic checkpoints: written by all ranks together between two steps, each shard's bytes shared among its holders.
+
+Owns the agreement of the ranks on one attempt after the other; what is written and published is the holder's work, as it
+is at a fault. Never called at a fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ttp.checkpoint import writer
+from ttp.errors import CheckpointError
+from ttp.exchange import exchange_json
+from ttp.holder import OptimizerHolder
+from ttp.job_directories import JobDirectories
+from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, PublishOrder, ShareResult
+from ttp.standby import term_of
+
+log = logging.getLogger("ttp")
+
+
+class PeriodicSaves:
+    """The periodic checkpoints of one start, as one rank takes part in them."""
+
+    def __init__(self, holder: OptimizerHolder, directories: JobDirectories, rank: int, round_number: int) -> None:
+        """All ranks make one together: they tell each other who holds what."""
+        self._holder = holder
+        self._optimizer = holder.optimizer
+        self._directories = directories
+        self._rank = rank
+        self._round_number = round_number
+        self._device = holder.optimizer.device
+        self._count = 0
+        holders = exchange_json([group.group_id for group in self._optimizer.shard_groups()], self._device)
+        self._writers = {
+            group_id: [rank for rank, groups in enumerate(holders) if group_id in groups]
+            for groups in holders
+            for group_id in groups
+        }
+
+    def save(self, step: int) -> str:
+        """Write `step`, the current one, into the first directory that takes it (all ranks call); return its path.
+
+        Raises CheckpointError on every rank when none did.
+        """
+        self._count += 1
+        errors = []
+        for directory in self._directories.used:
+            path, error = self._save_in(directory, step)
+            if path:
+                self._holder.trust(path)
+                return path
+            errors.append(f"{directory}: {error}")
+            if self._rank == 0:
+                log.error("periodic checkpoint of step %d: %s", step, errors[-1])
+        raise CheckpointError(f"step {step}: no directory took the periodic checkpoint: {'; '.join(errors)}")
+
+    def _save_in(self, directory: str, step: int) -> tuple[str, str]:
+        """Return the path and nothing, or nothing and why not."""
+        tmp_name = f"iter_{step:07d}_tmp_periodic_{self._round_number}_{self._count}"
+        parts = tuple(
+            Part(group_id, ranks.index(self._rank), len(ranks))
+            for group_id, ranks in sorted(self._writers.items())
+            if self._rank in ranks
+        )
+        mine: dict[str, Any] = {}
+        self._optimizer.drain()  # on an accelerator the update may still be under way
+        try:
+            mine["result"] = dataclasses.asdict(self._holder.write_parts(directory, tmp_name, step, parts))
+        except (CheckpointError, OSError) as error:
+            mine["error"] = f"rank {self._rank}: {error}"
+        everyone = exchange_json(mine, self._device)
+        refusal = next((answer["error"] for answer in everyone if "error" in answer), "")
+        if refusal:
+            self._discard(directory, tmp_name)
+            return "", refusal
+        outcome = ["", ""]
+        if self._directories.keeps:
+            try:
+                results = tuple(decode_share(answer["result"]) for answer in everyone)
+                outcome = [self._holder.publish(self._order(directory, tmp_name, step, results)), ""]
+            except (CheckpointError, OSError) as problem:
+                outcome = ["", f"{self._directories.node}{problem}"]
+        outcomes = exchange_json(outcome, self._device)
+        refusal = next((problem for _, problem in outcomes if problem), "")
+        path = "" if refusal else next(path for path, _ in outcomes if path)
+        if refusal:
+            self._discard(directory, tmp_name)
+        return path, refusal
+
+    def _discard(self, directory: str, tmp_name: str) -> None:
+        """Give a failed attempt's room back: the dying gasp may need it."""
+        if self._directories.keeps:
+            writer.discard_attempt(directory, tmp_name)
+
+    def _order(self, directory: str, tmp_name: str, step: int, results: tuple[ShareResult, ...]) -> PublishOrder:
+        record = self._optimizer.last_record
+        return PublishOrder(
+            freeze_id=0,
+            step=step,
+            directory=directory,
+            tmp_name=tmp_name,
+            results=results,
+            cause=Cause(CauseKind.PERIODIC, (), f"periodic checkpoint of step {step}"),
+            record=record if record is not None and record.step == step else None,
+            term=term_of(self._round_number),  # no controller orders it: any controller's dump may replace it
+        )
+
+
+def decode_share(fields: Mapping[str, Any]) -> ShareResult:
+    """Make a ShareResult of what `dataclasses.asdict` made of one, and JSON of that."""
+    return ShareResult(tuple(FileEntry(**entry) for entry in fields["files"]))
