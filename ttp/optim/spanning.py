@@ -6,15 +6,23 @@ from the result, the optimizer decides.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_SLICE = timedelta(milliseconds=20)
+"""On the CPU: how long a collective is waited for before `abandons` is asked again. A wait that is shorter costs what a plain
+one does (0.18 ms of CPU time at one of 5 ms), a longer one 0.9 % of a core (0.8 ms at 100 ms); asking every 0.3 ms cost
+7 % (0.5 and 7.4 ms)."""
 _POLL_S = 0.0003
+"""On an accelerator, between two looks: there torch takes a wait that has timed out for a failure of the collective. Each look
+costs 26 us, so a core that has little else to do is busy by 7 % while it waits for slower ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +72,15 @@ class Spanning:
         try:
             while not work.is_completed():
                 self.abandons(step)
-                time.sleep(_POLL_S)
+                self._wait_a_while(work)
         except BaseException:
             self._left.append((work, vector))
             raise
         work.wait()
+
+    def _wait_a_while(self, work: Any) -> None:
+        if self._device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # not completed yet, or failed: then the wait to the end says so
+                work.wait(_SLICE)
+        else:
+            time.sleep(_POLL_S)

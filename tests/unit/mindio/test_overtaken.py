@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -63,19 +64,28 @@ def test_a_failed_roll_forward_lets_nobody_go() -> None:
     assert not gate.overtook(1) and gate.torn
 
 
-class NeverDone:
-    """A collective that hangs."""
+class Collective:
+    """A collective that completes in the n-th wait for a while, or with an error there; 0: never."""
+
+    def __init__(self, completes_in: int = 0, error: str = "") -> None:
+        self.waits = 0
+        self._completes_in, self._error = completes_in, error
 
     def is_completed(self) -> bool:
-        return False
+        return 0 < self._completes_in <= self.waits
 
-    def wait(self) -> None:
-        raise AssertionError("waited for a collective that hangs")
+    def wait(self, at_most: timedelta | None = None) -> None:
+        assert at_most is not None or self.is_completed(), "waited for a collective that hangs"
+        self.waits += at_most is not None
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
 
 
 def test_the_spanning_collective_is_left_when_it_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `abandons` raises comes out, and memory that the collective may still write is kept."""
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: NeverDone())
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: Collective())
     spanning = Spanning("a group", None, torch.device("cpu"))
     asked: list[int] = []
 
@@ -88,3 +98,28 @@ def test_the_spanning_collective_is_left_when_it_is_abandoned(monkeypatch: pytes
     with pytest.raises(Overtaken, match="enough"):
         spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
     assert asked == [7, 7, 7] and len(spanning._left) == 1
+
+
+def test_a_collective_that_completes_within_a_slice_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs the CPU what it would without anybody who may abandon it."""
+    work = Collective(completes_in=1)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: work)
+    spanning = Spanning("a group", None, torch.device("cpu"))
+    asked: list[int] = []
+    spanning.abandons = asked.append
+    agreed = spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+    assert (agreed.squares, asked, work.waits, spanning._left) == (2.0, [7], 1, [])
+
+
+def test_a_collective_that_fails_while_it_may_be_abandoned_fails_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer's death must not pass for the end of a slice."""
+    work = Collective(completes_in=3, error="Connection closed by peer")
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: work)
+    spanning = Spanning("a group", None, torch.device("cpu"))
+    asked: list[int] = []
+    spanning.abandons = asked.append
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+    assert asked == [7, 7, 7]
