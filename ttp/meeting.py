@@ -77,22 +77,35 @@ def check_name(
     address: str,
     rank: int,
     *,
-    resolve: Callable[[str, None], object] = socket.getaddrinfo,
+    resolve: Callable[[str, None], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """See that the name in the controller's address leads anywhere from this node. Raises ControllerError."""
     host = address.rpartition(":")[0].strip("[]")
-    deadline = clock() + NAME_S
+    if error := why_unknown(host, NAME_S, resolve=resolve, clock=clock, sleep=sleep):
+        raise ControllerError(
+            f"rank {rank}: the controller is at {address}, and the name {host!r} does not resolve on this node ({error}),"
+            f" tried for {NAME_S:.0f} s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
+            " controller's node"
+        )
+
+
+def why_unknown(
+    host: str,
+    within_s: float,
+    *,
+    resolve: Callable[[str, None], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Return why a node's name leads nowhere from here, empty as soon as it does lead somewhere; asked for so long."""
+    deadline = clock() + within_s
     while True:
         try:
-            resolve(host, None)
-            return
+            (resolve or socket.getaddrinfo)(host, None)
+            return ""
         except (OSError, UnicodeError) as error:
             if clock() >= deadline:
-                raise ControllerError(
-                    f"rank {rank}: the controller is at {address}, and the name {host!r} does not resolve on this node ({error}),"
-                    f" tried for {NAME_S:.0f} s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
-                    " controller's node"
-                ) from None
+                return str(error)
         sleep(LONGEST_LOOK_S)

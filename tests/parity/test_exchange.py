@@ -13,9 +13,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.lone_process import lone_process
 from tests.parity.conftest import MakeTheirs
 from ttp.errors import ConfigError
-from ttp.session import find_session
 from ttp.trainer import passes
 from ttp.trainer.__main__ import main as train
 from ttp.trainer.convert import main as convert
@@ -51,19 +51,8 @@ MIXTRAL = {"model_config.num_experts": 4}
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Train without processes around, and leave torch as it was."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TTP_FAULTS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ENABLE_TTP", "False")
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    session = find_session()
-    if session is not None:
-        session.close()
+    with lone_process(monkeypatch):
+        yield
 
 
 def run(output: Path, steps: int, changes: dict[str, Any], config: str = "gpt_tiny") -> None:

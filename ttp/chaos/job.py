@@ -147,13 +147,7 @@ class Observed(ABC):
         return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") == "registered"}
 
     def controller_pids(self) -> dict[int, int]:
-        """Return the pid of every controller that runs: 0 for the one that its start began with, i for the i-th standby."""
-        found = {}
-        for pid, command in marked(self.mark):
-            words = command.split()
-            if "ttp.controller" in words:
-                found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
-        return found
+        return controllers_of(self.mark)
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> Kill:
         """Send a signal to a rank of the newest start and say when."""
@@ -227,6 +221,16 @@ class Job(Observed):
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
+
+
+def controllers_of(mark: str) -> dict[int, int]:
+    """Return the pid of every controller that runs: 0 for the first of its start, i for the i-th standby."""
+    found = {}
+    for pid, command in marked(mark):
+        words = command.split()
+        if "ttp.controller" in words:
+            found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
+    return found
 
 
 def marked(mark: str) -> Iterator[tuple[int, str]]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ttp.chaos.job import marked
+from ttp.chaos.job import controllers_of, marked
 from ttp.chaos.nodes import Node
 from ttp.errors import ConfigError
 
@@ -126,13 +126,7 @@ class Target:
         return next((status for status in statuses if status), 0)
 
     def controllers(self) -> dict[int, int]:
-        """Return the pid of every controller that runs: 0 for the first of its start, i for the i-th standby."""
-        found = {}
-        for pid, command in marked(self.mark):
-            words = command.split()
-            if "ttp.controller" in words:
-                found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
-        return found
+        return controllers_of(self.mark)
 
     def leftovers(self) -> list[str]:
         """Return every process that carries this run's mark; after the end there must be none."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -19,12 +18,12 @@ from torch.distributed import run as torchrun
 
 from ttp.errors import ConfigError
 from ttp.launch.rank_table import RankTable, is_own_address, read_rank_table
+from ttp.meeting import why_unknown
 
 log = logging.getLogger("ttp.launch")
 
 RESOLVE_S = 30.0
 """How long this node's own name may take to be known: a name server may learn of it after the node has begun."""
-RESOLVE_LOOK_S = 1.0
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 """Which devices of its node a process sees, in Ascend's runtime."""
@@ -50,31 +49,20 @@ def check_host_name(host: str, nodes: int) -> None:
     """
     if nodes == 1:
         return  # everything is at 127.0.0.1
-    until_s, waiting = time.monotonic() + RESOLVE_S, False
-    while error := _unresolved(host):
-        if host == socket.gethostname():
-            log.warning(
-                "this node's name %r does not resolve here (%s): if the others do not know it either, they cannot reach a"
-                " controller on this node; set TTP_HOST to a name or address that they know", host, error,
-            )  # fmt: skip
-            return
-        if time.monotonic() >= until_s:
-            raise ConfigError(
-                f"TTP_HOST is {host!r} on this node ({socket.gethostname()}), and that name does not resolve ({error}): wanted a"
-                f" name or address by which all {nodes} nodes reach this one; correct it, or leave it out for the machine's own name"
-            )
-        if not waiting:
-            waiting = True
-            log.warning("TTP_HOST is %r, which does not resolve yet (%s); trying for %.0f s", host, error, RESOLVE_S)
-        time.sleep(RESOLVE_LOOK_S)
-
-
-def _unresolved(host: str) -> str:
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        return str(error)
-    return ""
+    if not (error := why_unknown(host, 0.0)):
+        return
+    if host == socket.gethostname():
+        log.warning(
+            "this node's name %r does not resolve here (%s): if the others do not know it either, they cannot reach a"
+            " controller on this node; set TTP_HOST to a name or address that they know", host, error,
+        )  # fmt: skip
+        return
+    log.warning("TTP_HOST is %r, which does not resolve yet (%s); trying for %.0f s", host, error, RESOLVE_S)
+    if error := why_unknown(host, RESOLVE_S):
+        raise ConfigError(
+            f"TTP_HOST is {host!r} on this node ({socket.gethostname()}), and that name does not resolve ({error}): wanted a"
+            f" name or address by which all {nodes} nodes reach this one; correct it, or leave it out for the machine's own name"
+        )
 
 
 def explicit_arguments(make_parser: Callable[[], ArgumentParser], argv: Sequence[str] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import run as torchrun
 
+from ttp import meeting
 from ttp.launch import topology
 from ttp.launch.arguments import make_parser
 from ttp.launch.main import main, store_host
@@ -227,7 +228,7 @@ def test_a_name_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch) 
         if (answer := answers.pop(0)) is not None:
             raise answer
 
-    monkeypatch.setattr(topology, "RESOLVE_LOOK_S", 0.0)
+    monkeypatch.setattr(meeting, "LONGEST_LOOK_S", 0.0)
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     topology.check_host_name("node-x", 1)
     assert len(answers) == 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, registration, report
+from tests.unit.protocol import test_places
+from tests.unit.protocol.bench import ControllerBench, report
 from tests.unit.protocol.test_controller_dump import dying, failed, publishing
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller import machine
@@ -221,12 +222,7 @@ def test_the_last_publisher_there_is_is_waited_for() -> None:
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_node_whose_only_publisher_goes_on_is_done_without_unless_it_is_needed(needed: bool) -> None:
     """Each node has its own directories; node b has rank 2 alone, whose shard rank 0 holds too."""
-    job = ControllerBench(assembled=False, local_dirs=True)
-    for rank, host in enumerate(("a", "a", "b", "b")):
-        job.say(registration(rank, host=host))
-    job.say(killed(3))
-    job.say(*(report(rank, 1, COMPUTE, 7) for rank in (0, 1, 2)))
-    job.all_write(job.orders())
+    job = test_places.publishing(3)
     assert sorted(job.sent(PublishOrder)) == [0, 2]
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     if needed:

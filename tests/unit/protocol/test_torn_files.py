@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.protocol import test_places
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import publishing
 from tests.unit.protocol.test_controller_members import killed
@@ -128,12 +129,7 @@ def test_doubts_about_one_directory_are_none_about_the_next() -> None:
 @pytest.mark.parametrize("writer", [0, 1])
 def test_one_torn_file_does_not_cost_its_node(writer: int) -> None:
     """Each node has its own directories. Rank 3 is dead, so what rank 1 writes nobody else on another node can."""
-    job = ControllerBench(assembled=False, local_dirs=True)
-    for rank, host in enumerate(("a", "a", "b", "b")):
-        job.say(registration(rank, host=host))
-    job.say(killed(3))
-    job.say(*(report(rank, 1, COMPUTE, 7) for rank in (0, 1, 2)))
-    job.all_write(job.orders())
+    job = test_places.publishing(3)
     order = job.sent(PublishOrder)[0]
     job.say(torn(0, order, writer), torn(1, order, writer))
     asked_again(job, 0, 1, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ttp
-from ttp.session import find_session
+from tests.lone_process import lone_process
 from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
@@ -26,19 +26,8 @@ Run = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Train without processes around, and leave torch as it was."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TTP_FAULTS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ENABLE_TTP", "False")
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-    if torch.distributed.is_initialized():  # a run that failed leaves its group
-        torch.distributed.destroy_process_group()
-    session = find_session()
-    if session is not None:
-        session.close()
+    with lone_process(monkeypatch):
+        yield
 
 
 @pytest.fixture
