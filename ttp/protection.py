@@ -47,10 +47,14 @@ class Protection:
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
         self._standby: ControllerProcess | None = None
+        optimizer = holder.optimizer
+        # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
         self.gate = Gate(
-            rank, state_step=0, drain=holder.optimizer.drain_within if holder.optimizer.needs_drain else None
+            rank,
+            state_step=optimizer.current_step,
+            drain=optimizer.drain_within if optimizer.needs_drain else None,
         )
-        holder.optimizer.attach(self.gate)
+        optimizer.attach(self.gate)
         if place := standby_place(settings, rank, world_size):
             self._standby = start_standby(settings, place, world_size, log_dir)
         if self._standby is not None:

@@ -150,8 +150,6 @@ class Session:
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
-        if self._protection is not None and optimizer.current_step:  # the trainer has loaded a checkpoint of its own
-            self._protection.resumed(optimizer.current_step, None)
         self._faults.attach(optimizer, self.holder)
         self._faults.at_start("protected")
 

@@ -16,6 +16,7 @@ from ttp import protection
 from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.session import current_session, find_session
 
@@ -161,6 +162,27 @@ def test_resume_comes_before_the_first_step(tmp_path: Path) -> None:
     do_steps(model, optimizer, session, 1)
     with pytest.raises(ConfigError, match="resume after step 1"):
         session.resume()
+
+
+def test_a_rank_registers_with_the_step_that_its_trainer_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A freeze that comes at once is answered with the step that was registered: the gate begins there."""
+    begun: list[tuple[int, int, int]] = []
+
+    class Watched(Processor):
+        def start(self) -> None:
+            begun.append((self._holder.registration().state_step, self._gate.state_step, self._gate.step))
+            super().start()
+
+    monkeypatch.setattr(protection, "Processor", Watched)
+    model = torch.nn.Linear(8, 4)
+    optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+    optimizer.current_step = 40
+    session = ttp.start(optimizer, save_dirs=[tmp_path], settings=ON)
+    assert begun == [(40, 40, 41)]
+    ttp.ttp_to_persist(do_steps)(model, optimizer, session, 41)
+    assert optimizer.current_step == 41
 
 
 def test_saving_and_resuming_work_without_protection(tmp_path: Path) -> None:
