@@ -14,9 +14,13 @@ that clipping needs anyway: the trainer's own clipping is left out then. Never w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +37,9 @@ from ttp.optim.split import gradient_of
 from ttp.optim.verdict import ClipNorm, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
+
+_PLACES = 4096
+"""Steps are compared by their remainder: nobody is that many apart."""
 
 
 class AdoptedOptimizer:
@@ -57,14 +64,19 @@ class AdoptedOptimizer:
         self._computing = self._ready = 0
         self._told_to_leave = False
         self._record: CommitRecord | None = None
-        self._rolling = False
-        """The step is being run by another thread in place of the training thread, which stands in the pre hook."""
+        self._updating = 0
+        """The step whose update the training thread has begun and not ended (it writes and reads); 0: none."""
+        self._inner = 0
+        """Calls of the parent class's step within the step in flight."""
+        self._rolling = 0
+        """The thread that runs the step in place of the training thread, which stands in the pre hook; 0: none does."""
         self._torn = ""
-        self._at_ready = self._hyper_parameters()
         self._host_state = self._describe()
+        # torch.compile would trace them where a trainer compiles the step.
+        untraced: Any = torch.compiler.disable
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(untraced(self._before_step)),
+            optimizer.register_step_post_hook(untraced(self._after_step)),
         ]
 
     @property
@@ -79,10 +91,30 @@ class AdoptedOptimizer:
 
     def begin_pass(self) -> None:
         """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
+        self._check_whole()
         step = self.current_step + 1
         if self._computing != step or self._ready:
             self._tracker.computing(step)
             self._computing, self._ready = step, 0
+
+    def _check_whole(self) -> None:
+        """Give the gate back where the optimizer's own update raised and the trainer went on: no hook tells of that."""
+        step, self._updating = self._updating, 0
+        if step:
+            self._tracker.fail_update(step)
+            raise ProtocolError(
+                f"the optimizer's update of step {step} raised, and the trainer went on: its state is half of that step's; let"
+                " the exception leave train, the job goes on from a whole state then"
+            )
+
+    @contextlib.contextmanager
+    def _in_collective(self) -> Iterator[None]:
+        """This thread may wait for other ranks: it is no suspect of a hang."""
+        self._tracker.waiting = True
+        try:
+            yield
+        finally:
+            self._tracker.waiting = False
 
     def begin_backward(self, output: object) -> None:
         """A forward pass has ended; for fault injection, its backward pass will tell when it begins."""
@@ -98,7 +130,9 @@ class AdoptedOptimizer:
     def differing(self) -> list[str]:
         """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
         labels = {group.group_id: group.label for group in self._state.shard_groups()}
-        told = exchange_json([self._state.bits(), labels], self.device)
+        bits = self._state.bits()
+        with self._in_collective():
+            told = exchange_json([bits, labels], self.device)
         found = []
         for group, bits in sorted({pair for sums, _ in told for pair in sums.items()}):
             others = [rank for rank, (sums, _) in enumerate(told) if sums.get(group, bits) != bits]
@@ -114,62 +148,100 @@ class AdoptedOptimizer:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rolling:
+        if self._rolling == threading.get_ident():
             return
-        if kwargs.get("closure") is not None or any(callable(arg) for arg in args if not isinstance(arg, Optimizer)):
-            raise ConfigError(
-                "optimizer.step was called with a closure, which runs the model within the update: wanted backward before"
-                " step(), and step() without arguments"
-            )
+        if self._updating and self._step_calls() > 1:
+            self._inner += 1
+            return
+        self._check_whole()
+        self._check_call(args, kwargs)
+        self._state.check_unchanged()
         step = self.current_step + 1
-        self._tracker.waiting = True
-        self._state.share_buffers()
+        with self._in_collective():
+            self._state.share_buffers()
         self.on_ready(step)
-        self._at_ready = self._hyper_parameters()
-        self._lane.mark_ready()
-        self._ready = step
-        self._tracker.ready(step)
-        self._point("ready", step)
-        record, self._told_to_leave = self._agree(step)
-        self._tracker.waiting = False
+        with self._in_collective():
+            self._lane.mark_ready()
+            self._ready = step
+            self._tracker.ready(step)
+            self._point("ready", step)
+            record, self._told_to_leave = self._agree(step)
         self._point("record", step)
         self._tracker.begin_update(step, record)
-        self._begin(record)
+        try:
+            self._begin(record)
+        except BaseException:
+            self._tracker.fail_update(step)
+            raise
+        self._updating, self._inner = step, 0
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rolling or self._record is None:
+        if self._rolling == threading.get_ident() or not self._updating:
             return
-        step = self._record.step
+        if self._inner:
+            self._inner -= 1
+            return
+        step = self._updating
         self._point("updating", step)
         self._end()
         self._lane.mark_updated()
         self._tracker.end_update(step)
+        self._updating = 0
         self._point("done", step)
         self.on_step_end(step)
         if self._told_to_leave:
             self._tracker.boundary(step)
 
+    def _step_calls(self) -> int:
+        """Count this optimizer's steps on this thread's stack: torch calls the hooks in a class's own step, and in its parent's that
+        this one calls."""
+        hooked = getattr(type(self.optimizer).step, "__code__", None)  # torch's wrapper, the same for all classes
+        frame: FrameType | None = sys._getframe()
+        count = 0
+        while frame is not None:
+            if frame.f_code is hooked and any(value is self.optimizer for value in frame.f_locals.values()):
+                count += 1
+            frame = frame.f_back
+        return count
+
+    def _check_call(self, args: Any, kwargs: Any) -> None:
+        """Refuse a step that a roll forward could not repeat, or whose norm would be another."""
+        if kwargs.get("closure") is not None or any(callable(arg) for arg in args if not isinstance(arg, Optimizer)):
+            raise ConfigError(
+                "optimizer.step was called with a closure, which runs the model within the update: wanted backward before"
+                " step(), and step() without arguments"
+            )
+        if self.clip is not None and getattr(self.optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} takes the loss scale off within its step (fused), after clipping: call"
+                " scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+
     def _agree(self, step: int) -> tuple[CommitRecord, bool]:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
-        # The sum of squares is the square of the sum over the world exactly when all ranks count the same step.
-        vector = torch.tensor([float(self._tracker.notice), step, step * step], dtype=torch.float64, device=self.device)
+        # The sum of squares is the square of the sum over the world exactly when all ranks count the same step. Small numbers, so
+        # that FP64 holds the sums over any world exactly.
+        place = step % _PLACES
+        vector = torch.tensor(
+            [float(self._tracker.notice), place, place * place], dtype=torch.float64, device=self.device
+        )
         world = 1
         if self.clip is not None:
             vector = torch.cat([vector, self._own_squares()])
         if dist.is_initialized() and dist.get_world_size() > 1:
             world = dist.get_world_size()
             dist.all_reduce(vector)
-        notices, steps, squares, *norms = vector.tolist()
-        if squares * world != steps * steps:
+        notices, places, squares, *norms = vector.tolist()
+        if int(squares) * world != int(places) ** 2:
             raise ProtocolError(
-                f"step {step}: the ranks are not at the same step (their mean is {steps / world:g}): every rank must call"
-                " optimizer.step() as often as the others, and on the same batches"
+                f"step {step}: other ranks are at another step than this one: wanted optimizer.step() as often on every rank; give"
+                " all ranks as many batches"
             )
         total = math.sqrt(norms[0]) if norms and norms[0] >= 0 else math.nan if norms else 0.0
         skipped = not math.isfinite(total)
         factor = 1.0 if skipped else clip_factor(self.clip, total)
-        rates = tuple(float(group["lr"]) for group in self._at_ready if "lr" in group)
+        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), notices > 0
 
     def _own_squares(self) -> torch.Tensor:
@@ -212,13 +284,13 @@ class AdoptedOptimizer:
 
     def roll_forward(self, record: CommitRecord) -> int:
         with self._lane.after_ready(), torch.no_grad():
-            self._rolling = True
+            self._rolling = threading.get_ident()
             try:
                 self._begin(record)
                 type(self.optimizer).step(self.optimizer)  # not a trainer's wrapper of it
                 self._end()
             finally:
-                self._rolling = False
+                self._rolling = 0
             self._lane.mark_updated()
         self._lane.drain()
         return self.current_step
@@ -277,11 +349,12 @@ class AdoptedOptimizer:
                 " parameters as in the run that wrote it"
             )
         restore_hyper_parameters(groups, saved)
+        for group, old in zip(groups, saved, strict=True):  # what an optimizer writes into its groups in its first step
+            group.update({key: value for key, value in old.items() if key not in group})
         self._state.loaded()
         self.current_step, self.last_record = step, None
         self._computing = self._ready = 0
         self._torn = ""
-        self._at_ready = self._hyper_parameters()
         self._host_state = self._describe()
 
     # --- inside ---
@@ -306,7 +379,7 @@ class AdoptedOptimizer:
                 for key, value in group.items()
                 if isinstance(value, plain) or (isinstance(value, list) and all(isinstance(v, plain) for v in value))
             }
-            for group in self._at_ready
+            for group in self._hyper_parameters()
         ]
         return {"step": self.current_step, "param_groups": groups}
 

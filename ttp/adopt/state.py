@@ -59,9 +59,12 @@ class AdoptedState:
         _create(optimizer)
         first = next(iter(self._params.values()))
         self.device = local_of(first).device
-        self._buffers = self._persistent_buffers()
-        self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
-        self._next = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        self._known = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters of each group, as they were registered."""
+        self._buffer_names = self._persistent_buffers()
+        """The module's own names of the buffers that are saved, by key."""
+        self._kept = {key: _copy_of(self._module.get_buffer(name)) for key, name in self._buffer_names.items()}
+        self._next = {key: _copy_of(buffer) for key, buffer in self._kept.items()}
         self._check_layout()
         self._tell_each_other()
 
@@ -96,19 +99,40 @@ class AdoptedState:
             if held
         }
 
+    def check_unchanged(self) -> None:
+        """Raise ConfigError when the optimizer has other parameters than at the start."""
+        groups = self._optimizer.param_groups
+        name = type(self._optimizer).__name__
+        if len(groups) != len(self._known):
+            raise ConfigError(
+                f"{name} has {len(groups)} param groups, it had {len(self._known)} when ttp.protect was called: add all groups"
+                " before ttp.protect, with lr=0 or requires_grad=False as long as they are not trained"
+            )
+        for index, (group, known) in enumerate(zip(groups, self._known, strict=True)):
+            params = group["params"]
+            if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
+                raise ConfigError(
+                    f"param group {index} of {name} has {len(params)} parameters that are not the {len(known)} that it had when"
+                    " ttp.protect was called: build the optimizer, and move the model to its device, before ttp.protect"
+                )
+
     # --- buffers ---
 
     def share_buffers(self) -> None:
-        """Make rank 0's buffers everyone's: what DDP does before the next pass, done before the update (a collective)."""
-        if self._buffers and dist.is_initialized() and dist.get_world_size() > 1:
-            flat = torch.cat([_bytes_of(buffer) for buffer in self._buffers.values()])
+        """Make rank 0's buffers everyone's: what DDP does before the next pass, done before the update (a collective).
+
+        Raises ConfigError for a buffer that is no more what it was at the start."""
+        live = self._live_buffers()
+        _copy_all(self._next, live)
+        if live and dist.is_initialized() and dist.get_world_size() > 1:
+            flat = torch.cat([_bytes_of(buffer).to(self.device) for buffer in self._next.values()])
             dist.broadcast(flat, src=0)
             place = 0
-            for buffer in self._buffers.values():
+            for buffer in self._next.values():
                 size = buffer.numel() * buffer.element_size()
                 _bytes_of(buffer).copy_(flat[place : place + size])
                 place += size
-        _copy_all(self._next, self._buffers)
+            _copy_all(live, self._next)
 
     def updated(self) -> None:
         """The update is done: the buffers that it saw are the state's."""
@@ -116,7 +140,24 @@ class AdoptedState:
 
     def loaded(self) -> None:
         """The kept buffers were filled: put them into the model."""
-        _copy_all(self._buffers, self._kept)
+        _copy_all(self._live_buffers(), self._kept)
+
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        """Look the model's buffers up, at each use: a model may bind another tensor to a name."""
+        return {key: self._live_buffer(name, self._kept[key]) for key, name in self._buffer_names.items()}
+
+    def _live_buffer(self, name: str, kept: torch.Tensor) -> torch.Tensor:
+        try:
+            buffer = self._module.get_buffer(name)
+        except AttributeError:
+            buffer = None
+        if buffer is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+            now = "is not there" if buffer is None else f"has shape {tuple(buffer.shape)} and {buffer.dtype}"
+            raise ConfigError(
+                f"buffer {name} {now}: wanted shape {tuple(kept.shape)} and {kept.dtype}, as when ttp.protect was called; keep"
+                " it as it is, or register it with persistent=False"
+            )
+        return _local(buffer)
 
     # --- inside ---
 
@@ -130,10 +171,16 @@ class AdoptedState:
                         " after fully_shard and after the model is on its device"
                     )
 
-    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
+    def _persistent_buffers(self) -> dict[str, str]:
         keys = {clean_name(key) for key in self._module.state_dict()}
-        found = {clean_name(name): buffer for name, buffer in self._module.named_buffers()}
-        return {name: buffer for name, buffer in found.items() if name in keys}
+        found = {clean_name(name): name for name, _ in self._module.named_buffers()}
+        for name, buffer in self._module.named_buffers():
+            if _place(buffer) != _WHOLE and clean_name(name) in keys:
+                raise ConfigError(
+                    f"buffer {name} is split over ranks ({_place(buffer)}): wanted buffers that are whole on every rank;"
+                    " register it with persistent=False, or make it a parameter"
+                )
+        return {key: name for key, name in found.items() if key in keys}
 
     def _entries(self) -> Iterator[_Named]:
         for name, param in self._params.items():
@@ -200,17 +247,18 @@ class AdoptedState:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module within DDP and torch.compile. Raises ConfigError for FSDP1, whose parameters have lost their shapes."""
+    """Return the module within DDP, DataParallel and torch.compile. Raises ConfigError for FSDP1, whose parameters have lost their
+    shapes."""
     while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
             model = inner
         else:
             break
-    if type(model).__name__ == "FullyShardedDataParallel":
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
-            "the model is wrapped in FullyShardedDataParallel, which flattens its parameters: use"
+            "the model, or a part of it, is wrapped in FullyShardedDataParallel, which flattens its parameters: use"
             " torch.distributed.fsdp.fully_shard, which keeps them"
         )
     return model
@@ -222,17 +270,29 @@ def clean_name(name: str) -> str:
 
 
 def _create(optimizer: Optimizer) -> None:
-    """Create the optimizer's state as its first step would; gradients are as before afterwards."""
-    if not any(optimizer.state.values()):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        before = [param.grad for param in params]
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        try:
+    """Create the state that parameters have not got yet, as the optimizer's first step would; all else stays what it is."""
+    groups = optimizer.param_groups
+    missing = [[param for param in group["params"] if _is_fresh(optimizer, param)] for group in groups]
+    params = [param for lacking in missing for param in lacking]
+    before = [param.grad for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    # Copies of the groups: an optimizer that is not known makes a step on them, and may count it there.
+    optimizer.param_groups = [
+        {**group, "params": lacking} for group, lacking in zip(groups, missing, strict=True) if lacking
+    ]
+    try:
+        if params:
             make_state(optimizer)
-        finally:
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
+    finally:
+        optimizer.param_groups = groups
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+
+
+def _is_fresh(optimizer: Optimizer, param: torch.Tensor) -> bool:
+    state = optimizer.state.get(param, {})
+    return all(value is None for value in state.values())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,6 +325,10 @@ def _label(place: str, tensors: Sequence[HeldTensor]) -> str:
     return f"shard [{at}]: {first.key}{more}"
 
 
+def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
+    return _local(buffer).detach().clone(memory_format=torch.contiguous_format)
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -280,6 +344,11 @@ def check_optimizer(optimizer: Any, split: bool) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"the optimizer is a {name}: wanted a torch.optim.Optimizer")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigError(
+            f"{name} wraps another optimizer and has no hooks of its own: give ttp.protect the optimizer within (accelerate's"
+            " has it as .optimizer)"
+        )
     if name in ("LBFGS", "SparseAdam"):
         raise ConfigError(
             f"{name} cannot be protected: its update is no local maths on dense gradients that another thread could finish;"

@@ -168,8 +168,13 @@ def described(
 
 
 def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put saved values back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own."""
+    """Put saved values back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own, and a number
+    that is a tensor stays that tensor."""
     for group, old in zip(groups, saved, strict=True):
         for key, value in old.items():
-            if key in group and key != "params" and key not in KERNEL_CHOICES:
+            if key not in group or key == "params" or key in KERNEL_CHOICES:
+                continue
+            if torch.is_tensor(group[key]):
+                group[key].fill_(value)
+            else:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
