@@ -111,8 +111,10 @@ def from_json(value: Any) -> Any:
     if _TAG not in value:
         return {key: from_json(item) for key, item in value.items()}
     if value[_TAG] == "tensor":
-        flat = torch.frombuffer(bytearray(base64.b64decode(value["bytes"])), dtype=torch.uint8)
-        return flat.view(getattr(torch, value["dtype"])).view(value["shape"])
+        dtype, body = getattr(torch, value["dtype"]), bytearray(base64.b64decode(value["bytes"]))
+        if not body:
+            return torch.empty(value["shape"], dtype=dtype)
+        return torch.frombuffer(body, dtype=torch.uint8).view(dtype).view(value["shape"])
     if value[_TAG] == "tuple":
         return tuple(from_json(item) for item in value["items"])
     found = {from_json(key): from_json(item) for key, item in value["items"]}

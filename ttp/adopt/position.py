@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from ttp.errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,8 @@ class DataPosition:
         self.epoch = 0
         self.batch = 0
         """Batches of `epoch` that were handed out."""
+        self._over = -1
+        """The epoch whose end was reached."""
         self._before_fetch = before_fetch
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -27,7 +31,12 @@ class DataPosition:
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches that are left of this epoch; those before are fetched and dropped, so the loader must give the same
-        ones again in every run."""
+        ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
+        if self._over == self.epoch:
+            raise ConfigError(
+                f"batches() was called again after the end of epoch {self.epoch}: wanted once in each epoch that"
+                " `for epoch in guard.epochs(count)` counts, for the training data; iterate over other loaders themselves"
+            )
         skipped = self.batch
         self._before_fetch(self.epoch, -1)
         batches = iter(loader)
@@ -36,6 +45,7 @@ class DataPosition:
             try:
                 batch = next(batches)
             except StopIteration:
+                self._over = self.epoch
                 return
             if index >= skipped:
                 self.batch = index + 1
@@ -45,4 +55,4 @@ class DataPosition:
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch, self.batch = int(state_dict["epoch"]), int(state_dict["batch"])
+        self.epoch, self.batch, self._over = int(state_dict["epoch"]), int(state_dict["batch"]), -1

@@ -28,7 +28,7 @@ from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
 from ttp.adopt.seeds import Seeds
 from ttp.config import Settings
-from ttp.errors import ConfigError
+from ttp.errors import CheckpointError, ConfigError
 from ttp.optim.verdict import ClipNorm
 from ttp.protection import show
 from ttp.session import ResumePoint, Session, start
@@ -75,9 +75,12 @@ def protect(
     try:
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
-        return Guard(
-            model, adopted, host, session, resume, save_interval, compare_every, Seeds(adopted.device, enabled=reseed)
-        )
+        try:
+            seeds = Seeds(adopted.device, enabled=reseed)
+            return Guard(model, adopted, host, session, resume, save_interval, compare_every, seeds)
+        except BaseException:
+            session.close()
+            raise
     except BaseException:
         adopted.close()
         raise
@@ -119,9 +122,11 @@ class Guard:
             )
         adopted.on_ready = self._take
         adopted.on_step_end = self._step_ended
+        # torch.compile would trace hooks of a module that it compiles, and compile anew at every step.
+        untraced: Any = torch.compiler.disable
         self._hooks = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(untraced(self._before_forward)),
+            model.register_forward_hook(untraced(self._after_forward)),
         ]
 
     # --- where the run stands ---
@@ -180,10 +185,12 @@ class Guard:
         self._seeds.base = point.state["seed"]
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if module.training:
+        if not module.training:
+            return
+        if not _in_backward():
             self._adopted.begin_pass()
-            self._seeds.seed_pass(self.step + 1, self._passes)
             self._passes += 1
+        self._seeds.seed_pass(self.step + 1, self._passes - 1)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if module.training:
@@ -196,4 +203,14 @@ class Guard:
                 if self.session.rank == 0:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._save_interval and step % self._save_interval == 0:
-            self.save()
+            try:
+                self.save()
+            except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
+                if self.session.rank == 0:
+                    show(logging.ERROR, f"{error}; training goes on without this checkpoint")
+
+
+def _in_backward() -> bool:
+    """Say whether this is activation checkpointing: a forward pass within a backward pass is the last one, computed again, and
+    must draw the same noise."""
+    return torch._C._current_graph_task_id() != -1

@@ -30,7 +30,7 @@ from ttp.adopt.host import from_json
 from ttp.adopt.protect import Guard, protect
 from ttp.checkpoint import load
 from ttp.checkpoint.whole import open_checkpoint
-from ttp.errors import CheckpointMismatch, ConfigError
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from ttp.exchange import broadcast_json
 
 _FOLDER = "ttp_resume"
@@ -50,17 +50,26 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     def checkpoint(self, trainer: Any) -> str | None:
         """Return what `trainer.train(resume_from_checkpoint=...)` takes, None for a run's beginning (all ranks call).
 
-        Rank 0 writes it into the Trainer's output directory, which all ranks share.
+        Rank 0 writes it into the Trainer's output directory, which all ranks share. Raises CheckpointError on every rank where it
+        cannot.
         """
-        path = ""
+        path = refusal = ""
+        cause: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
-            found = load.find_newest_valid([Path(directory) for directory in self._save_dirs])
-            path = str(self._write(found, trainer)) if found is not None else ""
+            try:
+                found = load.find_newest_valid([Path(directory) for directory in self._save_dirs])
+                path = str(self._write(found, trainer)) if found is not None else ""
+            except Exception as error:  # whatever it is: the others wait for it
+                cause, refusal = error, f"{type(error).__name__}: {error}"
         device = trainer.args.device if dist.is_initialized() else torch.device("cpu")
-        return broadcast_json(path, device) or None
+        path, refusal = broadcast_json([path, refusal], device)
+        if refusal:
+            raise CheckpointError(f"rank 0 could not make a checkpoint of the Trainer's form: {refusal}") from cause
+        return path or None
 
     def close(self) -> None:
         """Stop protecting, after `train` has returned."""
+        self._pause.close()
         if self.guard is not None:
             self.guard.close()
             self.guard = None

@@ -1,0 +1,182 @@
+"""What stands around the steps: batches, a start that fails, recomputed passes, compiled models, the Trainer's callback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ttp
+from ttp.adopt import protect, transformers_callback
+from ttp.adopt.host import from_json, to_json
+from ttp.adopt.position import DataPosition
+from ttp.adopt.transformers_callback import TTPCallback
+from ttp.checkpoint import load
+from ttp.config import Settings
+from ttp.errors import CheckpointError, ConfigError
+from ttp.session import Session, find_session
+
+OFF = Settings(enable=False)
+
+
+@pytest.fixture(autouse=True)
+def ends_every_session() -> Iterator[None]:
+    """No test leaves a session to the next."""
+    yield
+    session = find_session()
+    if session is not None:
+        session.close()
+
+
+def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
+    """A loop over range(epochs) would get no batch from its second epoch on, and say nothing."""
+    position = DataPosition(lambda epoch, index: None)
+    assert list(position.batches([1, 2])) == [1, 2]
+    with pytest.raises(ConfigError, match=r"again after the end of epoch 0: wanted once in each epoch"):
+        list(position.batches([1, 2]))
+
+
+def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
+    """A break is no end; the next epoch begins anew, and so does one after a load."""
+    position = DataPosition(lambda epoch, index: None)
+    told = []
+    for epoch in position.epochs(2):
+        for batch in position.batches("abc"):
+            told.append((epoch, batch))
+            if batch == "b":
+                break
+        told += [(epoch, batch) for batch in position.batches("abc")]
+    assert told == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
+    position.load_state_dict({"epoch": 1, "batch": 2})
+    assert list(position.batches("abc")) == ["c"]
+
+
+def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither threads nor a controller go on for a trainer that is not protected, and the next start is not refused."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fails(session: Session, choice: str) -> None:
+        raise CheckpointError("this is no checkpoint")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "resume", fails)
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF)
+    assert find_session() is None and not optimizer._optimizer_step_pre_hooks
+    ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF).close()
+
+
+def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank hears of it, in the same step; the next interval tries again."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, save_interval=2)
+
+    def full(session: Session, step: int | None = None) -> str:
+        raise CheckpointError("step 2: no directory took the periodic checkpoint")
+
+    said: list[str] = []
+    monkeypatch.setattr(protect, "show", lambda level, line: said.append(line))
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "save", full)
+        for _ in range(2):
+            optimizer.step()
+    assert said == ["step 2: no directory took the periodic checkpoint; training goes on without this checkpoint"]
+    for _ in range(2):
+        optimizer.step()
+    assert guard.step == 4 and [path.name for path in load.list_checkpoints([tmp_path])] == ["iter_0000004"]
+
+
+def test_a_pass_that_is_computed_again_in_backward_draws_the_same_noise(tmp_path: Path) -> None:
+    """Activation checkpointing of the whole model: other noise than in the pass would make wrong gradients."""
+
+    def gradient(again: bool, folder: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = ttp.protect(model, optimizer, save_dirs=[tmp_path / folder], settings=OFF)
+        x = torch.ones(3, 4)
+        y = checkpoint(model, x, use_reentrant=False) if again else model(x)
+        y.square().sum().backward()
+        guard.close()
+        grad = model[0].weight.grad
+        assert isinstance(grad, torch.Tensor)
+        return grad
+
+    assert torch.equal(gradient(True, "again"), gradient(False, "once"))
+
+
+@pytest.mark.parametrize("how", ["the model is compiled", "a wrapper of it is called"])
+def test_a_compiled_model_is_compiled_once(tmp_path: Path, how: str) -> None:
+    """Hooks that were traced would be compiled anew in every step, until torch gives up."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called = model
+    if how == "the model is compiled":
+        model.compile(backend=backend)
+    else:
+        called = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF)
+    passes: list[int] = []
+    begin_pass = guard._adopted.begin_pass
+    guard._adopted.begin_pass = lambda: passes.append(guard.step) or begin_pass()  # type: ignore
+    for _ in range(4):
+        called(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert (passes, len(graphs)) == ([0, 1, 2, 3], 1)
+
+
+def test_an_empty_tensor_comes_back() -> None:
+    """With its shape and type."""
+    value = from_json(to_json(torch.zeros(0, 3, dtype=torch.int64), "state"))
+    assert value.shape == (0, 3) and value.dtype is torch.int64
+
+
+class Ranks:
+    """Stands for torch.distributed: this process is one of two ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self) -> int:
+        return self._rank
+
+
+def test_all_ranks_raise_where_rank_0_cannot_make_the_trainer_s_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for what rank 0 broadcasts: it is the refusal then."""
+    model = torch.nn.Linear(2, 2)
+    guard = ttp.protect(model, torch.optim.SGD(model.parameters(), lr=0.1), save_dirs=[tmp_path], settings=OFF)
+    guard.save()
+    guard.close()
+    sent: list[Any] = []
+
+    def broadcast(value: Any, device: torch.device) -> Any:
+        sent.append(value)
+        return sent[0]
+
+    monkeypatch.setattr(transformers_callback, "broadcast_json", broadcast)
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu"), output_dir=str(tmp_path / "trainer")))
+    raised = []
+    for rank in (0, 1):
+        monkeypatch.setattr(transformers_callback, "dist", Ranks(rank))
+        with pytest.raises(CheckpointError, match=r"was not written by a transformers\.Trainer") as error:
+            TTPCallback(save_dirs=[tmp_path]).checkpoint(trainer)
+        raised.append(str(error.value))
+    assert len(sent) == 2 and raised[0] == raised[1]
