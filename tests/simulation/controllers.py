@@ -83,7 +83,8 @@ class Controller:
         """It says something to those that are attached."""
         if self.dead or self.over or self.idle:
             return False
-        return self.job.scheduler.now >= max(self.paused_until, self.cut_until, self.route.held_until[DOWN])
+        now = self.job.scheduler.now
+        return now >= self.paused_until and now >= self.cut_until and now >= self.route.held_until[DOWN]
 
     @property
     def place_in_job(self) -> str:
@@ -103,14 +104,15 @@ class Controller:
         else:
             call()
 
-    def hear(self, rank: int, stream: Stream, message: Upward) -> None:
+    def hear(self, stream: Stream, message: Upward) -> None:
         """A rank speaks on the stream on which it registered last, and on no other."""
-        if self.gone or self.job.scheduler.now < self.paused_until:
-            self.when_running(lambda: self._hear(rank, stream, message))
+        if self.dead or self.over or self.job.scheduler.now < self.paused_until:
+            self.when_running(lambda: self._hear(stream, message))
         else:
-            self._hear(rank, stream, message)
+            self._hear(stream, message)
 
-    def _hear(self, rank: int, stream: Stream, message: Upward) -> None:
+    def _hear(self, stream: Stream, message: Upward) -> None:
+        rank = stream.rank
         if isinstance(message, Registration):
             self.streams[rank], self.ranks_came = stream, True
         if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
@@ -201,8 +203,7 @@ class Controller:
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
     def _send(self, rank: int, message: Downward) -> None:
-        process, stream = self.job.ranks[rank], self.streams[rank]
-        stream.carry(DOWN, partial(process.take_in, stream), message)
+        self.streams[rank].carry(DOWN, self.job.ranks[rank].take_in, message)
 
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:

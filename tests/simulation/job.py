@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
-from tests.simulation.disk import Disk
+from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
 from tests.simulation.network import DOWN, UP, Stream
 from tests.simulation.pieces import Key, OwnDisks
@@ -22,10 +23,14 @@ from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller.state import Stage
-from ttp.proto.messages import CommitRecord, Downward, Upward, WorkerExit
+from ttp.proto.messages import CommitRecord, Downward, Thaw, Upward, WorkerExit
 
 LONGEST_PAUSE_S = 0.25
 """A rank that is not heard for so long is neither dead nor late with an answer."""
+
+
+Content = tuple[Manifest | None, tuple[tuple[str, tuple[WrittenPart, ...]], ...]]
+"""What a directory holds: its manifest, and the parts of every file that is durable."""
 
 
 class Violation(Exception):
@@ -109,8 +114,9 @@ class Job:
         """(members, step) of the collectives in which somebody said that it was told to leave."""
         self._last_kill_s = 0.0
         """Something has ended since the job was last looked at."""
-        self.published_as: dict[tuple[str, str], str] = {}
+        self.published_as: dict[tuple[str, str], Content] = {}
         self.committed_when_published: list[int] = []
+        self._story: list[tuple[float, ev.Journal]] = []
         self.snapshots: list[Snapshot] = []
         """What was true whenever a controller decided or refused."""
         self.said: list[tuple[Key, frozenset[str]]] = []
@@ -129,7 +135,9 @@ class Job:
     @property
     def story(self) -> list[tuple[float, ev.Journal]]:
         """What all controllers told, in order."""
-        return sorted((line for c in self.controllers for line in c.story), key=lambda line: line[0])
+        if len(self._story) != sum(len(c.story) for c in self.controllers):  # a story only grows
+            self._story = sorted((line for c in self.controllers for line in c.story), key=itemgetter(0))
+        return self._story
 
     def controller_at(self, address: str) -> Controller:
         return self.controllers[int(address.removeprefix("c"))]
@@ -185,8 +193,7 @@ class Job:
     # --- what the checks need to know while it happens ---
 
     def sent_down(self, message: Any) -> None:
-        name = type(message).__name__
-        if name == "Thaw":
+        if type(message) is Thaw:
             self.thawed_up_to = max(self.thawed_up_to, message.freeze_id)
 
     def update_begins(self, rank: Rank, step: int) -> None:
@@ -233,7 +240,7 @@ class Job:
     def send_up(self, process: Rank, message: Upward) -> None:
         stream = process.stream
         if stream is not None:
-            stream.carry(UP, partial(stream.controller.hear, process.rank, stream), message)
+            stream.carry(UP, stream.controller.hear, message)
 
     def drop_stream(self, rank: int) -> bool:
         """Break a rank's stream, if it has one; each side notices by itself."""
@@ -417,8 +424,7 @@ class Job:
             part.__dict__.clear()
 
 
-def content_of(directory: Any) -> str:
+def content_of(directory: Directory) -> Content:
     """Return what of a simulated directory outlives a crash, to compare."""
-    return repr(
-        (directory.manifest, sorted((name, file.parts) for name, file in directory.files.items() if file.durable))
-    )
+    durable = ((name, file.parts) for name, file in directory.files.items() if file.durable)
+    return directory.manifest, tuple(sorted(durable))

@@ -35,9 +35,15 @@ class Stream:
     """One rank's bidirectional stream to a controller."""
 
     def __init__(
-        self, scheduler: Scheduler, rng: random.Random, slowest_s: float, controller: Controller, route: Route
+        self,
+        rank: int,
+        scheduler: Scheduler,
+        rng: random.Random,
+        slowest_s: float,
+        controller: Controller,
+        route: Route,
     ) -> None:
-        self.controller = controller
+        self.rank, self.controller = rank, controller
         self._scheduler = scheduler
         self._random = rng.random
         self._slowest_s = slowest_s
@@ -48,21 +54,20 @@ class Stream:
         self.losing = False
         """What is sent from now on is lost: the stream is about to break."""
 
-    def carry(self, way: str, deliver: Callable[[Any], None], message: object) -> None:
+    def carry(self, way: str, deliver: Callable[[Stream, Any], None], message: object) -> None:
         """Deliver after a random delay, behind what was sent before; lost when the stream breaks first."""
         if self.broken or self.losing:
             return
-        now = self._scheduler.now
-        slowest_s = max(self._slowest_s, self._route.slowest_s)
-        moment = max(now, self.held(way)) + 0.0001 + self._random() * slowest_s
-        last = self._last
-        last[way] = moment = max(moment, last[way])
+        route, last, now, held = self._route, self._last, self._scheduler.now, self.held(way)
+        slowest_s = self._slowest_s if self._slowest_s > route.slowest_s else route.slowest_s
+        moment = (now if now > held else held) + 0.0001 + self._random() * slowest_s
+        last[way] = moment = moment if moment > last[way] else last[way]
         self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
-        if now < self._route.twice_until:
+        if now < route.twice_until:
             last[way] = moment = moment + self._random() * slowest_s
             self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
 
-    def _arrive(self, way: str, deliver: Callable[[Any], None], message: object) -> None:
+    def _arrive(self, way: str, deliver: Callable[[Stream, Any], None], message: object) -> None:
         if self.broken:
             return
         held = self.held(way)
@@ -70,7 +75,7 @@ class Stream:
             self._last[way] = max(self._last[way], held)
             self._scheduler.at(held, partial(self._arrive, way, deliver, message))
         else:
-            deliver(message)
+            deliver(self, message)
 
     def held(self, way: str) -> float:
         """Return until when nothing arrives at the end of this way."""

@@ -25,16 +25,16 @@ class Newcomer:
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
         self._controller = job.controller
-        self._stream = Stream(job.scheduler, job.rng, job.slowest_s, self._controller, Route())
+        self._stream = Stream(rank, job.scheduler, job.rng, job.slowest_s, self._controller, Route())
         before = job.ranks[rank].registration()
         message = replace(before, pid=before.pid + PIDS_APART, state_step=OLDER_STEP, standby="")
         job.note(f"rank {rank} has another process, {message.pid}")
-        self._stream.carry(UP, lambda _: self._controller.when_running(lambda: self._register(message)), None)
+        self._stream.carry(UP, lambda *_: self._controller.when_running(lambda: self._register(message)), None)
 
     def _register(self, message: Registration) -> None:
         """The controller that knows the earlier process knows from now on that it has ended."""
         known = self._controller.state.members.table[self.rank].registration
-        self._controller.hear(self.rank, self._stream, message)
+        self._controller.hear(self._stream, message)
         now_known = self._controller.state.members.table[self.rank]
         if known is not None and known.pid != message.pid and now_known.dead is None and not self._controller.gone:
             self.job.broken(f"I11: rank {self.rank} has another process, and c{self._controller.place} sees no death")
@@ -48,7 +48,7 @@ class Newcomer:
             self._controller.close_seen(self.rank, self._stream)
             return
         beat = Heartbeat(self.rank, Phase.COMPUTE, OLDER_STEP + 1)
-        self._stream.carry(UP, lambda said: self._controller.hear(self.rank, self._stream, said), beat)
+        self._stream.carry(UP, self._controller.hear, beat)
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
 

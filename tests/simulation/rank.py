@@ -215,13 +215,13 @@ class Rank:
                 self._refused(attempt, _REFUSED)
             return
         self.stream = self._current = stream = Stream(
-            self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route
+            self.rank, self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route
         )
 
         def answer() -> None:
-            stream.carry(DOWN, lambda _: self.run_beside(partial(self._greeted, stream)), None)
+            stream.carry(DOWN, lambda *_: self.run_beside(partial(self._greeted, stream)), None)
 
-        stream.carry(UP, lambda _: controller.when_running(answer), None)
+        stream.carry(UP, lambda *_: controller.when_running(answer), None)
 
     def _refused(self, attempt: int, answer: ev.Disconnected) -> None:
         if attempt == self._attempts and self._current is None:

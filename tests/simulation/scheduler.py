@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 MOST_EVENTS = 200_000
 """Many times more than any simulated job has."""
@@ -21,14 +21,15 @@ class Scheduler:
         self._count = itertools.count()
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (moment if moment > self.now else self.now, next(self._count), call))
+        heappush(self._heap, (moment if moment > self.now else self.now, next(self._count), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.at(self.now + delay_s, call)
+        """`delay_s` is not negative."""
+        heappush(self._heap, (self.now + delay_s, next(self._count), call))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> bool:
         """Run until `done`; False when nothing is left to run or `until_s` passes first."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop = self._heap, heappop
         for _ in range(MOST_EVENTS):
             if self.look:
                 self.look = False
@@ -39,7 +40,7 @@ class Scheduler:
             entry = pop(heap)
             moment, _, call = entry
             if moment > until_s:
-                heapq.heappush(heap, entry)
+                heappush(heap, entry)
                 return False
             self.now = moment
             call()
