@@ -7,9 +7,9 @@ the pairs that a job does not survive are counted from the groups with two holde
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import comb
 
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import Registration
 
 _NAMED = 8

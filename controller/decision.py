@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 from .coverage import Group

@@ -8,10 +8,9 @@ a death means: transitions do. A rank is *suspect* when its stream broke or most
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import inf
 
-from ttp.proto.frozen import replace
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Cause, CauseKind, Registration
 
 from .events import ControllerSettings

@@ -7,11 +7,10 @@ was only slow is thawed. Never learns from a job that is frozen, and knows nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from ttp.proto.frozen import replace
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Heartbeat, Phase
 
 from .rank_table import RankTable

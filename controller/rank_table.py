@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
+
+from ttp.proto.frozen import dataclass
 
 T = TypeVar("T")
 

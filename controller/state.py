@@ -6,9 +6,9 @@ Owns the state's shape and nothing else: frozen and hashable, so that states can
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from math import inf
 
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import Cause, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
 
 from .coverage import Coverage

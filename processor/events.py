@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import (
     Cause,
     CommitRecord,

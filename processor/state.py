@@ -6,9 +6,9 @@ Owns the state's shape: frozen and hashable.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from math import inf
 
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import CommitRecord, FaultReport, Published, PublishOrder, StepFailed, WriteOrder, Written
 
 from .events import ProcessorSettings

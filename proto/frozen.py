@@ -1,8 +1,8 @@
-"""A changed copy of a frozen dataclass, made fast (PURE).
+"""Frozen dataclasses, made and copied fast (PURE).
 
-`replace` is `dataclasses.replace` for the machines' states, which are copied at every event: the attributes are copied as one
-dictionary instead of one by one through the constructor. Only for classes without slots, `__post_init__` and fields that the
-constructor does not take; all others go the usual way.
+`dataclass` and `replace` are those of `dataclasses`, for the messages, events and states that the machines make at every event.
+Only the time differs: a constructor of `dataclasses` sets each field of a frozen class by name through `object.__setattr__`,
+which looks it up, and its `replace` goes through that constructor.
 """
 
 from __future__ import annotations
@@ -10,23 +10,74 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dataclasses import replace as replace  # so that fields and their types are checked
+    from dataclasses import dataclass as dataclass  # so that fields and their types are checked
+    from dataclasses import replace as replace
 else:
     import dataclasses
+    from functools import cache
 
     _new = object.__new__
-    _set = object.__setattr__
+
+    def dataclass(*, frozen, **options):
+        """Return `dataclasses.dataclass` for a frozen class, with a faster constructor where all fields are plain parameters."""
+
+        def decorate(cls):
+            cls = dataclasses.dataclass(frozen=frozen, **options)(cls)
+            names = _parameters(cls)
+            if names and not hasattr(cls, "__post_init__"):
+                cls.__init__ = _constructor(cls, names)
+            return cls
+
+        return decorate
+
+    def _parameters(cls):
+        """Return the names of the fields; none when one of them is not a plain parameter of the constructor."""
+        fields = dataclasses.fields(cls)
+        plain = all(
+            field.init and not field.kw_only and field.default_factory is dataclasses.MISSING for field in fields
+        )
+        return tuple(field.name for field in fields) if plain else ()
+
+    def _constructor(cls, names):
+        """Return a constructor that sets every slot through its own descriptor, or the attributes as one dictionary.
+
+        Written as text and compiled, as `dataclasses` does it: nothing else takes arguments as fast.
+        """
+        usual = cls.__init__
+        setters = {f"set_{name}": getattr(getattr(cls, name, None), "__set__", None) for name in names}
+        if all(setters.values()):
+            body = "; ".join(f"set_{name}(self, {name})" for name in names)
+        elif any(setters.values()):  # slots of a base class only
+            return usual
+        else:
+            setters = {"set_attribute": object.__setattr__}
+            body = f"set_attribute(self, '__dict__', {{{', '.join(f'{name!r}: {name}' for name in names)}}})"
+        made = dict(setters)
+        exec(f"def __init__(self, {', '.join(names)}): {body}", made)
+        init = made["__init__"]
+        for name in ("__defaults__", "__annotations__", "__qualname__", "__module__"):
+            setattr(init, name, getattr(usual, name))
+        return init
 
     def replace(value, /, **changes):
         """Return a copy of `value` with these fields changed. Raises TypeError for a name that is no field."""
         try:
             known = value.__dict__
-        except AttributeError:  # slots
-            return dataclasses.replace(value, **changes)
-        fields = known | changes
+        except AttributeError:
+            return _with_slots(value, changes)
+        copy = _new(value.__class__)
+        fields = copy.__dict__
+        fields |= known
+        fields |= changes
         if len(fields) != len(known):
             unknown = ", ".join(sorted(changes.keys() - known.keys()))
             raise TypeError(f"{value.__class__.__name__} has no field {unknown}; it has {', '.join(known)}")
-        copy = _new(value.__class__)
-        _set(copy, "__dict__", fields)
         return copy
+
+    def _with_slots(value, changes):
+        names = _slots(value.__class__)
+        if not names:
+            return dataclasses.replace(value, **changes)
+        return value.__class__(**{name: getattr(value, name) for name in names} | changes)
+
+    _slots = cache(_parameters)

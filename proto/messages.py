@@ -12,7 +12,8 @@ Downward, to a stream rather than to a rank: Beat (every stream), Successors (ag
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from ttp.proto.frozen import dataclass
 
 EXIT_CODE_PERSISTED = 75
 """Exit status of a survivor that left on the controller's word (EX_TEMPFAIL: try again)."""
