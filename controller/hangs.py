@@ -17,17 +17,23 @@ from .state import ControllerState, Stage
 
 def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
     """A rank said where it is. While frozen that can only disprove a hang."""
-    return beats(state, Beats((message,)), now, out)
+    return _take_places(state, (message,), now, out)
 
 
 def beats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -> ControllerState:
     """Several ranks said where they are."""
+    return _take_places(state, event.messages, now, out)
+
+
+def _take_places(
+    state: ControllerState, messages: tuple[Heartbeat, ...], now: float, out: list[Effect]
+) -> ControllerState:
     if state.stage is not Stage.RUNNING:
-        for message in event.messages:
+        for message in messages:
             state = _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
         return state
     before = pace = state.pace
-    for message in event.messages:
+    for message in messages:
         after = advance(pace, message, now, state.settings)
         if pace.noted and not after.noted:
             out.append(Journal("moving_again", {"rank": message.rank, "after_s": round(now - pace.moved_at, 3)}))

@@ -201,8 +201,8 @@ def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float,
     if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat
         fields |= {"phase": place.phase.name, "step": place.step}
     out.append(Journal("death_seen", fields))
-    state = forget(replace(state, members=bury(state.members, rank, cause, gone, now)), rank)
-    state = replace(state, untold=state.untold - {rank})
+    members = bury(state.members, rank, cause, gone, now)
+    state = forget(replace(state, members=members, untold=state.untold - {rank}), rank)
     if state.stage is Stage.ASSEMBLING:
         return leave(state, f"rank {rank} died before the job had assembled: {cause.text}", now, out)
     if state.stage is Stage.RUNNING:

@@ -78,8 +78,8 @@ class Pace:
 
     @property
     def due(self) -> float:
-        """When something has to be done if nobody gets on until then."""
-        return min(self.note_at, self.hung_at)
+        """When something has to be done if nobody gets on until then: the line in the journal, or, once it is there, the rest."""
+        return self.moved_at + (self.limit_s if self.noted else self.limit_s / 2)
 
 
 def unknown(world_size: int) -> Pace:

@@ -170,13 +170,13 @@ def take_report(state: ControllerState, report: StateReport, out: list[Effect]) 
     fault = state.fault
     assert fault is not None
     known = fault.reports[report.rank]
-    fault = replace(fault, records=_merge(fault.records, report, out), updating=())
+    awaited, reports = fault.awaiting, fault.reports
     if known is None:
-        awaited_one = state.members.table[report.rank].dead is None and report.rank not in fault.stuck
-        fault = replace(fault, awaiting=fault.awaiting - awaited_one)
-    elif _is_older(report, known):
-        return replace(state, fault=fault)
-    return replace(state, fault=replace(fault, reports=fault.reports.put(report.rank, report)))
+        awaited -= state.members.table[report.rank].dead is None and report.rank not in fault.stuck
+    if known is None or not _is_older(report, known):
+        reports = reports.put(report.rank, report)
+    records = _merge(fault.records, report, out)
+    return replace(state, fault=replace(fault, records=records, updating=(), awaiting=awaited, reports=reports))
 
 
 def still_updating(state: ControllerState, rank: int, now: float) -> ControllerState:
@@ -210,7 +210,7 @@ def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Eff
     by_step = {record.step: record for record in records}
     for record in report.records:
         known = by_step.setdefault(record.step, record)
-        if repr(known) != repr(record):  # by text: a skipped step's norm is NaN
+        if known is not record and repr(known) != repr(record):  # by text: a skipped step's norm is NaN
             fields: Fields = {"step": record.step, "rank": report.rank, "known": repr(known), "told": repr(record)}
             out.append(Journal("records_differ", fields))
     return tuple(by_step[step] for step in sorted(by_step)[-_KEPT_RECORDS:])

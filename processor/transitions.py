@@ -108,6 +108,7 @@ def disconnected(state: ProcessorState, event: Disconnected, now: float, out: li
 def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effect]) -> ProcessorState:
     """The job has assembled, or a controller knows this rank: heartbeats begin."""
     new = tuple(address for address in message.successors if address not in state.successors)
+    before = state.term
     state = replace(
         state,
         heartbeat_at=now,
@@ -115,10 +116,11 @@ def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effec
         lease_s=message.lease_s,
         successors=(*state.successors, *new),
         job_groups=message.job_groups or state.job_groups,
+        term=message.term,
     )
-    if state.term not in (-1, message.term):  # the first one is introduced by the session, on rank 0 alone
+    if before not in (-1, message.term):  # the first one is introduced by the session, on rank 0 alone
         out.append(Log(_introduction(state, message)))
-    return replace(state, term=message.term)
+    return state
 
 
 def _introduction(state: ProcessorState, message: Welcome) -> str:
@@ -256,10 +258,11 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
         out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
         if message.cause.kind is CauseKind.HUNG:
             out.append(SaveStacks(message.cause.text))
-    if state.freeze_id != message.freeze_id:
-        state = replace(state, freeze_id=message.freeze_id, orders=())
-    out.append(CloseGate(message.freeze_id))
-    return replace(state, standing=Standing.FROZEN, gate_id=message.freeze_id, answer_by=inf)
+    freeze_id, orders = message.freeze_id, state.orders if state.freeze_id == message.freeze_id else ()
+    out.append(CloseGate(freeze_id))
+    return replace(
+        state, standing=Standing.FROZEN, freeze_id=freeze_id, gate_id=freeze_id, orders=orders, answer_by=inf
+    )
 
 
 def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:

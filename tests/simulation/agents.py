@@ -39,7 +39,10 @@ class Agent:
 
     @property
     def controller(self) -> Controller:
-        return self.job.controller_at(self.addresses[self._place])
+        """The one in its place."""
+        if self._of_place is None:
+            self._of_place = self.job.controller_at(self.addresses[self._place])
+        return self._of_place
 
     def tell(self, report: WorkerExit) -> None:
         if self.lost:
@@ -91,9 +94,7 @@ class Agent:
             self._say(ev.StreamClosed((), self.host))
 
     def _look(self) -> None:
-        controller, now = self._of_place, self.job.scheduler.now
-        if controller is None:
-            controller = self._of_place = self.controller
+        controller, now = self.controller, self.job.scheduler.now
         if controller.heard:
             self._heard = now
         elif now >= self.came_s and (controller.gone or now >= self._heard + self._lease_s):

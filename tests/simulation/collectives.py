@@ -50,7 +50,7 @@ class Collectives:
         if len(meeting.came) == len(members):
             for member in members:
                 self._scheduler.after(self._rng.uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
-        elif self._dead.intersection(members):
+        elif self._dead and not self._dead.isdisjoint(members):
             self._break(meeting, rank)
 
     def _finish(self, meeting: _Meeting, rank: int, key: _Key) -> None:

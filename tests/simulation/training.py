@@ -63,7 +63,15 @@ class Training:
         return tuple(f"g{index}" for index in range(len(self.layout.holders)))
 
     def groups_of(self, rank: int) -> tuple[str, ...]:
-        return tuple(f"g{index}" for index, ranks in enumerate(self.layout.holders) if rank in ranks)
+        return self._groups_of[rank]
+
+    @cached_property
+    def _groups_of(self) -> tuple[tuple[str, ...], ...]:
+        holders = self.layout.holders
+        return tuple(
+            tuple(group for group, ranks in zip(self.groups, holders, strict=True) if rank in ranks)
+            for rank in range(self.layout.world_size)
+        )
 
     def start(self, group: str) -> int:
         return int(group[1:]) + 1
