@@ -78,8 +78,8 @@ class Pace:
 
     @property
     def due(self) -> float:
-        """When something has to be done if nobody gets on until then: the line in the journal, or, once it is there, the rest."""
-        return self.moved_at + (self.limit_s if self.noted else self.limit_s / 2)
+        """When something has to be done if nobody gets on until then."""
+        return self.hung_at if self.noted else self.note_at  # half way comes first
 
 
 def unknown(world_size: int) -> Pace:

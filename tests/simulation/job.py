@@ -420,7 +420,8 @@ class Job:
 
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
-        for part in (*self.ranks, *self.controllers, *self.launchers.values(), self):
+        gates, launchers = [rank.gate for rank in self.ranks], self.launchers.values()
+        for part in (*self.ranks, *gates, *self.controllers, *launchers, self.collectives, self.scheduler, self):
             part.__dict__.clear()
 
 

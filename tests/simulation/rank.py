@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from tests.simulation.controllers import BEAT, ROUNDING_S
 from tests.simulation.gate import Gate
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GROUP_BYTES = 1 << 20
 _REFUSED = ev.Disconnected("connection refused", refused=True)
 _HEARD_BEAT = ev.Received(BEAT)
+_GOT = {kind: f"got {kind.__name__}" for kind in get_args(Downward)}
 LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
 
@@ -285,7 +286,7 @@ class Rank:
             self.started, self.started_s = True, self.job.scheduler.now
             self.soon(0.001, self._compute)
         self.step(_HEARD_BEAT if message is BEAT else ev.Received(message))
-        self.job.happened(f"got {type(message).__name__}", self.rank)
+        self.job.happened(_GOT[type(message)], self.rank)
 
     # --- the gate ---
 
