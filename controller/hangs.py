@@ -14,6 +14,8 @@ from .progress import advance, outlived, rested, standstill, suspects
 from .rounds import begin_fault
 from .state import ControllerState, Stage
 
+_RUNNING = Stage.RUNNING  # found faster than an attribute of an enumeration
+
 
 def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
     """A rank said where it is. While frozen that can only disprove a hang."""
@@ -28,7 +30,7 @@ def beats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -
 def _take_places(
     state: ControllerState, messages: tuple[Heartbeat, ...], now: float, out: list[Effect]
 ) -> ControllerState:
-    if state.stage is not Stage.RUNNING:
+    if state.stage is not _RUNNING:
         for message in messages:
             state = _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
         return state
@@ -44,7 +46,7 @@ def _take_places(
 def look(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Note a standstill half way to the limit; at the limit, close all gates."""
     pace = state.pace
-    if state.stage is not Stage.RUNNING or now < pace.due:
+    if state.stage is not _RUNNING or now < pace.due:
         return state
     living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)
     text, named = standstill(pace, living, now), suspects(pace, living)

@@ -38,7 +38,8 @@ _OF_LAUNCHERS = (AgentHello, WorkerExit)
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 _UNLED = (Stage.STANDBY, Stage.GATHERING)
-_ASSEMBLING, _RUNNING, _EXITING, _OVER = Stage.ASSEMBLING, Stage.RUNNING, Stage.EXITING, Stage.OVER
+_GATHERING, _ASSEMBLING, _RUNNING = Stage.GATHERING, Stage.ASSEMBLING, Stage.RUNNING
+_FREEZING, _EXITING, _OVER = Stage.FREEZING, Stage.EXITING, Stage.OVER
 _LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
 
@@ -77,7 +78,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     else:
         state = replace(state, seen=now)
     state = handler(state, subject, now, out)
-    if state.stage is Stage.GATHERING and _is_of_a_rank(event):
+    if state.stage is _GATHERING and _is_of_a_rank(event):
         state = _heard_while_gathering(state, now)
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
         # It was this controller that was cut off: the others come back as well.
@@ -112,7 +113,7 @@ def next_deadline(state: ControllerState) -> float | None:
         moment = min(moment, state.fault.began + state.settings.total_timeout_s)
         if silent(members):
             return moment
-        if stage is Stage.FREEZING:
+        if stage is _FREEZING:
             moment = min(moment, _round_end(state, state.fault))
     if stage in _ORDERED and state.dump is not None:
         moment = min(moment, state.dump.progress_by, state.dump.patience_until)
@@ -139,7 +140,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     deadline = next_deadline(state)
     if deadline is None or now - deadline <= late_s:
         return state
-    if state.stage is Stage.EXITING:
+    if state.stage is _EXITING:
         return state
     return _grant_time(replace(state, members=came_back(state.members, now, state.settings)), now)
 

@@ -37,8 +37,7 @@ def transition(state: ProcessorState, event: Event, now: float) -> tuple[Process
             f"{subject!r}"
         )
     out: list[Effect] = []
-    state = _listen(state, event, now)
-    return handler(state, subject, now, out), tuple(out)
+    return handler(_listen(state, event, now), subject, now, out), tuple(out)
 
 
 def _listen(state: ProcessorState, event: Event, now: float) -> ProcessorState:

@@ -77,7 +77,8 @@ _OPEN = (Standing.TRAINING,)
 _SHUT = (Standing.FROZEN,)
 _LIVE = (*_OPEN, *_SHUT)
 _GONE = (Standing.LEAVING,)
-_TRAINING, _LEAVING = Standing.TRAINING, Standing.LEAVING
+_TRAINING, _LEAVING = Standing.TRAINING, Standing.LEAVING  # found faster than attributes of an enumeration
+_DOWN, _UP = Link.DOWN, Link.UP
 
 
 # --- the stream ---
@@ -141,11 +142,11 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
     """Do what is due: reconnect, beat, or give up."""
     rank = state.settings.rank
     state = watch(state, event, now)
-    if state.link is not Link.DOWN and now >= go_on_at(state):
-        if state.link is Link.UP:
+    if state.link is not _DOWN and now >= go_on_at(state):
+        if state.link is _UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
-        state = silent(state, now) if state.link is Link.UP else go_on(state, now)
-    if state.link is Link.DOWN and now >= state.reconnect_at:
+        state = silent(state, now) if state.link is _UP else go_on(state, now)
+    if state.link is _DOWN and now >= state.reconnect_at:
         out.append(Connect(controllers(state)[state.place]))
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 BEAT = Beat()
+_STANDBY = Stage.STANDBY  # found faster than an attribute of an enumeration
 
 TOGETHER_S = 0.02
 """Heartbeats that come within so short a time are relayed in one envelope."""
@@ -76,7 +77,7 @@ class Controller:
     @property
     def idle(self) -> bool:
         """A standby that nobody has come to."""
-        return self.state.stage is Stage.STANDBY
+        return self.state.stage is _STANDBY
 
     @property
     def heard(self) -> bool:
@@ -163,7 +164,7 @@ class Controller:
         if self.state.stage is not self._stage:
             self._stage = self.state.stage
             self.job.happened(f"stage {self._stage.value}", -1)
-        if not self._beating and not self.idle and not self.gone:
+        if not (self._beating or self.idle or self.gone):
             self._beating = True
             self._beat()
 

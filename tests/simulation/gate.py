@@ -8,6 +8,7 @@ from tests.simulation.training import Training
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 KEPT_STEPS = 3
+_COMPUTE, _READY, _UPDATING, _DONE = Phase  # found faster than attributes of an enumeration
 
 
 class Gate:
@@ -16,7 +17,7 @@ class Gate:
     def __init__(self, rank: int, training: Training) -> None:
         self.rank = rank
         self.training = training
-        self.phase, self.step, self.state_step = Phase.COMPUTE, 1, 0
+        self.phase, self.step, self.state_step = _COMPUTE, 1, 0
         self.values = {group: training.start(group) for group in training.groups_of(rank)}
         self.backup: tuple[int, dict[str, int]] | None = None
         self.records: tuple[CommitRecord, ...] = ()
@@ -43,12 +44,12 @@ class Gate:
 
     def compute(self, step: int) -> None:
         """Draw the batch of a step; the gradients in memory are no longer those of the step before."""
-        self.phase, self.step, self.gradients_of = Phase.COMPUTE, step, 0
+        self.phase, self.step, self.gradients_of = _COMPUTE, step, 0
         self._host_state = self.training.next_host_state(self._host_state, step)
 
     def ready(self, step: int) -> None:
         """Reduced gradients are final; what the trainer has to remember of the step is noted before its update."""
-        self.phase, self.step, self.gradients_of = Phase.READY, step, step
+        self.phase, self.step, self.gradients_of = _READY, step, step
         self.host_states[step] = self._host_state
         self.host_states.pop(step - KEPT_STEPS, None)
 
@@ -60,7 +61,7 @@ class Gate:
         if self.training.local_copy:
             self.backup = (self.state_step, dict(self.values))
         self.busy = True
-        self.phase, self.step = Phase.UPDATING, record.step
+        self.phase, self.step = _UPDATING, record.step
         self.records = (*self.records, record)[-2:]
         self._clean = dict(self.values)
         self.values = {group: -1 for group in self.values}
@@ -71,7 +72,7 @@ class Gate:
         whole = self.gradients_of == record.step
         self.values = {g: self.training.apply(g, value, record, whole) for g, value in self._clean.items()}
         self.state_step = record.step
-        self.phase = Phase.DONE
+        self.phase = _DONE
         self._free()
 
     def fail(self) -> None:
@@ -111,7 +112,7 @@ class Gate:
             self.enter(call)
 
     def can_roll(self, record: CommitRecord) -> bool:
-        ready = self.phase is Phase.READY and self.step == record.step
+        ready = self.phase is _READY and self.step == record.step
         return self.barred and not self.busy and not self.torn and ready and self.state_step == record.step - 1
 
     def start_roll(self, record: CommitRecord) -> None:

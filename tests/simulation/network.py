@@ -71,7 +71,7 @@ class Stream:
         if self.broken:
             return
         held = self.held(way)
-        if self._scheduler.now < held:  # held while under way
+        if held > self._scheduler.now:  # held while under way
             self._last[way] = max(self._last[way], held)
             self._scheduler.at(held, partial(self._arrive, way, deliver, message))
         else:
