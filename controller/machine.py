@@ -38,8 +38,8 @@ _OF_LAUNCHERS = (AgentHello, WorkerExit)
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 _UNLED = (Stage.STANDBY, Stage.GATHERING)
-_GATHERING, _ASSEMBLING, _RUNNING = Stage.GATHERING, Stage.ASSEMBLING, Stage.RUNNING
-_FREEZING, _EXITING, _OVER = Stage.FREEZING, Stage.EXITING, Stage.OVER
+_STANDBY, _GATHERING, _ASSEMBLING = Stage.STANDBY, Stage.GATHERING, Stage.ASSEMBLING
+_RUNNING, _FREEZING, _EXITING, _OVER = Stage.RUNNING, Stage.FREEZING, Stage.EXITING, Stage.OVER
 _LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
 
@@ -97,7 +97,7 @@ def next_deadline(state: ControllerState) -> float | None:
     if stage is _EXITING:
         return state.deadline
     moment = members.empty_since + settings.orphan_timeout_s
-    if stage in _UNLED:  # leases begin with the takeover
+    if stage is _STANDBY or stage is _GATHERING:  # leases begin with the takeover
         moment = min(moment, state.deadline) if members.present else moment
         return None if moment == inf else moment
     moment = members.sweep_at if members.sweep_at < moment else moment
@@ -110,12 +110,12 @@ def next_deadline(state: ControllerState) -> float | None:
         due = state.pace.due
         moment = due if due < moment else moment
     if state.fault is not None:
-        moment = min(moment, state.fault.began + state.settings.total_timeout_s)
+        moment = min(moment, state.fault.began + settings.total_timeout_s)
         if silent(members):
             return moment
         if stage is _FREEZING:
             moment = min(moment, _round_end(state, state.fault))
-    if stage in _ORDERED and state.dump is not None:
+    if state.dump is not None and stage in _ORDERED:
         moment = min(moment, state.dump.progress_by, state.dump.patience_until)
     return None if moment == inf else moment
 
@@ -198,7 +198,7 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
-    return state.stage in _LED and silent(state.members)
+    return silent(state.members) and state.stage in _LED
 
 
 def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:

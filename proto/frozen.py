@@ -70,14 +70,20 @@ else:
         fields |= known
         fields |= changes
         if len(fields) != len(known):
-            unknown = ", ".join(sorted(changes.keys() - known.keys()))
-            raise TypeError(f"{value.__class__.__name__} has no field {unknown}; it has {', '.join(known)}")
+            raise _unknown(value, known, changes)
         return copy
 
     def _with_slots(value, changes):
         names = _slots(value.__class__)
         if not names:
             return dataclasses.replace(value, **changes)
-        return value.__class__(**{name: getattr(value, name) for name in names} | changes)
+        fields = {name: getattr(value, name) for name in names} | changes
+        if len(fields) != len(names):
+            raise _unknown(value, names, changes)
+        return value.__class__(*fields.values())
+
+    def _unknown(value, known, changes):
+        unknown = ", ".join(name for name in sorted(changes) if name not in known)
+        return TypeError(f"{value.__class__.__name__} has no field {unknown}; it has {', '.join(known)}")
 
     _slots = cache(_parameters)

@@ -48,8 +48,9 @@ class Collectives:
         meeting.waiting[rank] = (done, fail)
         meeting.came.add(rank)
         if len(meeting.came) == len(members):
+            after, uniform = self._scheduler.after, self._rng.uniform
             for member in members:
-                self._scheduler.after(self._rng.uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
+                after(uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
         elif self._dead and not self._dead.isdisjoint(members):
             self._break(meeting, rank)
 

@@ -73,6 +73,10 @@ class Training:
             for rank in range(self.layout.world_size)
         )
 
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {group: index for index, group in enumerate(self.groups)}
+
     def start(self, group: str) -> int:
         return int(group[1:]) + 1
 
@@ -84,7 +88,7 @@ class Training:
         """Return a shard's state after an update."""
         if record.skipped:
             return value
-        gradient = hash((record.step, int(group[1:]), 0 if whole_gradients else 999))
+        gradient = hash((record.step, self._numbers[group], 0 if whole_gradients else 999))
         scaled = gradient * int(record.clip_factor * 1e9) + int(record.learning_rates[0] * 1e9)
         return (value * 1_000_003 + scaled) % _MODULUS
 
