@@ -60,7 +60,10 @@ else:
         return init
 
     def replace(value, /, **changes):
-        """Return a copy of `value` with these fields changed. Raises TypeError for a name that is no field."""
+        """Return a copy of `value` with these fields changed. Raises TypeError for a name that is no field.
+
+        Of a class without slots the constructor is not called, nor `__post_init__`.
+        """
         try:
             known = value.__dict__
         except AttributeError:

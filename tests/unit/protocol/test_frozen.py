@@ -1,14 +1,16 @@
-"""The fast copy of a frozen dataclass is the library's, but for its speed."""
+"""Frozen dataclasses that are made and copied fast are the library's, but for their speed."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from typing import Any
 
 import pytest
 
 from ttp.controller import machine
 from ttp.controller.events import ControllerSettings
-from ttp.proto.frozen import replace
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Thaw
 
 
@@ -33,3 +35,66 @@ def test_an_unknown_field_is_refused() -> None:
     state = machine.initial(ControllerSettings("job", 1, 4), 0.0)
     with pytest.raises(TypeError, match="ControllerState has no field freezeid"):
         replace(state, freezeid=3)  # type: ignore[call-arg]
+
+
+def order(made_by: Any, slots: bool) -> type[Any]:
+    """Return a class made by this decorator."""
+
+    class Order:
+        rank: int
+        name: str = "a"
+        parts: tuple[int, ...] = ()
+
+    kind: type[Any] = made_by(frozen=True, slots=slots)(Order)
+    return kind
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_a_fast_class_is_the_librarys(slots: bool) -> None:
+    """Positions, keywords and defaults, text, order of fields, equality and hash; what is missing or too much is refused."""
+    usual, fast = order(dataclasses.dataclass, slots), order(dataclass, slots)
+    for made in ((1,), (1, "b"), (1, "b", (2, 3))):
+        assert repr(fast(*made)) == repr(usual(*made))
+        assert dataclasses.astuple(fast(*made)) == dataclasses.astuple(usual(*made))
+    assert fast(1, parts=(2,)) == fast(rank=1, name="a", parts=(2,)) != fast(1)
+    assert len({fast(1), fast(1), fast(2)}) == 2
+    assert inspect.signature(fast) == inspect.signature(usual)
+    for wrong in (lambda: fast(), lambda: fast(1, "b", (), 4), lambda: fast(1, rank=1), lambda: fast(1, ranks=1)):
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fast(1).rank = 2
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_fields_that_are_no_plain_parameters_are_made_as_the_library_makes_them(slots: bool) -> None:
+    """A default that is made anew, a parameter by keyword only, and a constructor that goes on."""
+
+    @dataclass(frozen=True, slots=slots)
+    class Made:
+        rank: int
+        seen: list[int] = dataclasses.field(default_factory=list)
+
+    @dataclass(frozen=True, slots=slots, kw_only=True)
+    class Named:
+        rank: int
+
+    @dataclass(frozen=True, slots=slots)
+    class Checked:
+        rank: int
+
+        def __post_init__(self) -> None:
+            if self.rank < 0:
+                raise ValueError(self.rank)
+
+    assert Made(1).seen == [] and Made(1).seen is not Made(1).seen
+    assert replace(Made(1), rank=2) == Made(2)
+    assert replace(Named(rank=1), rank=2) == Named(rank=2)
+    with pytest.raises(ValueError, match="-1"):
+        Checked(-1)
+
+
+def test_an_unknown_field_of_a_message_is_refused() -> None:
+    """With slots as well."""
+    with pytest.raises(TypeError, match="Thaw has no field freezeid; it has freeze_id"):
+        replace(Thaw(1), freezeid=3)  # type: ignore[call-arg]
