@@ -38,7 +38,7 @@ _OF_LAUNCHERS = (AgentHello, WorkerExit)
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 _UNLED = (Stage.STANDBY, Stage.GATHERING)
-_STANDBY, _GATHERING, _ASSEMBLING = Stage.STANDBY, Stage.GATHERING, Stage.ASSEMBLING
+_GATHERING, _ASSEMBLING = Stage.GATHERING, Stage.ASSEMBLING
 _RUNNING, _FREEZING, _EXITING, _OVER = Stage.RUNNING, Stage.FREEZING, Stage.EXITING, Stage.OVER
 _LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
@@ -97,7 +97,7 @@ def next_deadline(state: ControllerState) -> float | None:
     if stage is _EXITING:
         return state.deadline
     moment = members.empty_since + settings.orphan_timeout_s
-    if stage is _STANDBY or stage is _GATHERING:  # leases begin with the takeover
+    if stage in _UNLED:  # leases begin with the takeover
         moment = min(moment, state.deadline) if members.present else moment
         return None if moment == inf else moment
     moment = members.sweep_at if members.sweep_at < moment else moment
