@@ -69,8 +69,8 @@ class Pace:
 
     @property
     def note_at(self) -> float:
-        """When a standstill is worth a line in the journal: half way to the limit."""
-        return inf if self.noted else self.moved_at + self.limit_s / 2
+        """When a standstill is worth its line in the journal: half way to the limit."""
+        return self.moved_at + self.limit_s / 2
 
     @property
     def hung_at(self) -> float:
@@ -79,7 +79,7 @@ class Pace:
     @property
     def due(self) -> float:
         """When something has to be done if nobody gets on until then."""
-        return self.hung_at if self.noted else self.note_at  # half way comes first
+        return self.hung_at if self.noted else self.note_at
 
 
 def unknown(world_size: int) -> Pace:

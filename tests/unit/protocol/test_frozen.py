@@ -66,20 +66,19 @@ def test_a_fast_class_is_the_librarys(slots: bool) -> None:
         fast(1).rank = 2
 
 
-@pytest.mark.parametrize("slots", [True, False])
-def test_fields_that_are_no_plain_parameters_are_made_as_the_library_makes_them(slots: bool) -> None:
+def test_fields_that_are_no_plain_parameters_are_made_as_the_library_makes_them() -> None:
     """A default that is made anew, a parameter by keyword only, and a constructor that goes on."""
 
-    @dataclass(frozen=True, slots=slots)
+    @dataclass(frozen=True, slots=True)
     class Made:
         rank: int
         seen: list[int] = dataclasses.field(default_factory=list)
 
-    @dataclass(frozen=True, slots=slots, kw_only=True)
+    @dataclass(frozen=True, slots=True, kw_only=True)
     class Named:
         rank: int
 
-    @dataclass(frozen=True, slots=slots)
+    @dataclass(frozen=True, slots=True)
     class Checked:
         rank: int
 
