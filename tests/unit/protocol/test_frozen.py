@@ -59,9 +59,15 @@ def test_a_fast_class_is_the_librarys(slots: bool) -> None:
     assert fast(1, parts=(2,)) == fast(rank=1, name="a", parts=(2,)) != fast(1)
     assert len({fast(1), fast(1), fast(2)}) == 2
     assert inspect.signature(fast) == inspect.signature(usual)
-    for wrong in (lambda: fast(), lambda: fast(1, "b", (), 4), lambda: fast(1, rank=1), lambda: fast(1, ranks=1)):
+    wrong: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+        ((), {}),
+        ((1, "b", (), 4), {}),
+        ((1,), {"rank": 1}),
+        ((1,), {"ranks": 1}),
+    )
+    for positions, names in wrong:
         with pytest.raises(TypeError):
-            wrong()
+            fast(*positions, **names)
     with pytest.raises(dataclasses.FrozenInstanceError):
         fast(1).rank = 2
 
