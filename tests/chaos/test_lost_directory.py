@@ -60,9 +60,10 @@ def test_a_job_whose_first_directory_dies_goes_on_in_the_second(tmp_path: Path) 
     first, second = tmp_path / "first", tmp_path / "second"
     assert "going on without a directory" in launch.text and "left alone until the next start" in launch.text
     assert first.read_bytes() == b""
-    assert [verify(path).step for path in list_checkpoints([second])] == [12, 9, 5], launch.text
-    assert launch.read("resumed-0-1") == str(second / "iter_0000005")
-    assert launch.read("resumed-0-2") == str(second / "iter_0000009")
+    last, *gasps = (verify(path).step for path in list_checkpoints([second]))
+    # Whether the survivor had the record of the step in which the other died is a race of the collective: both are right.
+    assert last == 12 and gasps in ([9, 5], [8, 5], [9, 4], [8, 4]), launch.text
+    assert [launch.read(f"resumed-0-{start}") for start in (2, 1)] == [str(second / f"iter_{g:07d}") for g in gasps]
     assert launch.read("saved-0-2") == str(second / "iter_0000012")
     assert [(second / "ttp_log" / f"journal_{start}.jsonl").exists() for start in (0, 1, 2)] == [False, True, True]
     story = [json.loads(line) for line in (second / "ttp_log" / "story.jsonl").read_text().splitlines()]
