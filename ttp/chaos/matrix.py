@@ -38,9 +38,8 @@ that the role's rank is the lowest one left, which publishes (`last` never is)."
 IN_STEP = ("kill", "segv", "abort", "exit", "raise", "async", "stop", "gil", "hang", "term")
 DUMP_CALLS = (0, 1, 2)
 DUMP_EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
-ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "45"}
-"""A hang is found within a minute where the job's pace is not known yet (the first eight steps of a start: the last rank's), and
-within seconds where it is (the others')."""
+ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20"}
+"""A hang is found soon although the job's pace is not known yet: that takes eight seconds, and the faults come sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ def _in_step() -> Iterator[Cell]:
     for kind in IN_STEP:
         for point in POINTS:
             for role, rank in ROLES.items():
-                known = Moment(after_steps=(10, 14)) if kind == "hang" and role != "last" else _soon()
-                yield Cell(kind, point, role, _fault(kind, rank, point=point, moment=known))
+                yield Cell(kind, point, role, _fault(kind, rank, point=point))
     for kind in ("kill", "stop", "term"):  # from outside, wherever the rank is
         for role, rank in ROLES.items():
             yield Cell(kind, "any", role, _fault(kind, rank, point="now"))
