@@ -139,7 +139,7 @@ def allocate(
 
     Collective. Parameters keep their identity and shape; their memory becomes a view of the bucket.
     """
-    held = len(layout.held(rank))
+    held = layout.held(rank)
     memory = []
     for bucket in layout.buckets:
         dtype = getattr(torch, bucket.dtype)
@@ -154,8 +154,10 @@ def allocate(
         if group is not None and layout.world > 1:
             dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         grads = torch.zeros(bucket.numel, dtype=grad_dtype or dtype, device=device)
-        reduced = torch.zeros(held, bucket.shard_numel, dtype=torch.float32, device=device)
-        memory.append(BucketMemory(flat, grads, reduced))
+        apart = (len(held), bucket.shard_numel)
+        slots = grads.view(layout.shards, -1)
+        rows = [slots[shard] for shard in held] if grads.dtype == torch.float32 else torch.zeros(apart, device=device)
+        memory.append(BucketMemory(flat, grads, tuple(rows)))
     return memory
 
 

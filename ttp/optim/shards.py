@@ -47,7 +47,7 @@ class _Update:
     """One bucket's base optimizer; `groups[i]` is the optimizer's param group behind base.param_groups[i]."""
 
     base: Optimizer
-    reduced: torch.Tensor
+    reduced: tuple[torch.Tensor, ...]
     groups: tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class HeldShards:
         self._held = layout.held(rank)
         self._memory = memory
         self._counts = layout.holders(self._held[0])[0] == rank
-        self._masters = [torch.zeros_like(m.reduced) for m in memory]
+        self._masters = [tuple(torch.zeros_like(row) for row in m.reduced) for m in memory]
         self._local_copy = local_copy
         self._updates: list[_Update] = []
         self._pieces: list[_Piece] = []
@@ -77,8 +77,8 @@ class HeldShards:
         for place, shard in enumerate(self._held):
             for segment in self._layout.shard_segments(shard):
                 run = slice(segment.offset, segment.offset + segment.padded)
-                param = torch.nn.Parameter(self._masters[segment.bucket][place, run])
-                param.grad = self._memory[segment.bucket].reduced[place, run]
+                param = torch.nn.Parameter(self._masters[segment.bucket][place][run])
+                param.grad = self._memory[segment.bucket].reduced[place][run]
                 piece = _Piece(segment, self._layout.params[segment.param], place, param)
                 self._pieces.append(piece)
                 by_bucket.setdefault(segment.bucket, []).append(piece)
@@ -90,17 +90,18 @@ class HeldShards:
             self._updates.append(update)
         self._state = self._find_state()
         if self._local_copy:
-            live = [*self._masters, *(value for state in self._state for value in state.values())]
+            live = [row for rows in self._masters for row in rows]
+            live += [value for state in self._state for value in state.values()]
             copies = [value.clone() for value in live]
             self._pairs = (live, copies)
             self._copies = {id(value): copy for value, copy in zip(live, copies, strict=True)}
 
     def masters_from_params(self) -> None:
         """Take the parameters as they are for masters."""
-        for master, memory in zip(self._masters, self._memory, strict=True):
+        for rows, memory in zip(self._masters, self._memory, strict=True):
             slots = memory.params.view(self._layout.shards, -1)
-            for place, shard in enumerate(self._held):
-                master[place].copy_(slots[shard])
+            for row, shard in zip(rows, self._held, strict=True):
+                row.copy_(slots[shard])
 
     def masters_to_params(self, bucket: int) -> None:
         """Round this rank's own shard of `bucket` into the low-precision parameters, ready to be gathered."""
@@ -112,7 +113,7 @@ class HeldShards:
 
         Finite FP32 values cannot overflow it: it is finite exactly when every element is.
         """
-        device = self._masters[0].device
+        device = self._masters[0][0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if not self._counts:
             return total
@@ -145,10 +146,11 @@ class HeldShards:
     ) -> None:
         """Unscale (and clamp) the reduced gradients in place and run the base optimizers on them."""
         for index, update in enumerate(self._updates):
-            if factor != 1.0:
-                update.reduced.mul_(factor)
-            if clamp is not None:
-                update.reduced.clamp_(-clamp, clamp)
+            for row in update.reduced:
+                if factor != 1.0:
+                    row.mul_(factor)
+                if clamp is not None:
+                    row.clamp_(-clamp, clamp)
             if index == len(self._updates) // 2:
                 midway()
             for group, number in zip(update.base.param_groups, update.groups, strict=True):
@@ -191,9 +193,11 @@ class HeldShards:
                     value.copy_(source[key])
 
     def bytes_held(self) -> int:
-        """Count masters, state, reduced gradients and local copies, padding included."""
-        tensors = [*self._masters, *(m.reduced for m in self._memory), *self._pairs[1]]
+        """Count masters, state, local copies, and reduced gradients where they have memory of their own, padding included."""
+        tensors = [row for rows in self._masters for row in rows]
+        tensors += [row for memory in self._memory if not memory.in_place for row in memory.reduced]
         tensors += [value for state in self._state for value in state.values()]
+        tensors += self._pairs[1]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _find_state(self) -> list[dict[str, torch.Tensor]]:
@@ -207,8 +211,8 @@ class HeldShards:
         piece, segment = self._pieces[number], self._pieces[number].segment
         spec = self._layout.params[segment.param]
         shape, block = spec.whole_shape, spec.block
-        master = self._masters[segment.bucket]
-        row = (self._copies[id(master)] if backup else master)[piece.place]
+        master = self._masters[segment.bucket][piece.place]
+        row = self._copies[id(master)] if backup else master
         yield HeldTensor(f"model.{spec.name}", shape, segment.start, row[segment.offset :][: segment.numel], block)
         for key, live in self._state[number].items():
             value = self._copies[id(live)] if backup else live

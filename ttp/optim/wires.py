@@ -41,8 +41,14 @@ class BucketMemory:
     """Low-precision parameters, whole bucket."""
     grads: torch.Tensor
     """Gradients in the wire's dtype, whole bucket. Used as scratch while they are reduced."""
-    reduced: torch.Tensor
-    """[held shards, shard_numel] FP32: the sum over all ranks, in the order of Layout.held."""
+    reduced: tuple[torch.Tensor, ...]
+    """FP32, one of shard_numel for each held shard, in the order of Layout.held: the sum over all ranks. FP32 gradients are reduced
+    where they lie: these are then the shards' slots of `grads`."""
+
+    @property
+    def in_place(self) -> bool:
+        """True when `reduced` lies in `grads`."""
+        return self.grads.dtype == self.reduced[0].dtype
 
 
 class Wires(Protocol):
@@ -73,16 +79,14 @@ class Row:
         """Return this rank's slot of a bucket."""
         return flat.view(self.size, -1)[self.slot]
 
-    def scatter(self, out: torch.Tensor, flat: torch.Tensor) -> Works:
-        """Sum `flat` over the row, this rank's slot into `out` (which may be that slot itself)."""
+    def scatter(self, flat: torch.Tensor) -> Works:
+        """Sum `flat` over the row, this rank's slot in its place; the other slots are used up."""
         if self.size == 1:
-            if out.data_ptr() != flat.data_ptr():
-                out.copy_(flat)
             return []
         if self._in_order:
-            return [_reduce_scatter(out, flat, group=self._group, async_op=True)]
+            return [_reduce_scatter(self.own(flat), flat, group=self._group, async_op=True)]
         slots = flat.view(self.size, -1)
-        return [dist.reduce_scatter(out, [slots[s] for s in self._slots], group=self._group, async_op=True)]
+        return [dist.reduce_scatter(self.own(flat), [slots[s] for s in self._slots], group=self._group, async_op=True)]
 
     def gather(self, flat: torch.Tensor) -> Works:
         """Fill every slot of `flat` from its rank."""
@@ -105,16 +109,15 @@ class EvenWires:
         self._received: dict[int, torch.Tensor] = {}
 
     def scatter(self, memory: BucketMemory) -> Works:
-        same = memory.grads.dtype == memory.reduced.dtype
-        return self._row.scatter(memory.reduced[0] if same else self._row.own(memory.grads), memory.grads)
+        return self._row.scatter(memory.grads)
 
     def exchange(self, memory: BucketMemory) -> Works:
         if self._replicas == 1:
             return []
-        if memory.grads.dtype == memory.reduced.dtype:
-            return [dist.all_reduce(memory.reduced[0], group=self._column, async_op=True)]
         own = self._row.own(memory.grads)
-        if self._replicas * own.element_size() <= memory.reduced.element_size():
+        if memory.in_place:
+            return [dist.all_reduce(own, group=self._column, async_op=True)]
+        if self._replicas * own.element_size() <= memory.reduced[0].element_size():
             # Two 16-bit shards are just as large as the FP32 shard that their sum will fill: no memory of its own.
             received = memory.reduced[0].view(own.dtype)[: self._replicas * own.numel()]
         else:
@@ -123,7 +126,7 @@ class EvenWires:
         return [_all_gather(received, own, group=self._column, async_op=True)]
 
     def settle(self, memory: BucketMemory) -> None:
-        if memory.grads.dtype == memory.reduced.dtype:
+        if memory.in_place:
             return
         if self._replicas == 1:
             memory.reduced[0].copy_(self._row.own(memory.grads))
@@ -149,15 +152,11 @@ class RingWires:
         self._to = _global_rank(group, layout.successor[rank])
 
     def scatter(self, memory: BucketMemory) -> Works:
-        same = memory.grads.dtype == memory.reduced.dtype
-        return self._row.scatter(memory.reduced[0] if same else self._row.own(memory.grads), memory.grads)
+        return self._row.scatter(memory.grads)
 
     def exchange(self, memory: BucketMemory) -> Works:
-        if memory.grads.dtype == memory.reduced.dtype:
-            give, take = memory.reduced[0], memory.reduced[1]
-        else:
-            # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
-            give, take = self._row.own(memory.grads), self._taken(memory)
+        # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
+        give, take = self._row.own(memory.grads), self._taken(memory)
         pair = [
             dist.P2POp(dist.isend, give, self._to, group=self._ring),
             dist.P2POp(dist.irecv, take, self._from, group=self._ring),
@@ -165,7 +164,7 @@ class RingWires:
         return list(dist.batch_isend_irecv(pair))
 
     def settle(self, memory: BucketMemory) -> None:
-        if memory.grads.dtype != memory.reduced.dtype:
+        if not memory.in_place:
             memory.reduced[0].copy_(self._row.own(memory.grads))
             memory.reduced[1].copy_(self._taken(memory))
 
