@@ -26,7 +26,9 @@ from .tensor import check_divides
 
 OPTIMIZER_BYTES = 12
 """FP32 master and two moments of a parameter; a checkpoint has the same."""
-REDUCED_BYTES = 4
+MASTER_BYTES = REDUCED_BYTES = 4
+"""Memory of their own for parameters and gradients shorter than FP32; in FP32 parameters are their own masters and gradients are
+reduced in place."""
 GIB = 2**30
 _RECOMPUTED = {
     "none": "nothing recomputed",
@@ -92,11 +94,11 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
     )
     local = dense + experts
     dtype = DTYPES[model.params_dtype].itemsize
-    share = replicas / dp
-    expert_share = min(1.0, replicas * ep / dp)
-    held = dense * share + experts * expert_share
-    copy = 2 if config.training_config.local_copy_os else 1
-    per_parameter = OPTIMIZER_BYTES * copy + REDUCED_BYTES
+    ring = bool(dp % replicas or dp // ep % replicas)
+    optimizer, alone = (
+        _optimizer(config, dense, dp, holders, ring) + _optimizer(config, experts, dp // ep, holders, ring)
+        for holders in (replicas, 1)
+    )
     tokens = data.batch_size * model.seq_length
     compute = DTYPES[model.compute_dtype].itemsize
     layers = -(-model.num_layers // pp)
@@ -108,8 +110,8 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         local_parameters=local,
         weights=local * dtype,
         gradients=local * dtype,
-        optimizer=int(held * per_parameter),
-        copies=int(held * per_parameter * (1 - 1 / replicas)),
+        optimizer=optimizer,
+        copies=optimizer - alone,
         activations=_activations(config, layers, min(pp, data.micro_batch_num)),
         data_parallel_wire=_wire(dense, dp, replicas, dtype) + _wire(experts, dp // ep, replicas, dtype),
         tensor_wire=int(4 * layers * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute),
@@ -142,6 +144,16 @@ def _local(config: Config, mine: Sequence[Stage]) -> tuple[int, int]:
             slices = tp if name.endswith(_BY_TENSOR_RANKS) else 1
             found[".experts." in name] += rows * math.prod(parameter.shape[1:]) // slices
     return found[0], found[1]
+
+
+def _optimizer(config: Config, numel: int, ranks: int, replicas: int, ring: bool) -> int:
+    """Return the bytes of a rank's shards of parameters that it shares with `ranks` (see ttp/optim/shards.py)."""
+    replicas = min(replicas, ranks)
+    backup = OPTIMIZER_BYTES if config.training_config.local_copy_os else 0
+    if DTYPES[config.model_config.params_dtype] != torch.float32:
+        return numel * replicas * (OPTIMIZER_BYTES + REDUCED_BYTES + backup) // ranks
+    second = MASTER_BYTES if ring and replicas > 1 else 0  # the master of the shard that another rank gathers from
+    return numel * (replicas * (OPTIMIZER_BYTES - MASTER_BYTES + backup) + second) // ranks
 
 
 def _activations(config: Config, layers: int, in_flight: int) -> int:

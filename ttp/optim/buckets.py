@@ -30,6 +30,8 @@ class _Place:
     view: torch.Tensor
     """This rank's part of the gradient."""
     bucket: int
+    memory: int
+    """Where the parameter's values lie."""
     stale: bool = True
     """The view holds nothing of the step at hand: it was reduced, or never written."""
     arrived: bool = False
@@ -58,7 +60,7 @@ class GradBuckets:
         self._buckets, self._lane = buckets, lane
         self._touched, self._launched = touched, launched
         self._places = [
-            _Place(name, param, _view(bucket.memory.grads, param, offset), index)
+            _Place(name, param, _view(bucket.memory.grads, param, offset), index, local_of(param).data_ptr())
             for index, bucket in enumerate(buckets)
             for (name, param), offset in zip(bucket.params, bucket.offsets, strict=True)
         ]
@@ -90,31 +92,47 @@ class GradBuckets:
             self._synchronised = before
 
     def zero(self) -> None:
-        """Forget all gradients and point every parameter's grad at its place in a bucket."""
+        """Forget all gradients: backward's first one of each parameter is copied to its place in a bucket, further ones are added.
+
+        Without hooks nobody would copy it: then every parameter's grad is its place already, and zero.
+        """
         if self._next:
             self.finish()  # other ranks may have launched more of a step that is thrown away: stay in order
+        else:
+            self._begin()
+        if self._hooks or not self._direct:
+            return
         for bucket in self._buckets:
             bucket.memory.grads.zero_()
         for place in self._places:
             place.stale = False
-            place.param.grad = place.view if self._direct else None
+            place.param.grad = place.view
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return the view of a gradient in its bucket; zeros where backward has not come to it."""
         place = next((place for place in self._places if place.name == name), None)
         if place is None:
             raise ConfigError(f"no parameter is called {name!r}")
+        self._touched()
         if place.stale:
             place.view.zero_()
             place.stale = False
+            if self._direct:
+                place.param.grad = place.view
         return place.view
 
     def finish(self) -> None:
         """Reduce what is left, and wait; then `reduced` of every bucket is final and the gradients are used up.
 
         A parameter that backward did not reach counts as a zero gradient. On an accelerator the current stream waits,
-        not the thread.
+        not the thread. Raises ConfigError for a parameter that has got other memory.
         """
+        for place in self._places:
+            if not isinstance(place.param, DTensor) and place.param.data_ptr() != place.memory:
+                raise ConfigError(
+                    f"parameter {place.name!r} has got other memory since the optimizer was built (by `param.data = ...` or"
+                    f" model.to()): updates would not reach it; move the model before, and write values in place"
+                )
         for place in self._places:
             if place.bucket >= self._next and (place.stale or (self._direct and place.param.grad is None)):
                 place.view.zero_()

@@ -149,10 +149,18 @@ class Layout:
         return len(self.rows[0])
 
     def holders(self, shard: int) -> tuple[int, ...]:
-        """Return the ranks that hold `shard`. The first one counts it in sums over all shards."""
+        """Return the ranks that hold `shard`."""
         if self.ring:
             return (shard, self.successor[shard])
         return tuple(row[shard] for row in self.rows)
+
+    def counted_run(self, bucket: BucketSpec, shard: int, rank: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of its `shard` of `bucket` that `rank` counts in sums over all shards: every element is
+        counted by one holder, and the holders share the work."""
+        holders = self.holders(shard)
+        run = _align(-(-bucket.shard_numel // len(holders)))
+        place = holders.index(rank)
+        return min(place * run, bucket.shard_numel), min((place + 1) * run, bucket.shard_numel)
 
     def held(self, rank: int) -> tuple[int, ...]:
         """Return the shards that `rank` holds; the one that it reduces and gathers first."""

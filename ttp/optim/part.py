@@ -70,6 +70,7 @@ class Cut:
     bucket_bytes: int
     grad_dtype: torch.dtype | None
     local_copy: bool
+    masters_apart: bool
     hosts: Sequence[str] | None
     timeout: timedelta | None
 
@@ -98,7 +99,7 @@ def build_part(group: Any, named: Sequence[NamedParam], places: Sequence[int], c
     check_agreement(layout, group, rank, device)
     memory = allocate(layout, rank, [entry.param for entry in mine], cut.grad_dtype, group)
     wires = make_wires(layout, group, rank, cut.timeout)
-    shards = HeldShards(layout, rank, memory, cut.local_copy)
+    shards = HeldShards(layout, rank, memory, cut.local_copy, cut.masters_apart)
     return Part(group, rank, layout, mine, tuple(places), memory, wires, shards)
 
 

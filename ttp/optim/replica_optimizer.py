@@ -8,7 +8,7 @@ writes checkpoints, never talks to a controller.
     step: ready(t)    this rank's reduced gradients are final
           agree       one small all-reduce: squares, overflow, the caller's sums; everyone builds the same CommitRecord
           begin_update, local update of the held shards (no collective), end_update        state = t
-          gather      masters -> low-precision parameters, all-gather within the row
+          gather      masters -> parameters where they are not one memory, all-gather within the row
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class TTPReplicaOptimizer(Optimizer):
         bucket_bytes: int = 25 * 2**20,
         grad_dtype: torch.dtype | None = None,
         local_copy: bool = False,
+        masters_apart: bool = False,
         compare_every: int = 100,
         hosts: Sequence[str] | None = None,
         timeout: timedelta | None = None,
@@ -93,7 +94,8 @@ class TTPReplicaOptimizer(Optimizer):
         and `sums`, so that its commit record proves that all of them were ready.
         `micro_batches`: backward passes a step; gradients are averaged over ranks and passes
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
-        `replicas`: ranks that hold each shard; a lone rank has all state and no copy.
+        `replicas`: ranks that hold each shard; a lone rank has all state and no copy. `masters_apart`: FP32 parameters are their
+        own masters unless this is True; then masters have memory of their own, as those of 16-bit parameters always have.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
@@ -139,7 +141,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
-        cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, hosts, timeout)
+        cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, masters_apart, hosts, timeout)
         self._parts = [
             build_part(of, named, places, cut, device) for of, places in by_process_group(named, self._group)
         ]
@@ -184,7 +186,7 @@ class TTPReplicaOptimizer(Optimizer):
         return self._buckets.gradient(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Start a step: clear the buckets and make every grad a view of its bucket (whatever `set_to_none`)."""
+        """Start a step: forget all gradients (`p.grad` is None until backward comes to it, whatever `set_to_none`)."""
         self._touch(force=True)
         self._buckets.zero()
 
@@ -192,9 +194,8 @@ class TTPReplicaOptimizer(Optimizer):
     def step(self, sums: Sequence[float] | torch.Tensor | None = None) -> StepResult:  # type: ignore[override]
         """Finish the step's reductions, agree with all ranks, update the held shards, gather the parameters.
 
-        `sums`: small numbers (a loss, a token count) that ride along and come back summed over the ranks; as many on
-        every rank. Collective: every rank of the group calls it. It is `agree`, `begin_update`, `apply`, `end_update`,
-        `start_gather` and `finish_gather`, in this order.
+        `sums`: small numbers (a loss, a token count) that come back summed over the ranks; as many on every rank. Collective:
+        every rank calls it. It is `agree`, `begin_update`, `apply`, `end_update`, `start_gather`, `finish_gather`, in this order.
         """
         record, told_to_leave = self.agree(sums)
         step = record.step
@@ -217,6 +218,7 @@ class TTPReplicaOptimizer(Optimizer):
         """
         step = self.current_step + 1
         self._touch()
+        self.finish_gather()  # a gather still under way may write where the update will
         self._tracker.waiting = True
         self._buckets.finish()
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
@@ -257,7 +259,7 @@ class TTPReplicaOptimizer(Optimizer):
 
     @torch.no_grad()
     def start_gather(self, step: int) -> None:
-        """Begin to share the updated parameters; until `finish_gather` they are half new."""
+        """Begin to share the updated parameters; from `apply` until `finish_gather` they are half new."""
         self._gather.start()
         self._point("gathering", step)
 
@@ -304,7 +306,7 @@ class TTPReplicaOptimizer(Optimizer):
         raise CheckpointError("a rank holds only shards; load with a ttp session (or `load_begin`)")
 
     def masters_from_params(self) -> None:
-        """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict)."""
+        """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict): on every rank."""
         for part in self._parts:
             part.shards.masters_from_params()
 
@@ -424,7 +426,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._host_state = self._host_backup = self._describe()
 
     def _touch(self, force: bool = False) -> None:
-        """Say that gradients are about to change, once a step; waits while frozen. The reduced ones are void from here."""
+        """Say that gradients are about to change, once a step; waits while frozen. The reduced ones, often the same memory, are void."""
         step = self.current_step + 1
         if force or self._ready or self._computing != step:
             self._tracker.computing(step)
@@ -437,10 +439,8 @@ class TTPReplicaOptimizer(Optimizer):
 
     def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, bool]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
-        squares = self._parts[0].shards.square_sum()
-        for part in self._parts[1:]:
-            squares += part.shards.square_sum()
-        agreed = self.spanning.agree(step, squares, self._tracker.notice, sums)
+        squares = torch.stack([part.shards.square_sum() for part in self._parts])
+        agreed = self.spanning.agree(step, squares.sum(), self._tracker.notice, sums)
         scale = self._scale.scale
         norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
         factor = 1.0 if agreed.overflow else clip_factor(self.clip, norm)

@@ -54,12 +54,15 @@ class _Update:
 class HeldShards:
     """Masters and state of `layout.held(rank)`."""
 
-    def __init__(self, layout: Layout, rank: int, memory: Sequence[BucketMemory], local_copy: bool) -> None:
-        self._layout = layout
+    def __init__(
+        self, layout: Layout, rank: int, memory: Sequence[BucketMemory], local_copy: bool, masters_apart: bool
+    ) -> None:
+        """masters_apart: masters of FP32 parameters have memory of their own, as those of shorter ones always have."""
+        self._layout, self._rank = layout, rank
         self._held = layout.held(rank)
         self._memory = memory
-        self._counts = layout.holders(self._held[0])[0] == rank
-        self._masters = [tuple(torch.zeros_like(row) for row in m.reduced) for m in memory]
+        self._in_params = [not masters_apart and m.params.dtype == torch.float32 for m in memory]
+        self._masters = [self._masters_of(m, in_params) for m, in_params in zip(memory, self._in_params, strict=True)]
         self._local_copy = local_copy
         self._updates: list[_Update] = []
         self._pieces: list[_Piece] = []
@@ -101,34 +104,27 @@ class HeldShards:
         for rows, memory in zip(self._masters, self._memory, strict=True):
             slots = memory.params.view(self._layout.shards, -1)
             for row, shard in zip(rows, self._held, strict=True):
-                row.copy_(slots[shard])
+                if row.data_ptr() != slots[shard].data_ptr():
+                    row.copy_(slots[shard])
 
     def masters_to_params(self, bucket: int) -> None:
-        """Round this rank's own shard of `bucket` into the low-precision parameters, ready to be gathered."""
+        """Round this rank's own shard of `bucket` into the parameters, ready to be gathered, where it does not lie there anyway."""
+        if self._in_params[bucket]:
+            return
         slots = self._memory[bucket].params.view(self._layout.shards, -1)
         slots[self._held[0]].copy_(self._masters[bucket][0])
 
     def square_sum(self) -> torch.Tensor:
-        """Return the FP64 0-d sum of squares of the reduced gradients that this rank counts; each shard is counted once.
+        """Return the FP64 0-d sum of squares of the reduced gradients that this rank counts: a shard's holders count a run each.
 
         Finite FP32 values cannot overflow it: it is finite exactly when every element is.
         """
-        device = self._masters[0][0].device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if not self._counts:
-            return total
+        total = torch.zeros((), dtype=torch.float64, device=self._masters[0][0].device)
         for bucket, memory in zip(self._layout.buckets, self._memory, strict=True):
-            if not bucket.counted:
-                continue
-            own = memory.reduced[0]
-            if device.type != "cpu":
-                total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
-                continue
-            for chunk in torch.split(
-                own, _CHUNK
-            ):  # a tenth of the time of vector_norm with an FP64 result, and no big copy
-                wide = chunk.double()
-                total += wide.dot(wide)
+            if bucket.counted:
+                for shard, row in zip(self._held, memory.reduced, strict=True):
+                    start, stop = self._layout.counted_run(bucket, shard, self._rank)
+                    total += _squares(row[start:stop])
         return total
 
     def copy_now(self) -> None:
@@ -193,12 +189,21 @@ class HeldShards:
                     value.copy_(source[key])
 
     def bytes_held(self) -> int:
-        """Count masters, state, local copies, and reduced gradients where they have memory of their own, padding included."""
-        tensors = [row for rows in self._masters for row in rows]
+        """Count state, local copies, and the masters and reduced gradients that have memory of their own, padding included."""
+        tensors = [value for state in self._state for value in state.values()]
+        tensors += [
+            row for rows, in_params in zip(self._masters, self._in_params, strict=True) for row in rows[in_params:]
+        ]
         tensors += [row for memory in self._memory if not memory.in_place for row in memory.reduced]
-        tensors += [value for state in self._state for value in state.values()]
         tensors += self._pairs[1]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _masters_of(self, memory: BucketMemory, in_params: bool) -> tuple[torch.Tensor, ...]:
+        """Return the memory of the masters of one bucket: with `in_params` the shard that this rank gathers for the others (the first)
+        is the parameters' own. The ring's second one is not: the gather writes there, and would hide what differs."""
+        first = memory.params.view(self._layout.shards, -1)[self._held[0]]
+        rows = [torch.zeros_like(row) for row in memory.reduced[in_params:]]
+        return (first, *rows) if in_params else tuple(rows)
 
     def _find_state(self) -> list[dict[str, torch.Tensor]]:
         bases = {id(p): update.base for update in self._updates for g in update.base.param_groups for p in g["params"]}
@@ -221,3 +226,14 @@ class HeldShards:
                 yield HeldTensor(name, shape, segment.start, value[: segment.numel], block)
             elif with_scalars:
                 yield HeldTensor(name, (), 0, value.view(1))
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type != "cpu":
+        norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64)
+    for chunk in torch.split(values, _CHUNK):  # a tenth of the time of vector_norm with an FP64 result, and no big copy
+        wide = chunk.double()
+        total += wide.dot(wide)
+    return total

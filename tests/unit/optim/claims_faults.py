@@ -165,6 +165,28 @@ def roll_forward_gives_the_bits_of_the_main_path() -> None:
     straight.close()
 
 
+def reduced_gradients_are_void_once_somebody_asks_for_a_gradient() -> None:
+    """They may lie where backward accumulates: the tracker is told before the caller can change them, and READY is over."""
+    net = make_net()
+    optimizer = make(net)
+    tracker = LosesTheLastStep(2)
+    optimizer.attach(tracker)
+    with contextlib.suppress(Interrupted):
+        train(optimizer, net, range(1, 3))
+    told: list[int] = []
+    tracker.computing = told.append  # type: ignore[method-assign,assignment]
+    before = fingerprints(optimizer)
+    assert not optimizer.gradient("up.weight").any(), "nothing of the step that was thrown away"
+    assert told == [2] and tracker.record is not None
+    try:
+        optimizer.roll_forward(tracker.record)
+        raise AssertionError("rolled forward with gradients that are void")
+    except ProtocolError as error:
+        assert "not ready" in str(error)
+    assert fingerprints(optimizer) == before
+    optimizer.close()
+
+
 def a_step_rolled_forward_at_the_gate_is_not_applied_twice() -> None:
     """The main thread finds the update done when the gate lets it in, and goes on to gather."""
     net, twin = make_net(), make_net()

@@ -20,6 +20,7 @@ from tests.unit.optim.material import (
     job,
     make,
     make_net,
+    params_digest,
     tokens,
     train,
 )
@@ -125,30 +126,67 @@ def the_wire_carries_what_theory_says() -> None:
             optimizer.close()
 
 
-def memory_is_four_plus_sixteen_r_over_d() -> None:
-    """BF16 parameters: 2 + 2 for parameter and gradient, 16 R/d for master, two moments and the FP32 gradient shard."""
+def memory_is_what_theory_says() -> None:
+    """BF16: 2 + 2 for parameter and gradient, 16 R/d for master, two moments and the FP32 gradient shard. FP32: 4 + 4 and 8 R/d for
+    the moments, for parameters are their own masters and gradients are reduced in place; the ring's second shard has a master."""
     torch.manual_seed(0)
-    net = nn.ModuleList([nn.Linear(256, 333), nn.LayerNorm(333), nn.Linear(333, 128)]).to(torch.bfloat16)
-    named = list(net.named_parameters())
-    count = sum(p.numel() for p in net.parameters())
-    for ring in (False, True) if job.world % 2 == 0 else (True,):
-        cls = TTPOddReplicaOptimizer if ring else TTPReplicaOptimizer
-        optimizer = cls(named, bucket_bytes=2**17)
-        optimizer.zero_grad()
-        kept = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)]
-        whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        steps = 4 * sum(1 for _ in optimizer.layout.segments(job.rank))
-        used = sum(whole.values()) + optimizer._parts[0].shards.bytes_held() - steps
-        padded = sum(bucket.numel for bucket in optimizer.layout.buckets)
-        share = 16 * 2 / job.world
-        assert count * (4 + share) <= used <= padded * (4 + share), (ring, used / count)
-        assert padded < 1.02 * count
-        storages = {
-            t.values.untyped_storage().data_ptr(): t.values.untyped_storage().nbytes() for t in optimizer.load_begin()
+    for dtype, apart in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+        net = nn.ModuleList([nn.Linear(256, 333), nn.LayerNorm(333), nn.Linear(333, 128)]).to(dtype)
+        named = list(net.named_parameters())
+        count = sum(p.numel() for p in net.parameters())
+        for ring in (False, True) if job.world % 2 == 0 else (True,):
+            cls = TTPOddReplicaOptimizer if ring else TTPReplicaOptimizer
+            optimizer = cls(named, bucket_bytes=2**16 * dtype.itemsize, masters_apart=apart)
+            kept = [*net.parameters(), *(optimizer.gradient(name) for name, _ in named)]
+            steps = 4 * sum(1 for _ in optimizer.layout.segments(job.rank))
+            used = storage_bytes(kept) + optimizer._parts[0].shards.bytes_held() - steps
+            padded = sum(bucket.numel for bucket in optimizer.layout.buckets)
+            masters = 0 if dtype == torch.float32 and not apart else 4 * 2
+            masters = 4 if ring and not masters else masters
+            share = (masters + (8 + 4 * (dtype != torch.float32)) * 2) / job.world
+            each = 2 * dtype.itemsize + share
+            assert count * each <= used <= padded * each, (dtype, ring, used / count, each)
+            assert padded < 1.02 * count
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in net.parameters()), "backward brings the first gradient"
+            if masters == 4 * 2:
+                twelve = storage_bytes([t.values for t in optimizer.load_begin()]) - steps
+                assert count * 12 * 2 / job.world * 0.98 <= twelve <= padded * 12 * 2 / job.world, "masters and moments"
+            optimizer.close()
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def parameters_in_fp32_are_their_own_masters() -> None:
+    """What this rank gathers for the others is one memory with the state; with masters apart nothing is. The bits are the same, and
+    so are they when somebody has written into the model and said so."""
+    results = []
+    for apart in (False, True):
+        net = make_net()
+        optimizer = make(net, masters_apart=apart, clip=ClipNorm(0.5), local_copy=True)
+        where = {p.untyped_storage().data_ptr() for p in net.parameters()}
+        own, *second = optimizer.layout.held(job.rank)
+        views = {shard: [t for t in optimizer._parts[0].shards.held_tensors(shard, False)] for shard in (own, *second)}
+        inside = {
+            shard: {t.values.untyped_storage().data_ptr() in where for t in held if t.key.startswith("model.")}
+            for shard, held in views.items()
         }
-        twelve = sum(storages.values()) - steps
-        assert count * 12 * 2 / job.world * 0.98 <= twelve <= padded * 12 * 2 / job.world, "masters and moments"
+        assert inside == {own: {not apart}} | {shard: {False} for shard in second}, inside
+        told = [(r.grad_norm, r.clip_factor) for r in train(optimizer, net, range(1, 8), parts=2)]
+        before = fingerprints(optimizer, 6)
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(0.5)
+        optimizer.masters_from_params()
+        assert fingerprints(optimizer, 6) == before, "the copy of the step before is not the model's memory"
+        train(optimizer, net, range(8, 10))
+        assert_replicas_identical(optimizer, net)
+        results.append((told, before, fingerprints(optimizer), params_digest(net)))
         optimizer.close()
+    assert results[0] == results[1]
 
 
 def a_state_moves_to_another_size() -> None:

@@ -274,6 +274,56 @@ def test_weights_written_into_the_model_are_taken_over_on_request() -> None:
     assert all(torch.equal(held[f"model.{n}"], p.detach().view(-1)) for n, p in other.named_parameters())
 
 
+def test_a_gradient_that_backward_does_not_bring_can_be_put_there() -> None:
+    """What a caller writes into `gradient` counts, although the parameter's own grad was None."""
+    model, wanted = net(0), net(0)
+    optimizer, plain = make(model, torch.optim.SGD, lr=1.0), torch.optim.SGD(wanted.parameters(), lr=1.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in (model, wanted):
+            torch.autograd.backward(part.get_submodule("0")(torch.ones(2, 7)).sum())
+        optimizer.gradient("3.bias").add_(float(step + 1))
+        wanted.get_parameter("3.bias").grad = torch.full((3,), float(step + 1))
+        optimizer.step()
+        plain.step()
+    for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_backward_that_raised_half_way_leaves_nothing_behind() -> None:
+    """After `zero_grad` the next one counts alone."""
+    model, wanted = net(0), net(0)
+    optimizer, straight = make(model), make(wanted)
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        hook = model.get_submodule("0").register_full_backward_hook(lambda *_: 1 // 0)
+        torch.autograd.backward(model(torch.ones(2, 7, requires_grad=True)).sum())
+    hook.remove()
+    for each, stepped in ((model, optimizer), (wanted, straight)):
+        run(each, stepped, 5, range(3))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+def test_other_memory_of_a_parameter_is_noticed_and_swapping_there_and_back_is_not_minded() -> None:
+    """Averaged weights may take the model's place between two steps; an update that would not reach the model is refused."""
+    model = net(0)
+    optimizer = make(model)
+    run(model, optimizer, 3, range(2))
+    held = {key: value.clone() for key, value in whole_state(optimizer).items()}
+    trained = [p.data for p in model.parameters()]
+    for param in model.parameters():
+        param.data = torch.zeros_like(param)
+    assert all(torch.equal(value, held[key]) for key, value in whole_state(optimizer).items())
+    with pytest.raises(ConfigError, match=r"'3\.bias' has got other memory"):
+        run(model, optimizer, 3, range(2, 3))
+    assert optimizer.current_step == 2
+    for param, values in zip(model.parameters(), trained, strict=True):
+        param.data = values
+    run(model, optimizer, 3, range(2, 3))
+    assert optimizer.current_step == 3
+
+
 def test_the_loss_scale_backs_off_grows_and_stays_finite() -> None:
     rule = LossScale(8.0, growth_interval=2)
     state = ScaleState(8.0)

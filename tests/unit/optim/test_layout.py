@@ -61,8 +61,19 @@ def test_every_shard_has_r_different_holders_and_every_rank_an_equal_load(layout
     load = {len(layout.held(rank)) for rank in range(layout.world)}
     assert load == {layout.shards * layout.replicas // layout.world}
     firsts = [layout.holders(shard)[0] for shard in range(layout.shards)]
-    assert len(set(firsts)) == layout.shards, "each shard is counted by a rank of its own"
+    assert len(set(firsts)) == layout.shards, "each shard is gathered from a rank of its own"
     assert all(layout.held(rank)[0] == shard for shard, rank in enumerate(firsts))
+
+
+@settings(deadline=None)  # a loaded machine is no slow layout
+@given(layouts())
+def test_the_holders_of_a_shard_count_each_element_once_and_share_the_work(layout: Layout) -> None:
+    for bucket in layout.buckets:
+        for shard in range(layout.shards):
+            runs = [layout.counted_run(bucket, shard, rank) for rank in layout.holders(shard)]
+            assert runs[0][0] == 0 and runs[-1][1] == bucket.shard_numel
+            assert all(stop == start for (_, stop), (start, _) in pairwise(runs))
+            assert max(stop - start for start, stop in runs) < bucket.shard_numel / layout.replicas + 2 * ALIGN
 
 
 @settings(deadline=None)  # a loaded machine is no slow layout

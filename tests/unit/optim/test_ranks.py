@@ -22,7 +22,9 @@ IN_DEPTH = (
     "silent_corruption_of_one_replica_is_found_and_named_once",
     "ranks_that_disagree_are_told_so",
     "the_wire_carries_what_theory_says",
-    "memory_is_four_plus_sixteen_r_over_d",
+    "memory_is_what_theory_says",
+    "parameters_in_fp32_are_their_own_masters",
+    "reduced_gradients_are_void_once_somebody_asks_for_a_gradient",
     "a_state_moves_to_another_size",
 )
 

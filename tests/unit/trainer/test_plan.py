@@ -85,6 +85,21 @@ def test_sequence_parallelism_saves_activations_and_replicas_cost_memory(small_c
     assert divided.weights < make_plan(small_config(experts), 4).weights and divided.expert_wire
 
 
+@pytest.mark.parametrize(("world_size", "shares", "masters"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (4, 2, 0)])
+def test_parameters_in_fp32_need_no_masters_and_no_memory_for_reduced_gradients(
+    small_config: MakeConfig, world_size: int, shares: int, masters: int
+) -> None:
+    """Moments alone, and in the ring the master of the second shard; a local copy has masters and moments; 16 bits need all."""
+    plan = make_plan(small_config(), world_size)
+    assert plan.optimizer == plan.local_parameters * (8 * shares + 4 * masters) // world_size
+    assert plan.copies == plan.optimizer - plan.local_parameters * 8 // world_size
+    copied = make_plan(small_config({"training_config.local_copy_os": True}), world_size)
+    assert copied.optimizer == plan.local_parameters * (20 * shares + 4 * masters) // world_size
+    types = {"model_config.params_dtype": "bfloat16", "model_config.compute_dtype": "bfloat16"}
+    short = make_plan(small_config(types), world_size)
+    assert short.optimizer == plan.local_parameters * 16 * shares // world_size
+
+
 def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Every factor of the world, memory, wire, dump, and what is survived."""
     assert main(["--config", "gpt_70b", "--plan", "--world-size", "1024", "--disk-gb-per-s=2"]) == 0
