@@ -124,12 +124,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=16, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--world", action="append", choices=[f"{ranks}x{replicas}" for ranks, replicas in WORLDS],
+        help="ranks and replicas, all of these unless given",
+    )  # fmt: skip
     options = parser.parse_args()
     counted = alone()
     if not counted:
         print("bytes are not counted: a network namespace needs `unshare` and `ip`, and the right to make one")
     missed = []
     for ranks, replicas in WORLDS:
+        if options.world and f"{ranks}x{replicas}" not in options.world:
+            continue
         missed += report(run(options, ranks, replicas), ranks, replicas, counted)
     for line in missed:
         print(f"step_time.py: {line}", file=sys.stderr)
