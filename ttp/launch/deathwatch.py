@@ -7,6 +7,7 @@ set before all that. Never reaps, never signals, never decides what a death mean
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -16,13 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ttp.launch.processes import Lost, exit_status, status_text
+from ttp.launch.processes import LOST, Lost, exit_status, status_text
 
 PF_EXITING = 0x4
 """Bit of the flags in `/proc/<pid>/stat`: the kernel has begun to end the process (include/linux/sched.h)."""
 
 POLL_S = 0.002
 """Default time between two looks at every worker."""
+LONGEST_POLL_S = 1.0
+"""With a longer one every other sign of a death would come earlier than the watch's."""
+
+_GONE = (errno.ENOENT, errno.ESRCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class Death:
     def failed(self) -> bool:
         return self.status is not None and self.status != 0
 
+    @property
+    def lost(self) -> bool:
+        """Say whether it is not known how the process has ended: somebody else has reaped it."""
+        return self.settled and self.status is None
+
 
 class Probe(Protocol):
     """Looks at one process, often."""
@@ -50,36 +60,67 @@ class Probe(Protocol):
     def ending(self) -> bool:
         """Say whether the process begins to end, or has ended."""
 
+    def gone(self) -> bool:
+        """Say whether the process has ended altogether. It need not be a child."""
+
     def close(self) -> None: ...
 
 
 class FlagsProbe:
     """Reads the flags of the process's first thread on an open descriptor (Linux).
 
-    `/proc/<pid>/task/<pid>/stat`, not `/proc/<pid>/stat`: the latter adds up the times of all threads at every read.
+    `/proc/<pid>/task/<pid>/stat`, not `/proc/<pid>/stat`: the latter adds up the times of all threads at every read. Where there is
+    no descriptor to be had, the exit status is asked for until there is one: only a missing process is taken for an ended one.
     """
 
     def __init__(self, pid: int) -> None:
-        self._file: int | None
-        try:
-            self._file = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._file = None
+        self._pid = pid
+        self._file: int | None = None
+        self._missing = False
+        self._open()
 
-    def ending(self) -> bool:
+    def _open(self) -> None:
+        try:
+            self._file = os.open(f"/proc/{self._pid}/task/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._missing = error.errno in _GONE
+
+    def _fields(self) -> list[bytes]:
+        """Return the line's fields from the state on; empty when the process is missing. Raises OSError: it cannot be read."""
+        if self._file is None and not self._missing:
+            self._open()
+        if self._missing:
+            return []
         if self._file is None:
-            return True
+            raise OSError(errno.EMFILE, "no descriptor")
         try:
             line = os.pread(self._file, 256, 0)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self._missing = True
+            return []
+        return line.rpartition(b")")[2].split(None, 7)
+
+    def ending(self) -> bool:
+        try:
+            fields = self._fields()
         except OSError:
-            return True
-        fields = line.rpartition(b")")[2].split(None, 7)
+            return exit_status(self._pid) not in (None, LOST)
         return len(fields) < 7 or fields[0] in (b"Z", b"X", b"x") or bool(int(fields[6]) & PF_EXITING)
+
+    def gone(self) -> bool:
+        try:
+            fields = self._fields()
+        except OSError:
+            return exit_status(self._pid) not in (None, LOST)
+        return not fields or fields[0] in (b"Z", b"X", b"x")
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            self._missing = True
 
 
 class StatusProbe:
@@ -90,6 +131,9 @@ class StatusProbe:
 
     def ending(self) -> bool:
         return exit_status(self._pid) is not None
+
+    def gone(self) -> bool:
+        return self.ending()
 
     def close(self) -> None:
         pass
@@ -121,10 +165,13 @@ class DeathWatch:
         self._explain_kill = explain_kill
         self._report = report
         self._poll_s = poll_s
+        self._probe = probe
         self._probes = {rank: probe(pid) for rank, pid in self._pids.items()}
         self._deaths: dict[int, Death] = {}
-        self._changed = threading.Condition()  # guards _deaths, _stopping and _error
-        self._stopping = False
+        self._followed: dict[int, tuple[int, Probe]] = {}
+        """By rank, the rank's own process where the worker is a shell that has started it, and its probe."""
+        self._changed = threading.Condition()  # guards _deaths, _followed, _stopping and _error
+        self._stopping = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-death-watch", daemon=True)
 
@@ -134,11 +181,18 @@ class DeathWatch:
     def stop(self) -> None:
         """End the thread and close its descriptors; the deaths stay readable."""
         with self._changed:
-            self._stopping = True
+            self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for probe in self._probes.values():
+        for probe in (*self._probes.values(), *(probe for _, probe in self._followed.values())):
             probe.close()
+
+    def follow(self, rank: int, pid: int) -> None:
+        """Watch process `pid` for this rank from now on: the worker is a shell that has started it. It ends when the rank's own
+        process does, and how is read from the shell's status; a shell that ends before is no death."""
+        with self._changed:
+            if rank not in self._deaths and not self._stopping.is_set():
+                self._followed[rank] = (pid, self._probe(pid))
 
     def deaths(self) -> dict[int, Death]:
         """Return what is known by now, by rank."""
@@ -149,6 +203,19 @@ class DeathWatch:
         """Return the ranks whose processes have not ended altogether, sorted. Raises RuntimeError if the watch has failed."""
         with self._changed:
             return self._living()
+
+    def begun(self) -> list[int]:
+        """Return the ranks that have begun to end, and have not ended altogether, by a look that is made now."""
+        with self._changed:
+            return [rank for rank in self._living() if rank in self._deaths or self._ending(rank)]
+
+    def learn(self, rank: int, status: int) -> None:
+        """Take in how a worker has ended that somebody else has reaped."""
+        with self._changed:
+            death = self._deaths.get(rank)
+            if death is not None and death.lost:
+                self._deaths[rank] = replace(death, status=status, text=status_text(status))
+                self._changed.notify_all()
 
     def wait(self, timeout_s: float, until: Callable[[dict[int, Death]], bool]) -> bool:
         """Wait until `until(deaths)` holds; say whether it does. Asked again at every change."""
@@ -170,7 +237,7 @@ class DeathWatch:
             while watched := self._watched():
                 for rank in watched:
                     self._look(rank)
-                time.sleep(self._poll_s)
+                self._stopping.wait(self._poll_s)
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -178,14 +245,20 @@ class DeathWatch:
 
     def _watched(self) -> list[int]:
         with self._changed:
-            return [] if self._stopping else self._living()
+            return [] if self._stopping.is_set() else self._living()
+
+    def _ending(self, rank: int) -> bool:
+        return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).ending()
 
     def _look(self, rank: int) -> None:
         before = self._deaths.get(rank)
-        if before is None and not self._probes[rank].ending():
-            return
-        pid = self._pids[rank]
-        status = exit_status(pid)
+        with self._changed:
+            pid, followed = self._followed.get(rank, (self._pids[rank], None))
+            if before is None and not self._ending(rank):
+                return
+        status = exit_status(self._pids[rank])
+        if followed is not None and not followed.gone():
+            status = None
         if before is None:
             text = "exiting" if status is None else status_text(status)
             death = Death(rank, pid, time.time(), time.monotonic(), text, None, False)
@@ -195,7 +268,7 @@ class DeathWatch:
             death = before
         if status is not None:
             known = None if isinstance(status, Lost) else status
-            why = self._explain_kill(pid) if known == -signal.SIGKILL else ""
+            why = self._explain_kill(self._pids[rank]) if known == -signal.SIGKILL else ""
             text = f"{status_text(status)}, {why}" if why else status_text(status)
             death = replace(death, text=text, status=known, settled=True)
         with self._changed:

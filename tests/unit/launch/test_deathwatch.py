@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -166,3 +169,109 @@ def test_a_watch_that_fails_says_so_instead_of_seeing_everybody_alive() -> None:
     with pytest.raises(RuntimeError, match="the death watch has failed: no line to the controller"):
         watch.wait_all(DEADLINE_S)
     watch.stop()
+
+
+@linux
+def test_a_worker_is_not_taken_for_dead_because_this_process_has_no_descriptor_left(
+    spawn: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status is asked for meanwhile; the flags are read as soon as they can be."""
+    child = spawn()
+    free = os.open
+
+    def none_left(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return free(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", none_left)
+    probe = FlagsProbe(child.pid)
+    assert not probe.ending() and not probe.gone()
+    monkeypatch.setattr(os, "open", free)
+    assert not probe.ending()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert probe.ending() and probe.gone()
+    late = FlagsProbe(child.pid)
+    monkeypatch.setattr(os, "open", none_left)
+    assert FlagsProbe(child.pid).ending(), "the status says that it has ended"
+    for each in (probe, late):
+        each.close()
+
+
+def test_the_watch_is_stopped_at_once_however_long_its_poll(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """A launcher that ends does not wait for the next look."""
+    watch = DeathWatch({0: spawn().pid}, Reports(), poll_s=60.0)
+    watch.start()
+    begun_s = time.monotonic()
+    watch.stop()
+    assert time.monotonic() - begun_s < 30.0
+
+
+SHELL = """
+python -c "import os, sys; print(os.getpid(), flush=True); sys.stdin.readline(); sys.exit(75)" <&3 &
+exec 3<&-
+trap '' USR1
+wait $!
+exit $?
+"""
+"""A worker that is a shell: the rank is its child."""
+
+
+@pytest.fixture
+def wrapped() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Return a shell and its child, which ends with status 75 when it gets a line."""
+    script = f"exec 3<&0\n{SHELL}".replace("python ", f"{sys.executable} ", 1)
+    with subprocess.Popen(
+        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as shell:
+        assert shell.stdout is not None
+        yield shell, int(shell.stdout.readline())
+        os.killpg(shell.pid, signal.SIGKILL)
+
+
+@linux
+@pytest.mark.parametrize("first", ["the rank", "the shell"])
+def test_a_rank_that_a_shell_has_started_ends_when_it_does_itself(
+    wrapped: tuple[subprocess.Popen[str], int], first: str
+) -> None:
+    """It is told with its own process's number; a shell that is gone before is no death, and its status is what is known at last."""
+    shell, rank_pid = wrapped
+    reports = Reports()
+    watch = DeathWatch({4: shell.pid}, reports)
+    watch.follow(4, rank_pid)
+    watch.start()
+    assert shell.stdin is not None
+    if first == "the shell":
+        os.kill(shell.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, shell.pid, os.WEXITED | os.WNOWAIT)
+        assert watch.living() == [4] and watch.begun() == [] and not watch.wait_all(0.1)
+        assert reports.seen == []
+    shell.stdin.write("\n")
+    shell.stdin.flush()
+    assert watch.wait_all(DEADLINE_S)
+    watch.stop()
+    death = watch.deaths()[4]
+    assert death.pid == rank_pid
+    assert death.status == (75 if first == "the rank" else -signal.SIGKILL)
+
+
+@linux
+def test_a_worker_that_begins_to_end_is_seen_before_the_next_poll(
+    spawn: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    """So that nobody reaps it before the watch has read how it ended; where it came too late, it takes in what others know."""
+    children = [spawn(), spawn()]
+    watch = DeathWatch({rank: child.pid for rank, child in enumerate(children)}, Reports(), poll_s=60.0)
+    assert watch.begun() == []
+    children[1].kill()
+    os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)
+    assert watch.begun() == [1] and watch.deaths() == {}
+    children[1].wait()
+    watch.start()
+    assert watch.wait(DEADLINE_S, lambda deaths: 1 in deaths)
+    assert watch.deaths()[1].lost and not watch.deaths()[1].failed
+    watch.learn(0, 3)
+    watch.learn(1, -signal.SIGKILL)
+    watch.stop()
+    assert watch.deaths()[1].text == "signal SIGKILL" and watch.deaths()[1].failed and 0 not in watch.deaths()
