@@ -35,6 +35,23 @@ def log_dir_key(round_number: int) -> str:
     return f"ttp/log_dir/{round_number}"
 
 
+def process_key(round_number: int, rank: int) -> str:
+    """Return the store's key under which a rank says which process it is; `ttprun` may have started a shell that started it.
+    Value: `process_text` of it."""
+    return f"ttp/process/{round_number}/{rank}"
+
+
+def process_text(pid: int | str = "self") -> str:
+    """Name a process so that no other one is taken for it, now or later: its number, and when it was started. Empty if it is
+    gone, or there is no `/proc`."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            number, _, rest = file.read().partition(b" (")
+    except OSError:
+        return ""
+    return f"{int(number)} {int(rest.rpartition(b')')[2].split()[19])}"
+
+
 def publish(store: Store, round_number: int, address: str, pid: int) -> None:
     """Tell all ranks of this start where the controller listens (rank 0)."""
     store.set(controller_key(round_number), f"{address} {pid}")

@@ -60,6 +60,8 @@ class Protection:
         if self._standby is not None:
             holder.standby = self._standby.address
             self._store().set(standby_key(settings.round_number, place), holder.standby)
+        if self._tells_launcher:
+            self._store().set(meeting.process_key(settings.round_number, rank), meeting.process_text())
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         self.processor = Processor(
             ProcessorSettings(

@@ -54,6 +54,9 @@ LOST_STARTS = 5
 that never reached the workers' store leaves; one that did, after twice as many: those that cannot be reached have left by then."""
 
 
+SET_CHANGES = "the set of nodes changes (another node's fault, or a node that wants to join)"
+
+
 class NotStarted(RuntimeError):
     """The workers' program cannot be run on this node."""
 
@@ -81,6 +84,8 @@ class HoldAgent(LocalElasticAgent):
         self.last_words = ""
         """Why the job has failed here, once it has."""
         self._futile_starts = FutileStarts(launching.futile_starts)
+        self._pause_s = 0.0
+        """Before the next rendezvous, when the last start was for nothing."""
         # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
         # workers in uninterruptible sleep, when told to, at the same occasion.
         self._always_ask_torch = callable(spec.entrypoint) or bool(
@@ -190,12 +195,13 @@ class HoldAgent(LocalElasticAgent):
             return RunResult(
                 state=WorkerState.HEALTHY
             )  # torch sees the waiting node too, and restarts without counting
-        elif round_.living() and not self._always_ask_torch:
-            return RunResult(state=WorkerState.HEALTHY)
+        elif round_.living() and (not self._always_ask_torch or round_.settling()):
+            return RunResult(state=WorkerState.HEALTHY)  # torch would reap the one that ends, and end its peers at once
         if round_.failed() or not round_.living():
             round_.end_workers(signal.SIGTERM, round_.grace_s())
         with end_line_kept() as end_line:
             result = self._ask_torch(worker_group)
+        round_.learn({rank: failure.exitcode for rank, failure in result.failures.items()}, result.is_failed())
         if result.state == WorkerState.SUCCEEDED:
             return self._after_success(round_, result)
         if not result.is_failed():
@@ -211,7 +217,7 @@ class HoldAgent(LocalElasticAgent):
         the job was done before."""
         if not (round_.living() and round_.has_controller and self._rendezvous_handler.num_nodes_waiting() > 0):
             return False
-        round_.take_leave("the set of nodes changes (another node's fault, or a node that wants to join)")
+        round_.take_leave(SET_CHANGES)
         return not round_.succeeded()
 
     def _misses_a_node(self, round_: Round) -> bool:
@@ -279,9 +285,14 @@ class HoldAgent(LocalElasticAgent):
             lost = round_.lost_node or never
         self._lost_starts = [*self._lost_starts, (lost, never)] if lost else []
         if round_ is not None and round_.living():
-            round_.hold(why=lost or "the set of nodes changes (another node's fault, or a node that wants to join)")
-            round_.end_workers(signal.SIGTERM, round_.grace_s())
+            if round_.had_controller and round_.fault is None:
+                round_.take_leave(SET_CHANGES)  # torch has seen a node wait that did not when this agent looked
+            else:
+                round_.hold(why=lost or SET_CHANGES)
+                round_.end_workers(signal.SIGTERM, round_.grace_s())
         super()._stop_workers(worker_group, *args, **kwargs)
+        pause_s, self._pause_s = self._pause_s, 0.0  # when the start's story has been told
+        time.sleep(pause_s)  # a signal to the launcher ends it, as torch's SignalException
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
@@ -317,7 +328,7 @@ class HoldAgent(LocalElasticAgent):
         return RunResult(state=result.state, return_values=result.return_values, failures=failures)
 
     def _judge(self, round_: Round, result: RunResult, max_restarts: int) -> None:
-        """Say in one line what happened and what comes, with the root cause's traceback; wait before a restart when the start
+        """Say in one line what happened and what comes, with the root cause's traceback; have the restart wait when the start
         was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
         root = next(iter(result.failures), None)
@@ -327,14 +338,14 @@ class HoldAgent(LocalElasticAgent):
         if root is not None and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
         restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
-        if round_.refused_by_workers():
+        futile = self._futility_of(round_)
+        if futile.text and round_.refused_by_workers():  # one that got on was not refused: its restart may go better
             self._remaining_restarts = 0
             self.last_words = f"{what}; exit code {USAGE_ERROR} says that the configuration is wrong"
             round_.next = f"no restart: exit code {USAGE_ERROR} says that the configuration is wrong"
             log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
             self._tell_others(round_, self.last_words, again=False)
             return
-        futile = self._futility_of(round_)
         self.last_words = what = f"{what}; {futile.text}" if futile.text else what
         if self._remaining_restarts <= 0:
             round_.next = f"no restart left (of {max_restarts})"
@@ -349,8 +360,8 @@ class HoldAgent(LocalElasticAgent):
             self._tell_others(round_, what, again=True)
             round_.next = f"restart {restart} of {max_restarts}"
             pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
+            self._pause_s = futile.wait_s
             log.warning("restarting (%d of %d restarts): %s%s", restart, max_restarts, what, pause)
-            time.sleep(futile.wait_s)  # a signal to the launcher ends it, as torch's SignalException
 
     def _tell_others(self, round_: Round, what: str, *, again: bool) -> None:
         """Say to nodes whose workers have succeeded, or that wait for this one's, what comes."""

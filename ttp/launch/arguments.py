@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from ttp.config import enabled
-from ttp.launch.deathwatch import POLL_S
+from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
 from ttp.launch.futility import FUTILE_STARTS
 
 MAX_RESTARTS = 3
@@ -56,10 +56,10 @@ def make_parser() -> ArgumentParser:
     group.add_argument(
         "--ttp-death-poll",
         "--ttp_death_poll",
-        type=_positive,
+        type=_poll,
         default=POLL_S,
         metavar="SECONDS",
-        help=f"time between two looks at every worker for a beginning death (default: {POLL_S})",
+        help=f"time between two looks at every worker for a beginning death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",
     )
     group.add_argument(
         "--ttp-futile-starts",
@@ -109,4 +109,12 @@ def _positive(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"{text!r}: wanted seconds above 0")
+    return value
+
+
+def _poll(text: str) -> float:
+    """Refuse what was meant in milliseconds: a watch that looks so seldom sees no death in time."""
+    value = _positive(text)
+    if value > LONGEST_POLL_S:
+        raise ArgumentTypeError(f"{text!r}: wanted seconds above 0, at most {LONGEST_POLL_S:g} (2 ms are 0.002)")
     return value

@@ -35,12 +35,12 @@ def is_controller(pid: int) -> bool:
 
 def controllers_of(start_id: str) -> list[int]:
     """Find the controllers that this start's workers on this node have started, published or not, standbys included."""
-    entry = f"{START_VARIABLE}={start_id}"
-    return [
-        stat.pid
-        for stat in all_processes()
-        if not stat.gone and is_controller(stat.pid) and entry in environment(stat.pid)
-    ]
+    return [stat.pid for stat in all_processes() if not stat.gone and _proven(stat.pid, start_id)]
+
+
+def _proven(pid: int, start_id: str) -> bool:
+    """Say whether a process is a controller of this start now. Asked before every signal: a number may be another's by then."""
+    return is_controller(pid) and f"{START_VARIABLE}={start_id}" in environment(pid)
 
 
 def end_controllers(
@@ -57,29 +57,28 @@ def end_controllers(
     Returns the processes that had to be killed. Does nothing without `/proc`: a controller leaves by itself in the end.
     """
     running = controllers_of(start_id)
-    found = _await_their_end(running, patience_s) if patience_s > 0 else running
+    found = _await_their_end(running, start_id, patience_s) if patience_s > 0 else running
     for pid in found:
-        _ask(pid, published, request_shutdown)
-    stayed = _remaining(found, leave_s)
+        _ask(pid, start_id, published, request_shutdown)
+    stayed = _remaining(found, start_id, leave_s)
     for pid in stayed:
         log.warning("controller (pid %d) did not leave within %.0f s of being asked: killed", pid, leave_s)
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    _remaining(stayed, leave_s)
+        _signal(pid, start_id, signal.SIGKILL)
+    _remaining(stayed, start_id, leave_s)
     return stayed
 
 
-def _await_their_end(pids: list[int], patience_s: float) -> list[int]:
+def _await_their_end(pids: list[int], start_id: str, patience_s: float) -> list[int]:
     """Wait for controllers to finish with other nodes' ranks; return those that have not in time. Says so when it takes long."""
-    _dismiss_idle_standbys(pids)
+    _dismiss_idle_standbys(pids, start_id)
     soon_s = min(LEAVE_S, patience_s)
-    left = _remaining(pids, soon_s)
+    left = _remaining(pids, start_id, soon_s)
     if left and patience_s > soon_s:
         log.info(
             "waiting up to %.0f s for %s: ranks on other nodes may still be writing",
             patience_s - soon_s, _named(left),
         )  # fmt: skip
-        left = _remaining(left, patience_s - soon_s)
+        left = _remaining(left, start_id, patience_s - soon_s)
     return left
 
 
@@ -89,21 +88,25 @@ def _named(pids: list[int]) -> str:
     return f"controller{several} (pid{several} {', '.join(map(str, pids))})"
 
 
-def _dismiss_idle_standbys(pids: list[int]) -> None:
+def _dismiss_idle_standbys(pids: list[int], start_id: str) -> None:
     """Let those go that no rank has come to; one that has taken over ignores this, and is waited for like any other."""
     for pid in pids:
         if "--standby" in command_line(pid):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGUSR1)
+            _signal(pid, start_id, signal.SIGUSR1)
 
 
-def _remaining(pids: list[int], timeout_s: float) -> list[int]:
-    """Wait for all of these to go; return those that have not in time."""
+def _remaining(pids: list[int], start_id: str, timeout_s: float) -> list[int]:
+    """Wait for all of these to go; return those that have not in time. A number that has become another's has gone."""
     deadline = time.monotonic() + timeout_s
-    return [pid for pid in pids if not wait_until_gone(pid, max(0.0, deadline - time.monotonic()))]
+
+    def stays(pid: int) -> bool:
+        left_s = max(0.0, deadline - time.monotonic())
+        return not wait_until_gone(pid, left_s, lambda: bool(command_line(pid)) and not _proven(pid, start_id))
+
+    return [pid for pid in pids if stays(pid)]
 
 
-def _ask(pid: int, published: ControllerEntry | None, request_shutdown: RequestShutdown) -> None:
+def _ask(pid: int, start_id: str, published: ControllerEntry | None, request_shutdown: RequestShutdown) -> None:
     """Ask by message where the address is known, by SIGTERM otherwise."""
     if published is not None and pid == published.pid:
         try:
@@ -111,5 +114,10 @@ def _ask(pid: int, published: ControllerEntry | None, request_shutdown: RequestS
             return
         except Exception as error:  # any transport error: the signal below does as well
             log.debug("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGTERM)
+    _signal(pid, start_id, signal.SIGTERM)
+
+
+def _signal(pid: int, start_id: str, number: signal.Signals) -> None:
+    if _proven(pid, start_id):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

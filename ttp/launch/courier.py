@@ -7,7 +7,9 @@ of the workers, so that neither the death watch nor the agent's loop ever waits 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key, log_dir_key
+from ttp.meeting import controller_key, log_dir_key, process_key
 from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
@@ -26,7 +28,11 @@ log = logging.getLogger("ttp.launch")
 SEARCH_S = 0.05
 """Between two looks for the controller while none is known."""
 RECHECK_S = 1.0
-"""Between two looks for another controller in its place."""
+"""Between two looks for another controller in its place, and between two attempts to reach the store."""
+CONNECT_S = 3.0
+CALL = timedelta(seconds=30)
+NEWS_S = 3.0
+"""What the store said so long ago, or before, is no word about now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ OpenLink = Callable[[str, Mapping[int, int]], Link]
 WatchLogDir = Callable[[Path], bool]
 """`watch_log_dir(path)`: look at the journals there, again and again until it returns True. Must not raise."""
 
+ProcessesKnown = Callable[[Mapping[int, str]], None]
+"""`processes_known(told)`: the ranks of this node have said which processes they are (`ttp.meeting.process_text`). Must not raise."""
+
 
 class Courier:
     """Tells the controller of every death, those before it was found included. `report` may be called from any thread."""
@@ -75,6 +84,7 @@ class Courier:
         open_link: OpenLink,
         *,
         watch_log_dir: WatchLogDir | None = None,
+        processes_known: ProcessesKnown = lambda pids: None,
         search_s: float = SEARCH_S,
         recheck_s: float = RECHECK_S,
     ) -> None:
@@ -82,13 +92,22 @@ class Courier:
         self._pids = dict(pids)
         self._open_link = open_link
         self._watch_log_dir = watch_log_dir
+        self._processes_known: ProcessesKnown | None = processes_known
         self._search_s = search_s
         self._recheck_s = recheck_s
-        self._lock = threading.Lock()  # guards _link, _entry, _log_dir and _told
+        self._lock = threading.Condition()  # guards all below
         self._link: Link | None = None
         self._entry: ControllerEntry | None = None
         self._log_dir: Path | None = None
         self._told: list[Death] = []
+        self._begun = self._done = 0
+        """The number of the last look into the store that has begun, and of the last one that was answered."""
+        self._answered_s = float("-inf")
+        self._trouble = ""
+        """What the last call to the store has failed with."""
+        self._gone = False
+        """The store cannot be asked any more: its launcher has ended it."""
+        self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)
 
@@ -113,6 +132,22 @@ class Courier:
         with self._lock:
             return self._link is not None and self._link.attached
 
+    @property
+    def unanswered(self) -> str:
+        """Say why it is not known what the ranks have told: the store has not answered lately. Empty: it has."""
+        with self._lock:
+            if self._answered_s >= time.monotonic() - NEWS_S and not self._gone:
+                return ""
+            error = f" ({self._trouble})" if self._trouble else ""
+            return f"the workers' store at {self._job_store.host}:{self._job_store.port} does not answer{error}"
+
+    def look_now(self, timeout_s: float) -> None:
+        """Look into the store once more, and wait so long at most for what it says: the ranks may have told something just now."""
+        with self._lock:
+            wanted = self._begun + 1
+            self._wake.set()
+            self._lock.wait_for(lambda: self._done >= wanted or self._gone, timeout_s)
+
     def report(self, death: Death) -> None:
         """Tell the controller, now or as soon as there is one."""
         with self._lock:
@@ -123,6 +158,7 @@ class Courier:
     def close(self, timeout_s: float = 2.0) -> None:
         """End the search, after a last look into the store, and the link."""
         self._stopping.set()
+        self._wake.set()
         self._thread.join(timeout_s)
         with self._lock:
             link, self._link = self._link, None
@@ -130,28 +166,59 @@ class Courier:
             link.close()
 
     def _run(self) -> None:
-        """Look until told to stop: an active controller may be replaced by a standby under the same key."""
-        store: Store | None = None
-        try:
-            store = TCPStore(
-                self._job_store.host,
-                self._job_store.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=30),
-            )
-            while True:
-                last = self._stopping.is_set()
-                self._look(store, open_link=not last)
-                self._look_for_standbys(store)
-                self._look_for_log_dir(store)
+        """Look until told to stop, over a new connection where one has failed: an answer that was lost is not yet a lost store."""
+        reached = False
+        while not self._gone:
+            last = self._stopping.is_set()
+            try:
+                store = self._connect()
+                reached = True
+                self._attend(store)
+                return
+            except (RuntimeError, OSError) as error:  # torch's DistError
                 if last:
                     return
-                self._stopping.wait(self._search_s if self.entry is None else self._recheck_s)
-        except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone
-            if not self._stopping.is_set():
-                log.warning("the workers' store at %s:%d is lost (%s): a new controller would not be found",
-                            self._job_store.host, self._job_store.port, str(error).splitlines()[0])  # fmt: skip
+                self._note(error, gone=reached and isinstance(error, ConnectionRefusedError))
+            self._pause(self._recheck_s)
+
+    def _note(self, error: Exception, gone: bool) -> None:
+        """Keep what went wrong, and say it once: nothing is heard of a new controller meanwhile."""
+        with self._lock:
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            new = gone or (not self._trouble and not self._stopping.is_set())
+            self._trouble, self._gone = words, gone
+            self._lock.notify_all()
+        if new:
+            what = "a new controller would not be found" if gone else "connecting anew"
+            log.warning("the workers' store at %s:%d is lost (%s): %s", self._job_store.host, self._job_store.port, words,
+                        what)  # fmt: skip
+
+    def _connect(self) -> Store:
+        """Look first whether the place takes connections: torch would try again and again by itself, and log each time."""
+        host, port = self._job_store.host, self._job_store.port
+        socket.create_connection((host, port), CONNECT_S).close()
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CALL)
+
+    def _attend(self, store: Store) -> None:
+        """Look again and again: an active controller may be replaced by a standby under the same key."""
+        while True:
+            last = self._stopping.is_set()
+            with self._lock:
+                self._begun += 1
+            self._look(store, open_link=not last)
+            self._look_for_standbys(store)
+            self._look_for_log_dir(store)
+            self._look_for_processes(store)
+            with self._lock:
+                self._done, self._answered_s, self._trouble = self._begun, time.monotonic(), ""
+                self._lock.notify_all()
+            if last:
+                return
+            self._pause(self._search_s if self.entry is None else self._recheck_s)
+
+    def _pause(self, pause_s: float) -> None:
+        self._wake.wait(pause_s)
+        self._wake.clear()
 
     def _look(self, store: Store, open_link: bool) -> None:
         key = controller_key(self._job_store.round_number)
@@ -167,7 +234,7 @@ class Courier:
             return
         if entry == self.entry:
             return
-        link = self._connect(entry) if open_link else None
+        link = self._call(entry) if open_link else None
         with self._lock:
             old, self._link, self._entry = self._link, link, entry
             if link is not None:
@@ -194,7 +261,15 @@ class Courier:
         if found_dir is not None and self._watch_log_dir is not None and self._watch_log_dir(found_dir):
             self._watch_log_dir = None
 
-    def _connect(self, entry: ControllerEntry) -> Link | None:
+    def _look_for_processes(self, store: Store) -> None:
+        """Read which processes the ranks here are: all tell when they are protected, and nothing is asked any more then."""
+        keys = {rank: process_key(self._job_store.round_number, rank) for rank in self._pids}
+        if self._processes_known is None or not keys or not store.check(list(keys.values())):
+            return
+        known, self._processes_known = self._processes_known, None
+        known({rank: store.get(key).decode() for rank, key in keys.items()})
+
+    def _call(self, entry: ControllerEntry) -> Link | None:
         try:
             return self._open_link(entry.address, self._pids)
         except Exception as error:  # whatever it is, the job goes on: broken streams and leases still tell of deaths

@@ -185,9 +185,9 @@ def children_leading_sessions() -> list[int]:
     return [stat.pid for stat in all_processes() if stat.parent == me and stat.session == stat.pid]
 
 
-def wait_until_gone(pid: int, timeout_s: float) -> bool:
-    """Wait for a process that need not be a child; say whether it has gone."""
-    return not _wait_for([pid], timeout_s, _still_there)
+def wait_until_gone(pid: int, timeout_s: float, replaced: Callable[[], bool] = lambda: False) -> bool:
+    """Wait for a process that need not be a child; say whether it has gone. `replaced`: asked whether its number is another's."""
+    return not _wait_for([pid], timeout_s, lambda pid: _still_there(pid) and not replaced())
 
 
 def _still_there(pid: int) -> bool:

@@ -23,8 +23,9 @@ from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
 from ttp.launch.hang_stacks import ask
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
-from ttp.launch.processes import catches, end_workers, signal_workers, sweep_sessions
+from ttp.launch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.shells import BehindShells
 from ttp.launch.signals import signal_name, signals_held_back
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
@@ -62,6 +63,12 @@ LOOK_S = 0.25
 
 EXPIRED_GRACE_S = 5.0
 """After the deadline, between SIGTERM and SIGKILL: survivors have had all their time."""
+
+ASK_AGAIN_S = 1.0
+"""At a fault, how long the store is asked for what the ranks told a moment ago."""
+
+SETTLE_S = 10.0
+"""How long a worker that has begun to end may take to end altogether before torch is asked about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +124,13 @@ class Round:
         """What follows this start, in words, once it is known."""
         self.raised: dict[int, list[str]] = {}
         """By rank, the exceptions that workers here recorded, once they were read."""
+        self._behind_shells = BehindShells()
         self._courier = Courier(
             job_store,
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks),
             watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle and hosts_rank_zero else None,
+            processes_known=self._follow,
         )
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
@@ -131,6 +140,16 @@ class Round:
         self._courier.start()
         if self._neighbours is not None:
             self._neighbours.start()
+
+    def _follow(self, told: Mapping[int, str]) -> None:
+        """Take in which processes the ranks are (on the courier's thread): a worker may be a shell that has started its rank."""
+        for rank, pid in self._behind_shells.add(self._pids, told).items():
+            self._watch.follow(rank, pid)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """By rank, the rank's own process where it is known, else the worker that may be a shell."""
+        return self._pids | self._behind_shells.pids
 
     @property
     def fault(self) -> Fault | None:
@@ -184,6 +203,26 @@ class Round:
         first = first_failure(self.deaths())
         return (first.seen_monotonic_s if first is not None else time.monotonic()) - self._begun_monotonic_s
 
+    def settling(self) -> bool:
+        """Say whether a worker has begun to end, and has not ended altogether: how is known in a moment, unless somebody reaps it.
+        One that takes longer than SETTLE_S (uninterruptible sleep) is not waited for."""
+        deaths, late_s = self.deaths(), time.monotonic() - SETTLE_S
+        return any(rank not in deaths or deaths[rank].seen_monotonic_s > late_s for rank in self._watch.begun())
+
+    def learn(self, statuses: Mapping[int, int], failed: bool) -> None:
+        """Take in what torch says of workers that it has reaped before this launcher has seen how they ended: when it speaks of no
+        failure, they have succeeded."""
+        if failed:
+            self._watch.wait_all(ASK_AGAIN_S)  # torch has ended them all
+        lost = [rank for rank, death in self.deaths().items() if death.lost]
+        for rank in lost:
+            if not failed or rank in statuses:
+                self._watch.learn(rank, 0 if not failed else statuses[rank])
+        if failed and lost:
+            log.warning(
+                "torch has seen the end of %s first, and has ended the others: they were not held", ranks_text(lost)
+            )
+
     def told_to_leave(self) -> bool:
         """Say whether a worker here left on a notice: that is nobody's failure."""
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
@@ -212,11 +251,16 @@ class Round:
         """
         first_call = self._fault is None
         fault = self._begin(why)
+        if first_call:
+            self._courier.look_now(ASK_AGAIN_S)
         if first_call and not self.had_controller:
-            log.warning(
-                "no rank has called ttp.start%s: nothing protects this start, and ranks are not held for a checkpoint",
-                " so far" if self.lasted_s() < SHORT_START_S else "",
-            )
+            if unanswered := self._courier.unanswered:
+                log.warning("whether a controller leads the ranks is not known: %s", unanswered)
+            else:
+                log.warning(
+                    "no rank has called ttp.start%s: nothing protects this start, and ranks are not held for a checkpoint",
+                    " so far" if self.lasted_s() < SHORT_START_S else "",
+                )
         if self._watch.wait_all(0.0):
             return
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
@@ -231,7 +275,8 @@ class Round:
     def _ask_for_stacks(self) -> None:
         """Have those that are still here say where they stand, before they are ended."""
         if (log_dir := self._courier.log_dir) is not None:
-            ask(log_dir, {rank: self._pids[rank] for rank in self.living()})
+            processes = self.processes
+            ask(log_dir, {rank: processes[rank] for rank in self.living()})
 
     def _wait_for_survivors(self, fault: Fault) -> str:
         """Return empty when all have ended, else why they are not waited for any longer."""
@@ -239,12 +284,13 @@ class Round:
         def persisted(deaths: Mapping[int, Death]) -> bool:
             return any(death.status in SAVED_EXIT_CODES for death in deaths.values())
 
-        def all_ended(deaths: Mapping[int, Death]) -> bool:
-            return all(rank in deaths and deaths[rank].settled for rank in self._pids)
+        def only_shells(deaths: Mapping[int, Death]) -> bool:
+            shells = self._behind_shells.pids
+            return all(rank in deaths and (deaths[rank].settled or rank in shells) for rank in self._pids)
 
         led_s = time.monotonic()
         while (left_s := self._left_s(fault)) > 0:
-            if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or all_ended(deaths)):
+            if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or only_shells(deaths)):
                 break
             if self.has_controller:
                 led_s = time.monotonic()
@@ -253,6 +299,8 @@ class Round:
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if self._watch.wait_all(grace_s):
             return ""
+        if not persisted(self.deaths()) and only_shells(self.deaths()):
+            return f"the ranks have ended, and {LEAVE_GRACE_S:.0f} s have passed: the shells that started them are"
         if persisted(self.deaths()):
             return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
@@ -260,7 +308,7 @@ class Round:
     def _unled_s(self) -> float:
         """Return how long the workers are held without a controller."""
         refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
-        return UNLED_S if self.had_controller or refused else min(UNLED_S, UNPROTECTED_S)
+        return UNLED_S if self.had_controller or refused or self._courier.unanswered else min(UNLED_S, UNPROTECTED_S)
 
     def grace_s(self) -> float:
         """Return the time between SIGTERM and SIGKILL for those that are still here after a hold."""
@@ -271,17 +319,20 @@ class Round:
     def succeeded(self) -> bool:
         """Say whether every worker here has ended, and well."""
         deaths = self.deaths()
-        return all(rank in deaths and deaths[rank].settled and not deaths[rank].failed for rank in self._pids)
+        return all(rank in deaths and deaths[rank].status == 0 for rank in self._pids)
 
     def take_leave(self, why: str = "the launcher is told to end") -> None:
         """SIGTERM is the workers' notice, and they have the time of a fault to persist.
 
-        They leave by themselves under their controller; what has not left when the others are done is killed.
+        They leave by themselves under their controller; what has not left when the others are done is killed. A shell that started
+        its rank gets no signal: it would die at once, and with it the rank's exit code.
         """
         fault = self._begin(why)
+        self._courier.look_now(ASK_AGAIN_S)
         told, left_s = ranks_text(self.living()), self._left_s(fault)
         log.info("%s: telling %s to leave (SIGTERM); up to %.0f s to persist", why, told, left_s)
-        signal_workers((self._pids[rank] for rank in self.living()), signal.SIGTERM)
+        told_alone = self._behind_shells.signal(self.living(), signal.SIGTERM)
+        signal_workers((self._pids[rank] for rank in self.living() if rank not in told_alone), signal.SIGTERM)
         if reason := self._wait_for_survivors(fault):
             log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
             self._ask_for_stacks()
@@ -314,14 +365,19 @@ class Round:
         if living := self.living():
             self._ended.update(living)
             log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), name, grace_s)
+        until_s = time.monotonic() + grace_s
+        if death_signal is not None:
+            left_behind = [rank for rank in living if exit_status(self._pids[rank]) is not None]
+            self._behind_shells.signal(left_behind, death_signal)
         killed = set(end_workers(self._pids.values(), death_signal, grace_s))
-        self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
+        self._behind_shells.wait(living, until_s)
         if killed:
             names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
             log.warning("%s did not leave on %s: killed", names, name)
         left = sweep_sessions(self._pids.values(), spare=is_controller)
         if left:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
+        self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
 
     def close(self, patient: bool = True) -> None:
         """End the controllers of this start on this node, and the threads. The workers have been ended before.
@@ -366,7 +422,7 @@ class Round:
             exits={death.rank: ": ".join((death.text, *self.raised.get(death.rank, ()))) for death in own},
             first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
             next=self.next or (self._fault.cause if self._fault is not None else ""),
-            pids=self._pids,
+            pids=self.processes,
             one_node=self._nodes == 1,
         )
         self._chronicle.end(self._start, ending)

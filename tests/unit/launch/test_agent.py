@@ -12,13 +12,14 @@ from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-def
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_rendezvous import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet
 from ttp.launch.courier import Link
 from ttp.launch.processes import exit_status
-from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
 from ttp.launch.round import Launching
 
 
@@ -123,6 +124,8 @@ class Left:
 
     def end_workers(self, death_signal: int, grace_s: float) -> None: ...
 
+    def learn(self, statuses: Mapping[int, int], failed: bool) -> None: ...
+
 
 class WaitingNodes(FixedNodes):
     """Says at each question how many nodes wait."""
@@ -163,6 +166,8 @@ def test_the_rendezvous_must_give_fresh_stores() -> None:
 class LostStart(Left):
     """Stands in for a round whose launchers did not hear of each other."""
 
+    fault = None
+
     def __init__(self, lost: str, unreached: str, had_controller: bool = False) -> None:
         self.lost_node, self.unreached_store, self.had_controller = lost, unreached, had_controller
 
@@ -170,6 +175,8 @@ class LostStart(Left):
         return [0, 1]
 
     def hold(self, why: str = "") -> None: ...
+
+    def take_leave(self, why: str) -> None: ...
 
 
 UNREACHED = "the workers' store on node 0, a:41234, was never reached from here (timed out)"
@@ -238,11 +245,14 @@ class Ended(Left):
     def outcome(self) -> str:
         return "rank 0: exit code 3"
 
+    refused = False
+    left_on_a_notice = True
+
     def refused_by_workers(self) -> bool:
-        return False
+        return self.refused
 
     def told_to_leave(self) -> bool:
-        return True
+        return self.left_on_a_notice
 
     def lasted_s(self) -> float:
         return 1.0
@@ -305,3 +315,101 @@ def test_a_node_that_has_succeeded_says_why_it_waits_for_no_other(
     assert [record.message for record in caplog.records] == [
         f"all workers here have succeeded; not waiting for other nodes: {why}"
     ]
+
+
+class Led(Left):
+    """Stands in for a round whose workers live under a controller; remembers what was asked of it."""
+
+    had_controller = has_controller = True
+    fault = None
+    lost_node = unreached_store = ""
+
+    def __init__(self, settling: list[bool] | None = None) -> None:
+        self.done: list[str] = []
+        self.answers = settling or []
+
+    def failed(self) -> bool:
+        return False
+
+    def living(self) -> list[int]:
+        return [] if "take_leave" in self.done else [0, 1]
+
+    def settling(self) -> bool:
+        return self.answers.pop(0)
+
+    def hold(self, why: str = "") -> None:
+        self.done.append("hold")
+
+    def take_leave(self, why: str) -> None:
+        self.done.append("take_leave")
+
+    def end_workers(self, death_signal: int, grace_s: float) -> None:
+        self.done.append("end_workers")
+
+    def learn(self, statuses: Mapping[int, int], failed: bool) -> None:
+        self.done.append(f"learn {dict(statuses)} {failed}")
+
+
+def test_a_node_that_torch_alone_has_seen_wait_is_made_room_for_by_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came between this agent's look and torch's, in one tick: the ranks are told to save and leave, not held for all of TTP_OT."""
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
+    agent = make_agent(WaitingNodes([0, 1]))
+    round_ = Led()
+    agent._round = round_  # type: ignore[assignment]
+    group = agent.get_worker_group()
+    assert agent._monitor_workers(group).state is WorkerState.HEALTHY
+    assert agent._rendezvous_handler.num_nodes_waiting() == 1, "as torch sees it then"
+    agent._stop_workers(group)
+    assert round_.done == ["take_leave"]
+
+
+def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would reap it and end its peers at once; functions (`--run-path`) are asked about all the time, but for that moment."""
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="/nonexistent")
+    failed = RunResult(state=WorkerState.FAILED, failures={1: failure})
+    results = [RunResult(state=WorkerState.HEALTHY), failed]
+    monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: results.pop(0))
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
+    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: None)
+    agent = make_agent(WaitingNodes([0]))
+    agent._always_ask_torch = True
+    round_ = Led(settling=[False, True, False])
+    agent._round = round_  # type: ignore[assignment]
+    group = agent.get_worker_group()
+    assert agent._monitor_workers(group).state is WorkerState.HEALTHY and round_.done == ["learn {} False"]
+    assert agent._monitor_workers(group).state is WorkerState.HEALTHY and len(results) == 1
+    assert agent._monitor_workers(group) is failed and round_.done[-1] == "learn {1: -9} True"
+
+
+@pytest.mark.parametrize(("new_step", "final"), [(False, True), (True, False), (None, False)])
+def test_exit_code_2_is_final_only_where_the_start_made_no_new_step(
+    new_step: bool | None, final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later it is a failure as any other: the configuration was good enough to train with."""
+    agent = make_agent(max_restarts=3)
+    monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
+    monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: new_step)
+    round_ = Ended(Others())
+    round_.refused, round_.left_on_a_notice = True, False
+    agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
+    assert round_.neighbours.told == (["failed"] if final else ["restarts"])
+    assert (agent._remaining_restarts == 0) is final
+    assert round_.next == (
+        "no restart: exit code 2 says that the configuration is wrong" if final else "restart 1 of 3"
+    )
+
+
+def test_the_story_is_told_before_the_wait_for_a_start_that_was_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait may be half a minute, and whoever reads wants to know at once."""
+    done: list[str] = []
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the start is closed"))
+    monkeypatch.setattr(agent_module.time, "sleep", lambda pause_s: done.append(f"waits {pause_s:g} s"))
+    agent = make_agent(max_restarts=3)
+    monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
+    monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: False)
+    round_ = Ended(Others())
+    round_.left_on_a_notice = False
+    agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
+    agent._stop_workers(agent.get_worker_group())
+    agent._stop_workers(agent.get_worker_group())
+    assert done == ["the start is closed", "waits 1 s", "the start is closed", "waits 0 s"]

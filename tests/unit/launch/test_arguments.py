@@ -256,3 +256,12 @@ def test_plain_torchrun_gets_the_first_of_several_places(monkeypatch: pytest.Mon
     monkeypatch.setattr(torchrun, "run", lambda args: seen.append(args.rdzv_endpoint))
     main(["--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29400,node-b:29400", "train.py"])
     assert seen == ["node-a:29400"]
+
+
+def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A watch that looks every two seconds sees no death in time."""
+    assert make_parser().parse_args(["--ttp-death-poll=1", "train.py"]).ttp_death_poll == 1.0
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args(["--ttp-death-poll=2", "train.py"])
+    assert caught.value.code == 2
+    assert "'2': wanted seconds above 0, at most 1 (2 ms are 0.002)" in capsys.readouterr().err

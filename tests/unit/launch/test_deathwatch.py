@@ -115,6 +115,9 @@ def test_exiting_is_reported_before_the_cause_is_known(monkeypatch: pytest.Monke
         def ending(self) -> bool:
             return True
 
+        def gone(self) -> bool:
+            return freed.is_set()
+
         def close(self) -> None:
             pass
 

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -189,3 +191,31 @@ def test_a_controller_that_finishes_by_itself_is_not_asked(spawn: Spawn) -> None
     asked = Asked()
     assert end_controllers("start-e", ControllerEntry("h:1", controller.pid), asked, patience_s=20.0) == []
     assert asked.addresses == [] and controller.wait() == 0
+
+
+@pytest.mark.parametrize("when", ["while another is waited for", "after it was asked"])
+def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(spawn: Spawn, when: str) -> None:
+    """The proof is made again before each signal. Here the process runs another program under its number; the other controller stays."""
+    mark = {START_VARIABLE: f"start-{when[0]}"}
+    deaf = spawn("trap '' TERM; echo ready; while :; do sleep 0.1; done", "ttp.controller", **mark)
+    handler = "trap '' TERM; " if when == "after it was asked" else ""
+    other = spawn(f"{handler}echo ready; read x; exec env -i sleep 600", "ttp.controller", **mark)
+
+    def become_another(address: str) -> None:
+        assert other.stdin is not None
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        deadline = time.monotonic() + 20.0
+        while is_controller(other.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    if when == "after it was asked":
+        published = ControllerEntry("h:1", other.pid)
+        assert end_controllers(mark[START_VARIABLE], published, become_another, leave_s=0.2) == [deaf.pid]
+    else:
+        turning = threading.Timer(0.05, become_another, ("",))
+        turning.start()
+        assert end_controllers(mark[START_VARIABLE], None, Asked(), patience_s=1.0, leave_s=0.2) == [deaf.pid]
+        turning.join()
+    assert exit_status(other.pid) is None
