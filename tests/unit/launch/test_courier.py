@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key, log_dir_key
+from ttp.meeting import controller_key, log_dir_key, process_key
 from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
@@ -206,3 +208,130 @@ def test_a_garbled_entry_is_not_used(
     until(lambda: "wanted `host:port pid`" in caplog.text)
     store.set(controller_key(7), "host:8000 12")
     until(lambda: courier.connected)
+
+
+class Cable:
+    """Carries connections to a store, until they are reset or the cable is cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._lock = threading.Lock()  # guards _ends
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._server.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._port))
+                with self._lock:
+                    self._ends += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while received := source.recv(65536):
+                sink.sendall(received)
+        self._end(source, sink)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Break all connections that there are."""
+        with self._lock:
+            self._end(*self._ends)
+
+    def cut(self) -> None:
+        """Break all, and take none any more."""
+        self._end(self._server)
+        self._server.close()
+        self.reset()
+
+    def close(self) -> None:
+        self.cut()
+        with self._lock:
+            for end in self._ends:
+                end.close()
+
+
+@pytest.fixture
+def cable(store: TCPStore) -> Iterator[Cable]:
+    made = Cable(store.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def far(cable: Cable, switchboard: Switchboard) -> Iterator[Courier]:
+    """Return a courier on a node that reaches the store by the cable."""
+    made = Courier(JobStore("127.0.0.1", cable.port, 7), {1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    yield made
+    made.close()
+
+
+def test_a_controller_that_is_published_after_a_reset_connection_is_found(
+    store: TCPStore, cable: Cable, switchboard: Switchboard, far: Courier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was found before stays, and its link as well."""
+    far.start()
+    until(lambda: far.unanswered == "")
+    cable.reset()
+    until(lambda: "connecting anew" in caplog.text)
+    store.set(controller_key(7), "host:8000 12")
+    until(lambda: far.connected)
+    cable.reset()
+    until(lambda: caplog.text.count("connecting anew") == 2)
+    store.set(controller_key(7), "other:8001 13")
+    until(lambda: far.entry == ControllerEntry("other:8001", 13) and far.connected)
+    assert switchboard.attempts == 2
+
+
+def test_what_the_ranks_have_told_is_not_known_while_the_store_does_not_answer(
+    store: TCPStore, cable: Cable, far: Courier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first answer, and when the launcher that has the store has ended; then it is not asked for ever."""
+    assert far.unanswered == f"the workers' store at 127.0.0.1:{cable.port} does not answer"
+    far.start()
+    until(lambda: far.unanswered == "")
+    cable.cut()
+    until(lambda: "a new controller would not be found" in caplog.text)
+    assert "does not answer (" in far.unanswered
+    begun_s = time.monotonic()
+    far.look_now(600.0)
+    assert time.monotonic() - begun_s < DEADLINE_S
+    store.set(controller_key(7), "host:8000 12")
+    assert not far.connected
+
+
+def test_a_look_that_is_asked_for_does_not_wait_for_the_next_one(store: TCPStore, switchboard: Switchboard) -> None:
+    """At a fault it matters what the ranks told a moment ago."""
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=600.0)
+    courier.start()
+    until(lambda: courier.unanswered == "")
+    store.set(controller_key(7), "host:8000 12")
+    courier.look_now(DEADLINE_S)
+    assert courier.connected
+    courier.close()
+
+
+def test_the_ranks_processes_are_told_once_when_all_have_said_them(store: TCPStore, switchboard: Switchboard) -> None:
+    """Nothing more is asked then; another start's are not taken for them."""
+    told: list[Mapping[int, str]] = []
+    place = JobStore("127.0.0.1", store.port, 7)
+    courier = Courier(place, {4: 70, 5: 71}, switchboard, processes_known=told.append, search_s=0.005)
+    store.set(process_key(6, 4), "1 1")
+    store.set(process_key(7, 5), "1071 8")
+    courier.start()
+    courier.look_now(DEADLINE_S)
+    assert told == []
+    store.set(process_key(7, 4), "1070 8")
+    until(lambda: told != [])
+    courier.look_now(DEADLINE_S)
+    courier.close()
+    assert told == [{4: "1070 8", 5: "1071 8"}]

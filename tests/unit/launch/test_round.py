@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.launch import controllers
+from ttp.launch import controllers, deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.neighbours import Neighbours
+from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.meeting import controller_key
@@ -47,8 +49,14 @@ class Start:
     """Two workers on this node, and their round."""
 
     def __init__(
-        self, total_timeout_s: float, controller: bool, chronicle: Chronicle | None = None, nodes: int = 1
+        self,
+        total_timeout_s: float,
+        controller: bool,
+        chronicle: Chronicle | None = None,
+        nodes: int = 1,
+        port: int | None = None,
     ) -> None:
+        """`port`: where the launcher looks for the workers' store, if not where it is."""
         self.line = LineToController()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if controller:
@@ -64,7 +72,7 @@ class Start:
                 chronicle=chronicle,
             ),
             job_id="job",
-            job_store=JobStore("127.0.0.1", self.store.port, 0),
+            job_store=JobStore("127.0.0.1", port or self.store.port, 0),
             start_id="none-of-the-kind",
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=nodes,
@@ -186,6 +194,73 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
         start.close()
     assert "no controller has led the ranks" in caplog.text
     assert "no rank has called ttp.start so far: nothing protects this start" in caplog.text
+
+
+def test_that_no_rank_has_a_session_is_said_only_when_it_is_known(
+    short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the workers' store does not answer they may have a controller, and are held as those that have lost one."""
+    monkeypatch.setattr(rounds, "UNPROTECTED_S", 0.0)
+    monkeypatch.setattr(rounds, "ASK_AGAIN_S", 0.1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        start = Start(60.0, controller=False, port=taken.getsockname()[1])
+        try:
+            start.fail_one()
+            start.held.join(DEADLINE_S)
+            assert not start.held.is_alive() and start.round.living() == [0]
+        finally:
+            start.close()
+    assert "whether a controller leads the ranks is not known: the workers' store at 127.0.0.1:" in caplog.text
+    assert "no rank has called ttp.start" not in caplog.text
+    assert "no controller has led the ranks for 1 s" in caplog.text
+
+
+def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
+    short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A status that is lost is no success; while torch speaks of no failure it was one."""
+    start = Start(60.0, controller=True)
+    try:
+        monkeypatch.setattr(deathwatch, "exit_status", lambda pid: LOST)
+        for rank in (0, 1):
+            start.workers[rank].kill()
+        deadline = time.monotonic() + DEADLINE_S
+        while start.round.living():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not start.round.failed() and not start.round.succeeded()
+        start.round.learn({1: -9}, failed=True)
+        assert start.round.failed() and not start.round.succeeded()
+        assert start.round.outcome() == "rank 0: gone, its status is lost; rank 1: signal SIGKILL"
+        assert "torch has seen the end of ranks 0-1 first, and has ended the others: they were not held" in caplog.text
+        start.round.learn({}, failed=False)
+        assert start.round.deaths()[0].status == 0 and start.round.deaths()[1].status == -9
+    finally:
+        start.held.start()
+        start.close()
+
+
+def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
+    short_times: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch is asked about one in uninterruptible sleep all the same."""
+    start = Start(60.0, controller=True)
+    try:
+        assert not start.round.settling()
+        monkeypatch.setattr(deathwatch, "exit_status", lambda pid: None)
+        start.workers[1].kill()
+        deadline = time.monotonic() + DEADLINE_S
+        while 1 not in start.round.deaths():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert start.round.settling()
+        monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
+        assert not start.round.settling()
+    finally:
+        start.held.start()
+        monkeypatch.undo()
+        start.close()
 
 
 @pytest.mark.parametrize(("status", "held"), [(3, False), (2, True)])

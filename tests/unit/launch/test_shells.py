@@ -1,0 +1,236 @@
+"""Ranks that a worker's shell has started, without `exec`: by real processes, under a controller that is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.unit.launch.test_round import DEADLINE_S, LineToController
+from ttp.launch import round as rounds
+from ttp.launch.processes import exit_status, read_stat
+from ttp.launch.rendezvous import JobStore
+from ttp.launch.round import Launching, Round
+from ttp.launch.shells import BehindShells
+from ttp.meeting import controller_key, process_key, process_text
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+RANK = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda number, frame: print("told", flush=True))
+print(os.getpid(), flush=True)
+sys.exit(int(sys.stdin.readline()))
+"""
+"""It is told by SIGTERM, and leaves when it gets its exit code on a line."""
+
+
+class Shells:
+    """Two workers that are shells, the ranks that they have started, and their round."""
+
+    def __init__(self, after: str = "exit $?") -> None:
+        """`after`: what the shell does when its rank has ended."""
+        script = f"exec 3<&0; '{sys.executable}' -c '{RANK}' <&3 & exec 3<&- 0<&-; wait $!; {after}"
+        self.workers = [
+            subprocess.Popen(
+                ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            for _ in range(2)
+        ]
+        self.ranks = [int(self.line(rank)) for rank in range(2)]
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
+        for rank, pid in enumerate(self.ranks):
+            self.store.set(process_key(0, rank), process_text(pid))
+        self.round = Round(
+            Launching(
+                total_timeout_s=60.0,
+                poll_s=0.002,
+                open_link=lambda address, job_id, pids: LineToController(),
+                request_shutdown=lambda address: None,
+            ),
+            job_id="job",
+            job_store=JobStore("127.0.0.1", self.store.port, 0),
+            start_id="none-of-the-kind",
+            pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
+            nodes=1,
+            hosts_rank_zero=False,
+        )
+        self.thread = threading.current_thread()
+        deadline = time.monotonic() + DEADLINE_S
+        while self.round.processes != dict(enumerate(self.ranks)) or not self.round.has_controller:
+            assert time.monotonic() < deadline, "the ranks' processes were not found"
+            time.sleep(0.005)
+
+    def line(self, rank: int) -> str:
+        stdout = self.workers[rank].stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def leave(self, rank: int, status: int) -> None:
+        stdin = self.workers[rank].stdin
+        assert stdin is not None
+        stdin.write(f"{status}\n")
+        stdin.flush()
+
+    def kill_shell(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.workers[rank].pid, number)
+        os.waitid(os.P_PID, self.workers[rank].pid, os.WEXITED | os.WNOWAIT)
+
+    def run(self, target: str, *args: object) -> None:
+        self.thread = threading.Thread(target=getattr(self.round, target), args=args)
+        self.thread.start()
+
+    def close(self) -> None:
+        for pid in (*self.ranks, *(worker.pid for worker in self.workers)):
+            if (stat := read_stat(pid)) is not None and not stat.gone:
+                os.kill(pid, signal.SIGKILL)
+        if self.thread is not threading.current_thread():
+            self.thread.join(DEADLINE_S)
+        self.round.close()
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+            with worker:
+                worker.wait()
+
+
+def here(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if (stat := read_stat(pid)) is not None and not stat.gone]
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[list[int]]:
+    """Return what was left in the workers' sessions at each sweep's begin."""
+    seen: list[list[int]] = []
+    sweep = rounds.sweep_sessions
+
+    def look_and_sweep(leaders: object, **more: object) -> list[int]:
+        seen.append(here(SHELLS[0].ranks))
+        return sweep(leaders, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rounds, "sweep_sessions", look_and_sweep)
+    caplog.set_level(logging.INFO, "ttp.launch")
+    return seen
+
+
+SHELLS: list[Shells] = []
+
+
+@pytest.fixture
+def shells(swept: list[list[int]]) -> Iterator[Shells]:
+    SHELLS[:] = [Shells()]
+    yield SHELLS[0]
+    SHELLS[0].close()
+
+
+def test_a_notice_goes_to_the_ranks_and_their_shells_tell_how_they_left(
+    shells: Shells, swept: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shell that got SIGTERM would die at once: its rank's exit code would be lost."""
+    shells.run("take_leave")
+    assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+    assert [exit_status(worker.pid) for worker in shells.workers] == [None, None] and swept == []
+    for rank in range(2):
+        shells.leave(rank, 76)
+    shells.thread.join(DEADLINE_S)
+    assert shells.round.outcome() == "ranks 0-1: told to leave, and left (exit code 76)"
+    assert [death.pid for _, death in sorted(shells.round.deaths().items())] == shells.ranks
+    assert swept == [[]]
+    said = [record.getMessage() for record in caplog.get_records("setup")]
+    assert f"rank 1 is process {shells.ranks[1]}, started by its worker (pid {shells.workers[1].pid})" in said
+
+
+def test_ranks_whose_shells_a_signal_has_ended_have_the_time_of_the_fault(
+    shells: Shells, swept: list[list[int]]
+) -> None:
+    """A scheduler may tell every process at once: what is left in the sessions is swept when the ranks have saved."""
+    for rank in range(2):
+        shells.kill_shell(rank, signal.SIGTERM)
+    shells.run("take_leave")
+    assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+    shells.leave(1, 76)
+    shells.thread.join(0.5)
+    assert shells.thread.is_alive() and swept == [] and here(shells.ranks)[:1] == shells.ranks[:1]
+    shells.leave(0, 76)
+    shells.thread.join(DEADLINE_S)
+    assert swept == [[]] and shells.round.living() == []
+
+
+def test_a_survivor_whose_shell_is_gone_is_held(
+    shells: Shells, swept: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fault is told with the process of the rank that died, not with its shell's."""
+    shells.kill_shell(0, signal.SIGKILL)
+    os.kill(shells.ranks[1], signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    while not shells.round.failed():
+        assert time.monotonic() < deadline, "the death was not seen"
+        time.sleep(0.005)
+    assert shells.round.living() == [0]
+    shells.run("hold")
+    shells.thread.join(0.3)
+    assert shells.thread.is_alive() and here(shells.ranks) == shells.ranks[:1]
+    shells.leave(0, 75)
+    shells.thread.join(DEADLINE_S)
+    shells.round.end_workers(signal.SIGTERM, 5.0)
+    assert swept == [[]]
+    cause = f"rank 1 (pid {shells.ranks[1]}) ended: exit code 137 (what a shell makes of SIGKILL)"
+    assert shells.round.fault is not None and shells.round.fault.cause == cause and cause in caplog.text
+
+
+def test_a_rank_that_outlives_its_shell_and_the_fault_has_the_grace_before_the_sweep(
+    shells: Shells, swept: list[list[int]]
+) -> None:
+    """As a worker that is no shell has it: it is asked once more, and may leave by itself."""
+    for rank in range(2):
+        shells.kill_shell(rank, signal.SIGKILL)
+    shells.run("end_workers", signal.SIGTERM, DEADLINE_S)
+    assert [shells.line(rank) for rank in range(2)] == ["told", "told"] and swept == []
+    for rank in range(2):
+        shells.leave(rank, 76)
+    shells.thread.join(DEADLINE_S)
+    assert not shells.thread.is_alive() and swept == [[]] and shells.round.living() == []
+
+
+def test_a_shell_that_stays_when_its_rank_has_left_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a moment, not after all of TTP_OT."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.2)
+    shells = Shells(after="exec sleep 600")
+    try:
+        shells.run("take_leave")
+        assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+        for rank in range(2):
+            shells.leave(rank, 76)
+        shells.thread.join(DEADLINE_S)
+        assert not shells.thread.is_alive() and shells.round.living() == []
+        assert "the shells that started them are: ranks 0-1 still here" in caplog.text
+    finally:
+        shells.close()
+
+
+def test_a_process_that_cannot_be_proven_to_be_the_rank_is_left_alone() -> None:
+    """A number from a container's namespace, one of another session, or one that was given to another process since."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as worker:
+        with subprocess.Popen(["sleep", "600"], process_group=0) as other:
+            own = process_text(other.pid)
+            later = f"{other.pid} {int(own.split()[1]) - 1}"
+            session = os.getsid(0)
+            assert BehindShells().add({0: worker.pid}, {0: own}) == {}
+            assert BehindShells().add({0: session}, {0: later}) == {}
+            assert BehindShells().add({0: session}, {0: ""}) == {}
+            behind = BehindShells()
+            assert behind.add({0: session}, {0: own}) == {0: other.pid}
+            assert behind.signal([0, 1], signal.SIGTERM) == [0]
+            assert other.wait(DEADLINE_S) == -signal.SIGTERM
+        worker.kill()
