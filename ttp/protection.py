@@ -47,6 +47,7 @@ class Protection:
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
         self._standby: ControllerProcess | None = None
+        self._client: TCPStore | None = None
         optimizer = holder.optimizer
         # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
         self.gate = Gate(
@@ -88,6 +89,7 @@ class Protection:
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
             self.gate.on_first_step = FirstStep(self._store(), settings.round_number).tell
+        self._client = None
         if rank == 0 and not self._tells_launcher:
             introduce(welcome)
 
@@ -188,14 +190,16 @@ class Protection:
         return address
 
     def _store(self) -> TCPStore:
-        """Return a client of the store that the ranks met in."""
+        """Return a client of the store that the ranks met in: one for the whole start, as making one may take seconds."""
         settings = self._settings
         if not settings.master_port:
             raise ConfigError(
                 f"rank {self._rank}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find the controller;"
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )
-        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+        if self._client is None:
+            self._client = TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+        return self._client
 
 
 def introduce(welcome: Welcome) -> None:

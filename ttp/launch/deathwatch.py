@@ -27,6 +27,9 @@ POLL_S = 0.002
 LONGEST_POLL_S = 1.0
 """With a longer one every other sign of a death would come earlier than the watch's."""
 
+_SHORT_S = 0.05
+"""So long `stop` may wait for the next look: a sleep costs a sixth less of the processor than an event that may end it."""
+
 _GONE = (errno.ENOENT, errno.ESRCH)
 
 
@@ -237,7 +240,10 @@ class DeathWatch:
             while watched := self._watched():
                 for rank in watched:
                     self._look(rank)
-                self._stopping.wait(self._poll_s)
+                if self._poll_s > _SHORT_S:
+                    self._stopping.wait(self._poll_s)
+                else:
+                    time.sleep(self._poll_s)
         except Exception as error:
             with self._changed:
                 self._error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -403,7 +404,7 @@ def test_the_story_is_told_before_the_wait_for_a_start_that_was_for_nothing(monk
     """The wait may be half a minute, and whoever reads wants to know at once."""
     done: list[str] = []
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the start is closed"))
-    monkeypatch.setattr(agent_module.time, "sleep", lambda pause_s: done.append(f"waits {pause_s:g} s"))
+    monkeypatch.setattr(time, "sleep", lambda pause_s: done.append(f"waits {pause_s:g} s"))
     agent = make_agent(max_restarts=3)
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: False)

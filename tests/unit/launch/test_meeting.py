@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -87,3 +90,15 @@ def test_a_name_server_may_learn_of_the_node_later() -> None:
     clock = Clock()
     check_name("node-x:8000", clock, 12.0)
     assert 12 <= clock.now < 14
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_is_named_by_its_number_and_its_beginning() -> None:
+    """So that no later process of that number is taken for it; one that is gone has no name."""
+    child = subprocess.Popen(["sleep", "600"])
+    named = meeting.process_text(child.pid)
+    assert named.split()[0] == str(child.pid) and int(named.split()[1]) > 0
+    assert meeting.process_text() == meeting.process_text(os.getpid()) != named
+    child.kill()
+    child.wait()
+    assert meeting.process_text(child.pid) == ""

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.test_round import DEADLINE_S, LineToController
 from ttp.launch import round as rounds
-from ttp.launch.processes import exit_status, read_stat
+from ttp.launch.processes import exit_status, read_stat, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.launch.shells import BehindShells
@@ -111,11 +111,10 @@ def here(pids: list[int]) -> list[int]:
 def swept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[list[int]]:
     """Return what was left in the workers' sessions at each sweep's begin."""
     seen: list[list[int]] = []
-    sweep = rounds.sweep_sessions
 
     def look_and_sweep(leaders: object, **more: object) -> list[int]:
         seen.append(here(SHELLS[0].ranks))
-        return sweep(leaders, **more)  # type: ignore[arg-type]
+        return sweep_sessions(leaders, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rounds, "sweep_sessions", look_and_sweep)
     caplog.set_level(logging.INFO, "ttp.launch")
