@@ -246,6 +246,7 @@ class HoldAgent(LocalElasticAgent):
                     log.warning("all workers here have succeeded, but %s: starting again with it", neighbours.restarts)
                     return RunResult(state=WorkerState.UNHEALTHY if static else WorkerState.HEALTHY)
                 why = f"{neighbours.restarts}, and no restart is left here"  # no way to come without counting
+                neighbours.tell_failed(f"{socket.gethostname()} has succeeded, and no restart is left there")
             elif (words := neighbours.lost) and not neighbours.restarts:
                 why = words
             elif (waited_s := time.monotonic() - begun_s) >= OTHERS_S:

@@ -38,7 +38,7 @@ from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import make_parser
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
-from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
 from ttp.launch.round import Launching
 from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
@@ -182,7 +182,13 @@ def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
         )
     static = config.rdzv_backend == "static"
     inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
-    return FreshStoreRendezvous(inner, store_host(config), same_keys_every_round=static, waits_for=_nodes_text(config))
+    return FreshStoreRendezvous(
+        inner,
+        store_host(config),
+        same_keys_every_round=static,
+        waits_for=_nodes_text(config),
+        join_timeout_s=float(config.rdzv_configs.get("timeout", JOIN_S)),
+    )
 
 
 def _nodes_text(config: LaunchConfig) -> str:

@@ -6,7 +6,7 @@ fault began, and how their workers have ended.
     ttp/nodes/fault          how many seconds ago the fault had begun when the first launcher told of it
     ttp/nodes/lost           the nodes of which the store's launcher has heard nothing for LOST_S; empty when they are heard again
     ttp/nodes/restarts       a node whose workers have failed, and that starts them again
-    ttp/nodes/failed         a node on which the job has failed for good
+    ttp/nodes/failed         a node on which the job has failed for good, or that cannot start again
     ttp/nodes/succeeded/<node>   that all workers there have succeeded
     ttp/nodes/seen/<node>        that it is known there of all nodes
 
@@ -26,6 +26,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from ttp.launch.partings import FAILED
 from ttp.launch.rendezvous import JobStore
 
 log = logging.getLogger("ttp.launch")
@@ -42,7 +43,6 @@ _TOLD = "ttp/nodes/told"
 _FAULT = "ttp/nodes/fault"
 _LOST = "ttp/nodes/lost"
 _RESTARTS = "ttp/nodes/restarts"
-_FAILED = "ttp/nodes/failed"
 _SUCCEEDED = "ttp/nodes/succeeded"
 _SEEN = "ttp/nodes/seen"
 
@@ -110,7 +110,7 @@ class Neighbours:
 
     def tell_failed(self, words: str) -> None:
         """Say that workers here have failed, and are not started again."""
-        self._tell(_FAILED, words)
+        self._tell(FAILED, words)
 
     def tell_succeeded(self) -> None:
         """Say that all workers here have succeeded; said again, it counts once."""
@@ -141,7 +141,7 @@ class Neighbours:
     def over(self) -> str:
         """Say why nothing more is to come from the others: the job has failed on a node, or the store cannot be asked."""
         with self._lock:
-            return self._heard.get(_FAILED, "") or self._store_gone or self._silent_store()
+            return self._heard.get(FAILED, "") or self._store_gone or self._silent_store()
 
     @property
     def all_have_succeeded(self) -> bool:
@@ -242,7 +242,7 @@ class Neighbours:
     def _hear(self, store: Store) -> None:
         """Read what was told. Nobody looks at the successes but those whose workers have succeeded."""
         heard = {}
-        for key in (_FAULT, _LOST, _RESTARTS, _FAILED):
+        for key in (_FAULT, _LOST, _RESTARTS, FAILED):
             if store.check([key]):
                 heard[key] = store.get(key).decode()
         succeeded = self._all_have(store, _SUCCEEDED)

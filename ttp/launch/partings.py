@@ -4,12 +4,23 @@
     ttp/left/<run id>/<n>    `node-b: ...`, the n-th one's words
     ttp/over/<run id>        the words of the node that has closed the rendezvous for all
 
+and, in the workers' store of a start, where a static job's node 0 looks before it waits for the others once more:
+
+    ttp/nodes/failed         the words of a node that cannot start again
+
 Owns the keys. Every call may wait for the store, and raises RuntimeError when it is gone: the caller sees to that.
 """
 
 from __future__ import annotations
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+FAILED = "ttp/nodes/failed"
+
+
+def failed_for_good(job_store: Store) -> str:
+    """Return what a node has said that cannot start again; empty if none has."""
+    return str(job_store.get(FAILED).decode()) if job_store.check([FAILED]) else ""
 
 
 def tell_left(store: Store, run_id: str, words: str) -> int:

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ttp.errors import ConfigError
+from ttp.launch import partings, tickets
 from ttp.launch.stores import MovingRendezvous
 
 log = logging.getLogger("ttp.launch")
@@ -31,9 +32,16 @@ LOOK_TIMEOUT = timedelta(seconds=5)
 """How long a look into another node's store may take: the node may be gone."""
 
 
+JOIN_S = 900.0
+"""torchrun's time for all nodes of a static job to join."""
+
 FIRST_WORD_S = 5.0
 NEXT_WORD_S = 60.0
 """A rendezvous that takes so long says what it waits for, first and then again."""
+
+
+class StoreNotReached(RuntimeError):
+    """A later start's store is not reached from the launcher that has made it: this node's name has changed its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +89,24 @@ class FreshStoreRendezvous(RendezvousHandler):
     """Wraps any of torch's handlers: same membership, a new store each time.
 
     `host` is this node's name or address as the other nodes see it. `same_keys_every_round` is True for a handler whose
-    store keeps its keys from one rendezvous to the next (`static`); every node then counts the rounds by itself.
+    store keeps its keys from one rendezvous to the next (`static`), and does not know who has joined: see `tickets`.
     """
 
     def __init__(
-        self, inner: RendezvousHandler, host: str, *, same_keys_every_round: bool, waits_for: str = ""
+        self,
+        inner: RendezvousHandler,
+        host: str,
+        *,
+        same_keys_every_round: bool,
+        waits_for: str = "",
+        join_timeout_s: float = JOIN_S,
     ) -> None:
-        """`waits_for`: how many nodes meet, and where, in words for one who wonders why nothing happens; empty: not told."""
+        """`waits_for`: how many nodes meet, and where, in words for one who wonders why nothing happens; empty: not told.
+        join_timeout_s: how long nodes are waited for where the handler itself does not wait (`static`)."""
         self._inner = inner
         self._host = host
-        self._same_keys_every_round = same_keys_every_round
+        self._join_timeout_s = join_timeout_s
+        self._collected = tickets.Collected(join_timeout_s) if same_keys_every_round else None
         self._waits_for = waits_for
         self._meets_again = False
         self._next_round = 0
@@ -127,28 +143,56 @@ class FreshStoreRendezvous(RendezvousHandler):
     def _meet(self) -> RendezvousInfo:
         joined = self._join()
         self._meets_again = False
-        self._server = None  # closes the last round's
-        key = f"{_KEY}/{self._next_round}" if self._same_keys_every_round else _KEY
-        joined.store.set(f"{key}/next_round/{joined.rank}", str(self._next_round))
+        store, job_store = joined.store, self._agree(joined)
+        if self._collected is not None:
+            store = PrefixStore(f"ttp/start/{job_store.round_number}", store)  # the agents' own keys are old ones, too
+        self._job_store, self._next_round = job_store, job_store.round_number + 1
+        address = RendezvousStoreInfo(job_store.host, job_store.port)
+        return RendezvousInfo(store, joined.rank, joined.world_size, address)
+
+    def _agree(self, joined: RendezvousInfo) -> JobStore:
+        """Return the store of the start that all nodes have joined; node 0's launcher makes it, and closes the last start's."""
+        if self._collected is not None:
+            return self._agree_by_ticket(joined, self._collected)
+        self._server = None
+        joined.store.set(f"{_KEY}/next_round/{joined.rank}", str(self._next_round))
         if joined.rank == 0:
             # A node that has just joined may be the one with rank 0: the others know how often the job was started.
-            known = [int(joined.store.get(f"{key}/next_round/{node}")) for node in range(joined.world_size)]
+            known = [int(joined.store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
             self._server = self._serve()
-            joined.store.set(key, JobStore(self._host, self._server.port, max(known)).encode())
-        self._job_store = JobStore.decode(joined.store.get(key).decode())
-        self._next_round = self._job_store.round_number + 1
-        address = RendezvousStoreInfo(self._job_store.host, self._job_store.port)
-        return RendezvousInfo(joined.store, joined.rank, joined.world_size, address)
+            joined.store.set(_KEY, JobStore(self._host, self._server.port, max(known)).encode())
+        return JobStore.decode(joined.store.get(_KEY).decode())
+
+    def _agree_by_ticket(self, joined: RendezvousInfo, collected: tickets.Collected) -> JobStore:
+        if joined.rank != 0:
+            info = joined.bootstrap_store_info
+            place = f"{info.master_addr}:{info.master_port}" if info is not None else "node 0"
+            return JobStore.decode(tickets.hand_in(joined.store, joined.rank, self._join_timeout_s, place))
+        # The last start's store is kept until all have joined: a launcher whose workers have succeeded hears there that this one
+        # starts again, and only then does it join.
+        handed_in = collected.collect(joined.store, joined.world_size, self._failed_for_good)
+        self._server = None
+        self._server = self._serve()
+        job_store = JobStore(self._host, self._server.port, tickets.count_start(joined.store))
+        tickets.answer(joined.store, handed_in, job_store.encode())
+        return job_store
+
+    def _failed_for_good(self) -> str:
+        """Return what another node has said in the last start's store, if it cannot start again."""
+        return partings.failed_for_good(self._server) if self._server is not None else ""
 
     def _serve(self) -> TCPStore:
-        """Make the workers' store. Raises ConfigError: unlike a lost node, a wrong address stays wrong."""
+        """Make the workers' store. Raises ConfigError before the first start: unlike a lost node, a wrong address stays wrong."""
         try:
             return TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         except DistError as error:
-            raise ConfigError(
+            words = (
                 f"this node has rank 0 and cannot reach the workers' store that it has made, under its own name"
                 f" {self._host!r} ({error}); name an address of this node with --local-addr"
-            ) from error
+            )
+            if self._job_store is None:
+                raise ConfigError(words) from error
+            raise StoreNotReached(words) from error
 
     def _join(self) -> RendezvousInfo:
         """Run the wrapped handler, told not to make its own store; the workers do not inherit the variable."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from ttp.launch.rendezvous import FreshStoreRendezvous
+from tests.unit.launch.test_neighbours import until
+from ttp.errors import ConfigError
+from ttp.launch import rendezvous
+from ttp.launch.neighbours import Neighbours
+from ttp.launch.rendezvous import FreshStoreRendezvous, StoreNotReached
 
 
 class FixedNodes(RendezvousHandler):
@@ -131,3 +137,88 @@ def test_there_is_no_store_before_the_first_rendezvous() -> None:
     handler = FreshStoreRendezvous(FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
     with pytest.raises(RuntimeError, match="no rendezvous yet"):
         _ = handler.job_store
+
+
+def static_node(base: Store, rank: int, nodes: int = 2, join_timeout_s: float = 60.0) -> FreshStoreRendezvous:
+    inner = FixedNodes(base, rank, nodes, prefixed=False)
+    return FreshStoreRendezvous(inner, "127.0.0.1", same_keys_every_round=True, join_timeout_s=join_timeout_s)
+
+
+def test_a_static_launcher_that_is_started_again_joins_the_start_that_begins() -> None:
+    """It counts nothing by itself, and the starts before, whose stores are gone, are not for it."""
+    base = HashStore()
+    first, second = static_node(base, 0), static_node(base, 1)
+    for _ in range(6):
+        join_all([first, second])
+    again = static_node(base, 1)
+    join_all([again, first])
+    assert again.job_store == first.job_store and again.job_store.round_number == 6
+    assert client(again).check(["nothing"]) is False, "its store is there"
+    join_all([first, again])
+    assert again.job_store == first.job_store and again.job_store.round_number == 7
+
+
+def test_a_static_starts_agents_find_no_key_of_an_earlier_one() -> None:
+    """A launcher that is started again with another number of workers is not given the ranks of its forerunner."""
+    base = HashStore()
+    nodes = [static_node(base, 0), static_node(base, 1)]
+    for info in join_all(nodes):
+        info.store.set("torchelastic/assigned_ranks/1", "old")
+    stores = [info.store for info in join_all(nodes)]
+    assert not stores[0].check(["torchelastic/assigned_ranks/1"])
+    stores[0].set("word", "new")
+    assert stores[1].get("word") == b"new"
+
+
+def test_a_static_node_0s_restart_is_heard_by_one_that_has_succeeded() -> None:
+    """The last start's store is there until all have joined: the other launcher looks into it now and then only, and joins
+    when it has heard."""
+    base = HashStore()
+    first, second = static_node(base, 0), static_node(base, 1)
+    join_all([first, second])
+    there = Neighbours(second.job_store, 1, 2, look_s=0.5)
+    there.start()
+    here = Neighbours(first.job_store, 0, 2, look_s=0.5)
+    here.start()
+    there.tell_succeeded()
+    until(lambda: client(first).check(["ttp/nodes/succeeded/1"]), "success")
+    here.tell_restart("node 0 has failed and starts again")
+    here.close()
+    joining = threading.Thread(target=first.next_rendezvous)
+    joining.start()
+    until(lambda: there.restarts or there.over, "word of node 0")
+    assert (there.restarts, there.over) == ("node 0 has failed and starts again", "")
+    there.close()
+    second.next_rendezvous()
+    joining.join(30)
+    assert first.job_store == second.job_store and first.job_store.round_number == 1
+
+
+def test_a_static_node_0_does_not_wait_for_one_that_cannot_start_again() -> None:
+    """It has said so in the last start's store; its words are the reason."""
+    base = HashStore()
+    first, second = static_node(base, 0), static_node(base, 1)
+    join_all([first, second])
+    there = Neighbours(second.job_store, 1, 2)
+    there.start()
+    there.tell_failed("node-b has failed (exit code 2)")
+    there.close()
+    with pytest.raises(RendezvousClosedError, match=re.escape("node-b has failed (exit code 2)")):
+        first.next_rendezvous()
+
+
+def test_a_later_starts_store_that_is_not_reached_is_no_wrong_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 2 says that nothing was started."""
+    handler = FreshStoreRendezvous(FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
+
+    def unreached(*arguments: object, **named: object) -> TCPStore:
+        raise DistNetworkError("no route")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous, "TCPStore", unreached)
+        with pytest.raises(ConfigError, match="--local-addr"):
+            handler.next_rendezvous()
+    handler.next_rendezvous()
+    monkeypatch.setattr(rendezvous, "TCPStore", unreached)
+    with pytest.raises(StoreNotReached, match="--local-addr"):
+        handler.next_rendezvous()
