@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, ranks: int, replicas: int) -> dict[str, Any
     facts = {"ranks": ranks, "replicas": replicas, "port": free_port(), **shape}
     command = [sys.executable, "-m", "benchmarks._step_world"]
     command += [word for name, value in facts.items() for word in (f"--{name}", str(value))]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TTP_PORT": "0"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     if alone():
         command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     ended = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)

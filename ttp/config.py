@@ -16,17 +16,32 @@
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
+| TTP_START_ID | none | set by ttprun: marks the controllers of one start |
 | TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.hook) |
+
+A variable that is set to nothing counts as not set. Names that begin with `TTP_TEST_` are the tests' own.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ttp.errors import ConfigError
+
+VARIABLES = (
+    "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR",
+    "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
+    "TTP_MINDIO_DIR", "TTP_FAULTS", "TTP_START_ID", "TTP_CHAOS",
+)  # fmt: skip
+"""All of them, in the order of the table above."""
+_TESTS_OWN = "TTP_TEST_"
+MOST_S = 1e9
+"""No time may be longer: thirty years, and what the system's timers take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,21 +81,22 @@ class Settings:
         return start_name(self.job_id, self.round_number) if self.launched else self.job_id
 
     def __post_init__(self) -> None:
-        if self.total_timeout_s <= 0:
-            raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0")
-        if not 0 < self.heartbeat_s < self.lease_s:
+        if not 0 < self.total_timeout_s <= MOST_S:
+            raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0, at most {MOST_S:g}")
+        if not 0 < self.heartbeat_s < self.lease_s <= MOST_S:
             raise ConfigError(
-                f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease"
+                f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease, at most"
+                f" {MOST_S:g}"
             )
-        if not self.hang_floor_s > 0 or not self.hang_factor >= 1:
+        if not 0 < self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor < math.inf:
             raise ConfigError(
-                f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0"
-                " and a number from 1"
+                f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0, at"
+                f" most {MOST_S:g}, and a number from 1"
             )
-        if not self.hang_start_s > 0:
-            raise ConfigError(f"TTP_HANG_START_S is {self.hang_start_s}: wanted seconds above 0")
-        if not self.boundary_s >= 0:
-            raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0")
+        if not 0 < self.hang_start_s <= MOST_S:
+            raise ConfigError(f"TTP_HANG_START_S is {self.hang_start_s}: wanted seconds above 0, at most {MOST_S:g}")
+        if not 0 <= self.boundary_s <= MOST_S:
+            raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0, at most {MOST_S:g}")
         if not 0 <= self.controller_port < 65536:
             raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
         if not 0 <= self.standbys < 10:
@@ -101,8 +117,8 @@ class Settings:
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
             launched=environ.get("TTP_LAUNCHED", "") == "1",
-            faults=environ.get("TTP_FAULTS", ""),
-            chaos=environ.get("TTP_CHAOS", ""),
+            faults=environ.get("TTP_FAULTS", "").strip(),
+            chaos=environ.get("TTP_CHAOS", "").strip(),
             job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -112,8 +128,16 @@ class Settings:
             local_rank=_integer(environ, "LOCAL_RANK", -1),
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
-            mindio_dir=environ.get("TTP_MINDIO_DIR") or "output/mindio",
+            mindio_dir=environ.get("TTP_MINDIO_DIR", "").strip() or "output/mindio",
         )
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are named like TTP's and that nothing reads, each with the nearest name that there is (empty:
+    none is near)."""
+    own = [name for name in environ if name.startswith("TTP_") and not name.startswith(_TESTS_OWN)]
+    near = {name: difflib.get_close_matches(name, VARIABLES, 1) for name in sorted(own) if name not in VARIABLES}
+    return {name: found[0] if found else "" for name, found in near.items()}
 
 
 def start_name(job_id: str, round_number: int) -> str:
@@ -133,11 +157,13 @@ def error_file(environ: Mapping[str, str] = os.environ) -> str:
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return this node's name, as the other nodes see it."""
-    return environ.get("TTP_HOST") or socket.gethostname()
+    return environ.get("TTP_HOST", "").strip() or socket.gethostname()
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
-    value = environ.get(name, str(default)).strip().lower()
+    value = environ.get(name, "").strip().lower()
+    if not value:
+        return default
     if value in ("true", "1", "yes", "on"):
         return True
     if value in ("false", "0", "no", "off"):
@@ -146,17 +172,20 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name, "")
+    text = environ.get(name, "").strip()
     if not text:
         return default
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}: wanted a number") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {text!r}: wanted a number")
+    return value
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, "")
+    text = environ.get(name, "").strip()
     try:
         return int(text) if text else default
     except ValueError:

@@ -32,10 +32,11 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from ttp.config import Settings, enabled
+from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import make_parser
+from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers are bound by the same deadline
         settings = Settings.from_env()
         _log_to_stderr()
-        if args.rank_table_file:
+        if use_ttp:
+            _warn_of_unknown_variables()
+        if args.rank_table_file is not None:
             apply_rank_table(args, explicit_arguments(make_parser, argv))
         if args.rdzv_backend == "c10d" and args.rdzv_endpoint:
             places = parse_endpoints(args.rdzv_endpoint)  # a bad one is refused here
@@ -71,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
+        check_local_addr(config.local_addr, config.max_nodes)
         launch(config, command, command_args, make_launching(settings, args))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
@@ -79,13 +83,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """Return torch's configuration for the arguments. Raises ConfigError for values that torch's parser lets through."""
+    check_arguments(args)
     try:
         choose_rendezvous(args)
-        return torchrun.config_from_args(args)
-    except ValueError as error:
+        check_node_rank(args)
+        config, command, command_args = torchrun.config_from_args(args)
+        check_workers(config.nproc_per_node, args.nproc_per_node)
+        return config, command, command_args
+    except (ValueError, AssertionError, OSError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"{error} (--nnodes {args.nnodes}, --nproc-per-node {args.nproc_per_node}); ttprun --help tells what is taken"
         ) from error
+
+
+def _warn_of_unknown_variables() -> None:
+    for name, nearest in unknown_variables().items():
+        meant = f"did you mean {nearest}?" if nearest else "no variable of TTP has a name like it"
+        log.warning("the variable %s is set, and nothing reads it: %s", name, meant)
 
 
 def make_launching(settings: Settings, args: Namespace) -> Launching:

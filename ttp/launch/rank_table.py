@@ -26,6 +26,10 @@ from ttp.errors import ConfigError
 VERSIONS = ("1.0", "1.2")
 """Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
 
+_MOST_DIGITS = 18
+_SHOWN = 200
+"""So many characters of a wrong value are shown."""
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -74,7 +78,9 @@ def read_rank_table(path: str) -> RankTable:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--rank_table_file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except RecursionError:
+        raise ConfigError(f"--rank_table_file {path} is not a rank table: it is nested too deep") from None
+    except ValueError as error:  # a number of thousands of digits, too
         raise ConfigError(f"--rank_table_file {path} is not JSON: {error}") from None
     try:
         devices = list(_devices(table))
@@ -115,7 +121,7 @@ def _devices(table: Any) -> Iterator[_Device]:
             raise _FieldError(f"version is {table['version']!r}: wanted {' or '.join(VERSIONS)}")
         for place, server in _objects(table, "server_list", ""):
             name = _text(server, "server_id", place)
-            address = str(server.get("host_ip") or server.get("server_ip") or name)
+            address = _address(server, place) or name
             for at, device in _objects(server, "device", place):
                 yield _Device(at, name, address, _number(device, "rank_id", at), _number(device, "device_id", at))
     elif "group_list" in table:
@@ -144,6 +150,7 @@ def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
             raise _FieldError(f"{device.place}.device_id is {device.device_id}, which {used[key]} has already")
         used[key] = device.place
         by_server.setdefault(device.server_id, []).append(device)
+    _check_addresses(by_server)
     servers, rank = [], 0
     for group in sorted(by_server.values(), key=lambda group: min(device.rank for device in group)):
         group.sort(key=lambda device: device.rank)
@@ -160,9 +167,27 @@ def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
     return tuple(servers)
 
 
+def _check_addresses(by_server: Mapping[str, Sequence[_Device]]) -> None:
+    """See that every server has one address, and no two the same."""
+    places: dict[str, _Device] = {}
+    for server_id, devices in by_server.items():
+        first = devices[0]
+        for device in devices:
+            if device.address != first.address:
+                raise _FieldError(
+                    f"{device.place} belongs to server {server_id!r} at {device.address!r}, and {first.place} to the same one at"
+                    f" {first.address!r}: wanted one address for a server"
+                )
+        if (other := places.setdefault(first.address, first)) is not first:
+            raise _FieldError(
+                f"{first.place} and {other.place} belong to servers {server_id!r} and {other.server_id!r}, both at"
+                f" {first.address!r}: wanted another address for each server"
+            )
+
+
 def _check_counts(table: Mapping[str, Any], servers: Sequence[Server]) -> None:
     """Compare the numbers that the table states with what it lists."""
-    groups = table.get("group_list", ())
+    groups = [group for _, group in _objects(table, "group_list", "")] if "group_list" in table else []
     counts = [(table, "server_count", "", len(servers)), (table, "group_count", "", len(groups))]
     if len(groups) == 1:
         total = sum(len(server.ranks) for server in servers)
@@ -182,7 +207,7 @@ def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str
         raise _FieldError(f"{at} is {_shown(fields, name)}: wanted a list with one object or more")
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise _FieldError(f"{at}[{index}] is {item!r}: wanted an object")
+            raise _FieldError(f"{at}[{index}] is {repr(item)[:_SHOWN]}: wanted an object")
     return [(f"{at}[{index}]", item) for index, item in enumerate(value)]
 
 
@@ -193,10 +218,18 @@ def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
     return value.strip()
 
 
+def _address(fields: Mapping[str, Any], place: str) -> str:
+    """Return where a server says that it is reached; empty if it does not."""
+    for name in ("host_ip", "server_ip"):
+        if fields.get(name) not in (None, ""):
+            return _text(fields, name, place)
+    return ""
+
+
 def _number(fields: Mapping[str, Any], name: str, place: str) -> int:
     value = fields.get(name)
     text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise _FieldError(f"{_at(place, name)} is {_shown(fields, name)}: wanted a whole number from 0")
     return int(text)
 
@@ -206,4 +239,7 @@ def _at(place: str, name: str) -> str:
 
 
 def _shown(fields: Mapping[str, Any], name: str) -> str:
-    return repr(fields[name]) if name in fields else "missing"
+    if name not in fields:
+        return "missing"
+    text = repr(fields[name])
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

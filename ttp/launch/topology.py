@@ -81,6 +81,11 @@ def apply_rank_table(
 
     --node-rank and --master-addr override the table; what contradicts it is refused. Raises ConfigError.
     """
+    if not args.rank_table_file.strip():
+        raise ConfigError(
+            "--rank_table_file is empty: wanted the path of a rank table (is a script's variable unset?); leave the option out for"
+            " a job without one"
+        )
     table = read_rank_table(args.rank_table_file)
     node = _node(table, given, is_own)
     own = table.servers[node]

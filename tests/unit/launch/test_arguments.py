@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import re
 import socket
 from pathlib import Path
@@ -187,23 +189,76 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
     ("given", "told"),
     [
         (("--nproc-per-node", "two"), "Unsupported nproc_per_node value: two"),
-        (("--nnodes", "x"), "--nnodes x"),
+        (("--nnodes", "x"), "--nnodes is 'x'"),
         (("--rdzv-backend", "nosuch"), "rendezvous backend 'nosuch' is not registered"),
         (
             ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "join_timeout=abc"),
             "'join_timeout' does not represent a valid integer",
         ),
+        (("--nnodes", "3:2"), "--nnodes is '3:2': wanted a number of nodes from 1"),
+        (("--nnodes", "1:2:3"), "--nnodes is '1:2:3'"),
+        (("--nnodes", "0"), "--nnodes is '0'"),
+        (("--max-restarts", "-1"), "--max-restarts is -1: wanted a number from 0"),
+        (("--nproc-per-node", "0"), "--nproc-per-node is '0', that is 0: wanted a number from 1"),
+        (("--nproc-per-node", "-1"), "--nproc-per-node is '-1'"),
+        (("--log-dir", "/proc/nosuch"), "--log-dir: nothing can be written in '/proc/nosuch' ("),
+        (("--log-dir", "/proc"), "--log-dir: nothing can be written in '/proc' ("),
+        (("--log-dir", "/dev/zero"), "--log-dir: nothing can be written in '/dev/zero' ("),
+        (("--ttp-story", "/proc/nosuch/story"), "--ttp-story: nothing can be written in '/proc/nosuch' ("),
+        (("--ttp-story", "/proc"), "--ttp-story is '/proc', a folder: wanted a file"),
+        (("--monitor-interval", "0"), "--monitor-interval is 0.0: wanted seconds above 0"),
+        (("--monitor-interval", "nan"), "--monitor-interval is nan"),
+        (("--monitor-interval", "inf"), "--monitor-interval is inf"),
+        (("--event-log-handler", "nosuch"), "--event-log-handler is 'nosuch': wanted one that is registered"),
+        (("--signals-to-handle", "SIGTERM,FOO"), "--signals-to-handle has 'FOO': wanted names of signals"),
+        (
+            ("--nnodes", "2", "--node-rank", "2", "--master-port", "1"),
+            "--node-rank is 2, with --nnodes 2: wanted 0 to 1",
+        ),
+        (("--nnodes", "2", "--node-rank", "-1", "--master-port", "1"), "--node-rank is -1"),
+        (("--local-addr", "no such host"), "--local-addr is 'no such host', which does not resolve here ("),
+        (("--rank_table_file", ""), "--rank_table_file is empty: wanted the path of a rank table"),
+        (("--rank_table_file", " "), "--rank_table_file is empty: wanted the path of a rank table"),
+        (("--ttp-ot", "1e10"), "TTP_OT is 10000000000.0: wanted seconds above 0, at most 1e+09"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
-    given: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    given: tuple[str, ...],
+    told: str,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Exit status 2, nothing started, no traceback."""
+    """Exit status 2, nothing started, no traceback: the last line says it all, and is the only one of its kind."""
+    monkeypatch.setenv("TTP_OT", "")  # so that what an option sets is taken back
     with pytest.raises(SystemExit) as ended:
         main([*given, str(tmp_path / "train.py")])
     assert ended.value.code == 2
     errors = capfd.readouterr().err
-    assert "ttprun: error: " in errors and told in errors and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("ttprun: error: ") and told in errors.splitlines()[-1]
+    assert errors.count("error: ") == 1 and "Traceback" not in errors
+
+
+def test_a_variable_that_nothing_reads_is_named_once_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistyped TTP_OT would else leave the default in force, in silence. Those of the launcher, the harness and the tests are
+    known."""
+    for name in [name for name in os.environ if name.startswith("TTP_")]:
+        monkeypatch.delenv(name)
+    for name in ("TTP_0T", "TTP_LEASE", "TTP_QQQQQQQQ", "TTP_TEST_MARK", "TTP_CHAOS", "TTP_START_ID", "TTP_ROUND_ID"):
+        monkeypatch.setenv(name, "1")
+    logger = logging.getLogger("ttp.launch")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    with pytest.raises(SystemExit):
+        main(["--nnodes", "0", "train.py"])
+    assert [record.message for record in caplog.records] == [
+        "the variable TTP_0T is set, and nothing reads it: did you mean TTP_OT?",
+        "the variable TTP_LEASE is set, and nothing reads it: did you mean TTP_LEASE_S?",
+        "the variable TTP_QQQQQQQQ is set, and nothing reads it: no variable of TTP has a name like it",
+    ]
 
 
 def test_a_node_name_that_leads_nowhere_is_refused_at_the_start(

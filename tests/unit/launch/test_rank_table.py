@@ -105,10 +105,15 @@ def changed(table: dict[str, Any], path: Sequence[str | int], value: object) -> 
     if value is None:
         del place[path[-1]]
     else:
-        place[path[-1]] = value
+        place[path[-1]] = None if value is NULL else value
     return result
 
 
+class Null:
+    """Stands for JSON's null in a case: `None` there says that the field is removed."""
+
+
+NULL = Null()
 FIRST = ("server_list", 0, "device", 0)
 WRONG = [
     (LISTED, ("status",), "initializing", "status is 'initializing': wanted 'completed'"),
@@ -136,6 +141,26 @@ WRONG = [
         [{"device_id": "1"}, {"device_id": "2"}],
         "instance_list[1].devices has 2 entries: wanted 1",
     ),
+    (LISTED, ("group_list",), 3, "group_list is 3: wanted a list with one object or more"),
+    (LISTED, ("group_list",), [1], "group_list[0] is 1: wanted an object"),
+    (LISTED, ("group_list",), NULL, "group_list is None: wanted a list with one object or more"),
+    (LISTED, ("status",), NULL, "status is None: wanted 'completed'"),
+    (LISTED, (*FIRST, "rank_id"), "0" * 5000, "rank_id is '000"),
+    (LISTED, ("server_list", 0, "host_ip"), {"x": 1}, "server_list[0].host_ip is {'x': 1}: wanted an address"),
+    (LISTED, ("server_list", 0, "server_ip"), 7, "server_list[0].server_ip is 7: wanted an address"),
+    (
+        LISTED,
+        ("server_list", 1, "host_ip"),
+        "10.0.0.1",
+        "server_list[1].device[0] and server_list[0].device[0] belong to servers '10.0.0.2' and '10.0.0.1', both at '10.0.0.1'",
+    ),
+    (
+        LISTED,
+        ("server_list", 1),
+        {"server_id": "10.0.0.1", "host_ip": "10.0.0.9", "device": [{"device_id": "5", "rank_id": "2"}]},
+        "server_list[1].device[0] belongs to server '10.0.0.1' at '10.0.0.9', and server_list[0].device[0] to the same one at"
+        " '10.0.0.1': wanted one address for a server",
+    ),
 ]
 
 
@@ -150,7 +175,16 @@ def test_a_wrong_field_is_named(
     assert str(caught.value).startswith(f"--rank_table_file {file}: ") and wanted in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("{", "is not JSON"), ("[]", "wanted an object, got list")])
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "wanted an object, got list"),
+        ("[" * 100_000, "is not a rank table: it is nested too deep"),
+        ('{"server_list": [{"server_id": "a", "device": [{"rank_id": ' + "1" * 5000 + "}]}]}", "is not JSON: .*digits"),
+    ],
+    ids=["text", "list", "deep", "digits"],
+)
 def test_another_file_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
     """No JSON, no object, no file."""
     with pytest.raises(ConfigError, match=wanted):

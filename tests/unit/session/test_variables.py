@@ -1,0 +1,63 @@
+"""What the variables of the environment may say: bad values are refused by name, nothing counts as not set."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from ttp import config
+from ttp.config import VARIABLES, Settings, unknown_variables
+from ttp.errors import ConfigError
+
+TIMES = (
+    "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S",
+)  # fmt: skip
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e309", "-1", "soon"])
+def test_a_time_that_is_none_is_refused(name: str, value: str) -> None:
+    """With a deadline of nan every survivor was ended at once; the variable is named."""
+    with pytest.raises(ConfigError, match=name):
+        Settings.from_env({name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in TIMES if name != "TTP_HANG_FACTOR"])
+def test_a_time_that_no_timer_takes_is_refused(name: str) -> None:
+    """The first wait would fail in the middle of a fault."""
+    with pytest.raises(ConfigError, match=name):
+        Settings.from_env({name: "1e10", "TTP_LEASE_S": "1e11"} if name == "TTP_HEARTBEAT_S" else {name: "1e10"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_program_that_makes_the_settings_itself_is_refused_too(value: float) -> None:
+    with pytest.raises(ConfigError, match="TTP_OT"):
+        Settings(total_timeout_s=value)
+
+
+@pytest.mark.parametrize("nothing", ["", " "])
+def test_a_variable_that_is_set_to_nothing_is_not_set(nothing: str) -> None:
+    """As a job script does whose own variable has no value: all alike."""
+    assert Settings.from_env(dict.fromkeys(VARIABLES, nothing)) == Settings.from_env({})
+    assert config.host_name({"TTP_HOST": nothing}) == socket.gethostname()
+
+
+def test_the_tables_have_every_variable_and_no_other() -> None:
+    """That of the module all of them, in order; the README's those that a user sets."""
+    rows = re.findall(r"^\| ([A-Z_, ]+) \|", config.__doc__ or "", re.M)
+    assert [name for row in rows for name in row.split(", ")] == list(VARIABLES)
+    shown = README.read_text().partition("## Settings")[2].partition("\n## ")[0]
+    users = re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.M)))
+    by_programs = {"TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_FAULTS", "TTP_START_ID", "TTP_CHAOS"}
+    assert set(users) == set(VARIABLES) - by_programs
+
+
+def test_only_what_nothing_reads_is_unknown() -> None:
+    """Names of other programs are none of TTP's."""
+    environ = {**dict.fromkeys(VARIABLES, "1"), "TTP_TEST_MARK": "x", "TTPX": "1", "MY_TTP_OT": "1"}
+    assert unknown_variables(environ) == {}
+    assert unknown_variables({"TTP_HOSTS": "a"}) == {"TTP_HOSTS": "TTP_HOST"}
