@@ -200,6 +200,8 @@ class Chronicle:
         pids = {str(line["fields"]["rank"]): line["fields"]["pid"] for line in lines if line["event"] == "registered"}
         standbys = len(fields["standbys"])
         behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+        if fault_of(start.number, lines, {}) is not None:  # it came between two of the courier's looks
+            self._print([f"start {start.number} as it was before its fault, which came before this could be told:"])
         self._print(
             [
                 f"--- start {start.number}: {counted(fields['world_size'], 'rank')}, a controller with {behind}; "

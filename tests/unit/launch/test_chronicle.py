@@ -63,6 +63,25 @@ def test_a_job_is_told_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.
     assert "lost    0 steps; 2." in told
 
 
+def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The courier looks once a second; what the launcher says of a death by itself may come first."""
+    late = "start 0 as it was before its fault, which came before this could be told:\n--- start 0: 4 ranks"
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    start = put("killed", tmp_path)
+    whole = (tmp_path / "journal_0.jsonl").read_text()
+    before, assembled, _ = whole.partition('"assembled"')
+    (tmp_path / "journal_0.jsonl").write_text(before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n")
+    assert chronicle.watch(start, tmp_path)
+    assert "--- start 0: 4 ranks" in (told := capsys.readouterr().err) and "as it was before" not in told
+    again = Chronicle()
+    again.begin(here=True)
+    again.end(put("killed", tmp_path), ending(tmp_path))
+    assert late in capsys.readouterr().err
+
+
 def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     """Names and their order: others read them."""
     path = tmp_path / "elsewhere" / "told.jsonl"
