@@ -81,6 +81,18 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 4 train.py": Proof(
         "tests/chaos/test_commands.py::test_ones_own_trainer_is_protected", "--nproc-per-node"
     ),
+    "ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 80 --save-dir /tmp/own_trainer": Proof(
+        "tests/chaos/test_commands.py::test_ones_own_trainer_is_protected", '"--steps", "80"'
+    ),
+    "ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 80 --save-dir /tmp/ttp_killed": Proof(
+        "tests/chaos/test_commands.py::test_ones_own_trainer_is_protected", "kill:rank=1,step=50,point=updating"
+    ),
+    "ttprun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400 train.py": Proof(
+        "tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", '"--rdzv-backend", "c10d"'
+    ),
+    "ttprun --nnodes 2 --node-rank 0 --master-addr node-a --master-port 29500 --nproc-per-node 8 train.py": Proof(
+        "tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", '"--master-addr"'
+    ),
     "ttprun --nnodes 3:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py": Proof(
         "tests/chaos/test_nodes.py::test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again", "NodesJob"
     ),

@@ -73,7 +73,9 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
     start = put("killed", tmp_path)
     whole = (tmp_path / "journal_0.jsonl").read_text()
     before, assembled, _ = whole.partition('"assembled"')
-    (tmp_path / "journal_0.jsonl").write_text(before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n")
+    (tmp_path / "journal_0.jsonl").write_text(
+        before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n"
+    )
     assert chronicle.watch(start, tmp_path)
     assert "--- start 0: 4 ranks" in (told := capsys.readouterr().err) and "as it was before" not in told
     again = Chronicle()
