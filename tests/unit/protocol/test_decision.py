@@ -61,6 +61,13 @@ def test_a_torn_rank_never_counts() -> None:
     assert found == Decision(7, record(7), (1, 2), (1, 2))
 
 
+def test_a_torn_ranks_local_copy_does_not_count_either() -> None:
+    """The update that raised half way may have been making it."""
+    torn = report(0, 1, UPDATING, 7, torn=True, backup_step=6)
+    found = verdict(torn, report(1, 1, READY, 7, backup_step=5))
+    assert isinstance(found, Refusal) and found.missing == ("shard 0",)
+
+
 def test_a_rank_in_compute_does_not_roll_forward() -> None:
     """Its gradients are not final; with local copies the job falls back to the step that all have."""
     done = report(1, 1, DONE, 7, records=[7], backup_step=6)

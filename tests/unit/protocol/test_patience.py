@@ -206,6 +206,7 @@ def test_a_publish_that_goes_on_is_ordered_from_another_rank_beside_it() -> None
     works(job, 1.5, 0)
     assert job.told("passed_over")[0] == {"ranks": (0,), "stage": "publishing"}
     assert [line["rank"] for line in job.told("publish_sent")] == [0, 1]
+    assert job.state.fault is not None and not job.state.fault.stuck, "it stays a holder: others publish in its place"
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
 

@@ -7,9 +7,9 @@ import pytest
 from tests.unit.protocol import test_places
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import publishing
-from tests.unit.protocol.test_controller_members import killed
+from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.state import Stage
-from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, StepFailed
+from ttp.proto.messages import CauseKind, Freeze, Phase, Published, PublishOrder, StepFailed
 
 COMPUTE = Phase.COMPUTE
 
@@ -63,6 +63,17 @@ def test_publishers_that_find_different_files_torn_are_followed_by_the_next() ->
     job, _, order = publishing()
     job.say(torn(0, order, 1), torn(1, order, 2))
     assert job.publish_order() == (2, order)
+
+
+def test_what_a_third_publisher_says_again_is_proven() -> None:
+    """Another doubt came in between, and rank 3 is left to look: the first doubt is not forgotten for the second."""
+    job = ControllerBench()
+    job.say(fault(0, CauseKind.EXCEPTION))
+    job.all_report(7)
+    job.all_write(job.orders())
+    _, order = job.publish_order()
+    job.say(torn(0, order, 1), torn(1, order, 2), torn(2, order, 1))
+    assert job.told("replanned")[0]["reason"].startswith("files of rank 1 ended short")
 
 
 def test_the_only_publisher_there_is_is_believed() -> None:
