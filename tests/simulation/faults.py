@@ -419,6 +419,7 @@ _LIST = (
     Kind("controller hears nobody", _cut_controller_one_way(UP)),
     Kind("controller is heard by nobody", _cut_controller_one_way(DOWN)),
     Kind("rank and controller kill", _kill_rank_and_controller),
+    Kind("publisher killed before the answer", _kill_publisher("answer", "tracker replaced"), waits=True),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _LIST}
 HARMLESS = tuple(kind.name for kind in _LIST if kind.harmless and not kind.waits)

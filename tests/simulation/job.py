@@ -119,6 +119,8 @@ class Job:
         self._story: list[tuple[float, ev.Journal]] = []
         self.snapshots: list[Snapshot] = []
         """What was true whenever a controller decided or refused."""
+        self.past: Past | None = None
+        """What was said, where stale messages are to come."""
         self.said: list[tuple[Key, frozenset[str]]] = []
         """What controllers said is published in pieces, and on which hosts it was."""
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]

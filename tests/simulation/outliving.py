@@ -27,6 +27,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "publisher killed before the manifest": ("manifest",),
     "publisher killed before the rename": ("rename",),
     "publisher killed before the tracker": ("tracker",),
+    "publisher killed before the answer": ("answer",),
     "failing roll-forward": ("roll",),
     "hanging work": ("ApplyUpdate", "WriteShare", "PublishCheckpoint"),
 }
@@ -34,6 +35,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 STAGE_OF = {
     "ApplyUpdate": "rolling", "roll": "rolling", "WriteShare": "writing", "write": "writing", "PublishCheckpoint": "publishing",
     "manifest": "publishing", "rename": "publishing", "tracker": "publishing",
+    "answer": "publishing",
 }  # fmt: skip
 """By step, the stage in which it is ordered."""
 _ORDER = ("leaderless", "gathering", "freezing", "rolling", "writing", "publishing", "exiting")

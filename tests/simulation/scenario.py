@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
+from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.held import Hold
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
+from tests.simulation.stale import remember
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
 
 _DUMP_MOMENTS = (
@@ -35,6 +37,8 @@ WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_
 """Hangs are looked for: the job learns its own pace."""
 WATCHED_STEPS = 40
 
+HANDED_ON = 0.04
+"""Part of the jobs, in three replicas, in which a writer takes over another's parts and then fails itself."""
 ENDLESS = 0.004
 """Part of the jobs in which work goes on for longer than a fault may take."""
 OWN_DIRECTORIES = 0.2
@@ -71,6 +75,10 @@ def build(
         training = Training(plan.choice(_EVEN_RANKS_COVER), training.steps, local_copy=True)
     if watched:
         training = Training(training.layout, WATCHED_STEPS, training.local_copy)
+    in_turn = random.Random(f"handed on {seed}")
+    handed_on = faults and not steps and layout is None and in_turn.random() < HANDED_ON
+    if handed_on:
+        training = Training(in_turn.choice(THREE_REPLICAS), training.steps, training.local_copy)
     apart = random.Random(f"own directories {seed}")
     if own is None and faults:
         own = _own_directories(apart, training.layout)
@@ -87,6 +95,11 @@ def build(
         else:
             _slow_down(scenario, inputs)
     if not faults:
+        return scenario
+    if handed_on:
+        scenario.harmless = False
+        _begin_dump(scenario, in_turn)
+        scenario.faults.append(hand_on(job, in_turn))
         return scenario
     if random.Random(f"endless work {seed}").random() < ENDLESS and not steps:
         _add_endless_work(scenario, rng)
@@ -390,6 +403,8 @@ def _aimed(scenario: Scenario, rng: random.Random, kind: str, when: str) -> Call
     fixed, elsewhere = rng.randrange(job.training.layout.world_size), rng.random() < 0.4
     whom = f"rank {fixed}" if elsewhere else f"the rank concerned, or {fixed}"
     scenario.faults.append(f"{kind} of {whom}, {when}")
+    if kind == "stale message":
+        remember(job)
 
     def act(rank: int) -> None:
         chosen = fixed if elsewhere or rank < 0 else rank

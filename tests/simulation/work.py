@@ -187,7 +187,7 @@ class Worker:
             self.job.struck(error.kind, self.rank)
         self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, str(error), error.torn))
 
-    # --- publishing: manifest, rename, tracker; each a moment of its own, so that death may come between ---
+    # --- publishing: manifest, rename, tracker, answer; each a moment of its own, so that death may come between ---
 
     def _begin_publish(self, order: PublishOrder) -> None:
         self.publishing = True
@@ -242,4 +242,6 @@ class Worker:
             disk.tracker[root] = max(order.step, disk.tracker.get(root, OLDER_STEP))
         except DiskError as error:
             self.job.struck(error.kind, self.rank)
-        self._next(ev.PublishDone(order, f"{order.directory}/{final_name(order.step)}"))
+        self.job.happened("tracker replaced", self.rank)
+        done = ev.PublishDone(order, f"{order.directory}/{final_name(order.step)}")
+        self.process.run_beside(partial(self._held_up, "answer", partial(self._next, done)))
