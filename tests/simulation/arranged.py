@@ -7,13 +7,17 @@ from dataclasses import replace
 from functools import partial
 
 from tests.simulation import test_hangs
+from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.job import OwnDirectories
 from tests.simulation.network import UP
+from tests.simulation.outliving import delay_results
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.staged import PartialCollectives
+from tests.simulation.stale import remember, stale_message
 from tests.simulation.test_failover import two_standbys
 from tests.simulation.training import even, ring
-from ttp.proto.messages import CauseKind
+from ttp.controller.events import Received
+from ttp.proto.messages import CauseKind, Published
 
 
 def _calm(seed: int, harmless: bool = False) -> Scenario:
@@ -162,6 +166,84 @@ def another_publishes_later(seed: int) -> Scenario:
     return scenario
 
 
+def parts_handed_on(seed: int) -> Scenario:
+    """A rank raises, so that all write; a writer fails, and then the one that owes its parts as well."""
+    scenario = build(seed, THREE_REPLICAS[seed % 3], faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+    job.hook("DONE 3", 1, lambda rank: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    hand_on(job, random.Random(seed))
+    return scenario
+
+
+def rolls_after_a_long_freeze(seed: int) -> Scenario:
+    """The last holder of a shard is in an update for longer than an answer may take; the others roll forward after it."""
+    scenario = build(seed, even(4), faults=False, steps=5)
+    scenario.harmless = False
+    job, rng = scenario.job, random.Random(seed)
+    job.training = replace(job.training, local_copy=False)
+    for process in job.ranks:
+        process.gate.training = job.training
+    job.slow = True
+    job.ranks[1].slow_update[3] = rng.uniform(1.2, 3.0) * job.times.progress_timeout_s
+    delay_results(job, rng, [0, 2], 3)
+    job.hook("UPDATING 3", 1, lambda rank: job.scheduler.after(0.05, lambda: job.kill(3)))
+    return scenario
+
+
+# --- words of an earlier freeze ---
+
+
+def words_come_again(seed: int) -> Scenario:
+    """A false alarm, then a dump that is begun anew: what was said under the earlier freezes comes again in the later ones."""
+    scenario = build(seed, (even(4), ring(4, replicas=3))[seed % 2], faults=False, steps=6)
+    scenario.harmless = False
+    job, rng = scenario.job, random.Random(seed)
+    remember(job)
+    job.hook("DONE 1", 1, lambda rank: job.drop_stream(rank))
+    job.hook("DONE 3", 1, lambda rank: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    job.disk.tearing.add((rng.randrange(4), "/a"))
+    for process in job.ranks:
+        process.slow_work["write"] = rng.uniform(0.01, 0.1)
+
+    def stale() -> None:
+        stale_message(job, rng, rng.randrange(4))
+
+    def say_again(rank: int) -> None:
+        job.scheduler.after(rng.uniform(0.0, 0.02), stale)
+
+    for moment in ("frozen", "write_sent", "writing", "written", "publish_sent", "publishing", "renamed"):
+        for count in range(1, 9):
+            job.hook(moment, count, say_again)
+    for count in range(1, 9):
+        job.hook("got Freeze", 4 + count, say_again)
+    return scenario
+
+
+def published_comes_again(seed: int) -> Scenario:
+    """Each host has directories of its own: what one said of its piece comes again when the other's loss has made it worthless."""
+    scenario = build(seed, even(6), faults=False, own=OwnDirectories(fragile=frozenset({"host1", "host2"})))
+    scenario.harmless = False
+    job, rng = scenario.job, random.Random(seed)
+    past = remember(job)
+
+    def say_again(rank: int) -> None:
+        controller = job.controller
+        words = [word for other in range(6) for word in past.said_by(other, controller.state.freeze_id)]
+        for word in words:
+            if isinstance(word, Published) and not controller.gone:
+                controller.take(Received(word))
+
+    job.hook("UPDATING 2", 1, lambda rank: job.ranks[0].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
+    for other in (2, 3):
+        job.hook("place_published", 1, lambda rank, other=other: job.kill(other))  # type: ignore[misc]
+    for count in (1, 2, 3):
+        job.hook(
+            "publish_sent", 3 + count, lambda rank: job.scheduler.after(rng.uniform(0.0, 0.01), lambda: say_again(rank))
+        )
+    return scenario
+
+
 # --- each host with directories of its own ---
 
 
@@ -205,6 +287,21 @@ def host_dies_with_its_files(seed: int) -> Scenario:
 
 
 # --- with standbys ---
+
+
+def told_to_a_dying_controller(seed: int) -> Scenario:
+    """A rank raises while nobody leads it, or a moment before: the next controller hears of it as the first thing."""
+    scenario = _with_standbys(seed)
+    job = scenario.job
+
+    def strike(rank: int) -> None:
+        job.controllers[0].kill()
+        job.scheduler.after(
+            0.002 * (seed % 20), lambda: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch")
+        )
+
+    job.hook("DONE 3", 1, strike)
+    return scenario
 
 
 def step_changes_in_the_dump(seed: int) -> Scenario:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.agents import Agent
 from tests.simulation.collectives import Collectives
@@ -24,6 +24,9 @@ from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller.state import Stage
 from ttp.proto.messages import CommitRecord, Downward, Thaw, Upward, WorkerExit
+
+if TYPE_CHECKING:
+    from tests.simulation.stale import Past
 
 LONGEST_PAUSE_S = 0.25
 """A rank that is not heard for so long is neither dead nor late with an answer."""

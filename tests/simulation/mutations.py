@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.simulation import wrong_controllers as controllers
+from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_ranks as ranks
 from tests.simulation.arranged import (
     another_publishes_later,
@@ -32,11 +33,14 @@ from tests.simulation.arranged import (
     late_reports,
     only_the_step_before_fits,
     order_said_again,
+    parts_handed_on,
     pauses_for_longer_than_a_hang,
     preempted_on_a_slow_network,
+    published_comes_again,
     publisher_comes_back,
     publisher_dies,
     raised_in_the_update,
+    rolls_after_a_long_freeze,
     silent_until_the_roll_forward,
     slow_disks,
     slow_step,
@@ -45,7 +49,9 @@ from tests.simulation.arranged import (
     stopped_about_a_lease,
     stuck_and_alone,
     told_and_died,
+    told_to_a_dying_controller,
     torn_in_the_only_directory,
+    words_come_again,
     work_goes_on,
 )
 from tests.simulation.checks import run_and_check
@@ -138,6 +144,17 @@ MUTATIONS = (
     Mutation("the gate opens while its rank writes", ranks.gate_opens_for_a_writer, ("I7", "I5")),
     Mutation("a thaw opens nothing", ranks.thaw_opens_nothing, ("I11",)),
     Mutation("the gate opens by itself", ranks.gate_opens_by_itself, ("I7",)),
+    # Two orders, two freezes, two controllers.
+    Mutation("of a writer with two orders the second one's parts are written by nobody", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
+    Mutation("an answer that comes twice settles another order", memories.repeated_answer_settles_another_order, ("I5",), parts_handed_on, within=20),
+    Mutation("an older freeze is obeyed", memories.older_freeze_is_obeyed, ("I9", "I11"), words_come_again, within=20),
+    Mutation("an older thaw is obeyed", memories.older_thaw_is_obeyed, ("I7", "I9", RAISED), words_come_again, within=20),
+    Mutation("what was published in an attempt that was given up counts", memories.published_of_an_earlier_freeze_counts, ("I1",), published_comes_again, within=20),
+    Mutation("roll-forwards are waited for from the fault's beginning", memories.rolls_are_waited_for_from_the_fault_on, ("I9",), rolls_after_a_long_freeze, within=20),
+    Mutation("a torn rank counts for its local copy", memories.torn_ranks_local_copy_counts, ("I3",), raised_in_the_update),
+    Mutation("faults told before a takeover are forgotten", memories.faults_told_before_a_takeover_are_forgotten, ("I11", "I9"), told_to_a_dying_controller, within=20),
+    Mutation("ranks that never came to a standby are no cause", memories.ranks_that_never_came_are_no_cause, ("I11",), holders_die_with_the_controller, within=20),
+    Mutation("a standby goes on with a dump only if all had begun it", memories.a_dump_is_gone_on_with_when_all_had_begun_it, ("I11",), silent_until_the_roll_forward),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
     Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),

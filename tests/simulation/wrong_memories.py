@@ -1,0 +1,147 @@
+"""Machines that are wrong on purpose about what belongs together: of two orders one is forgotten, of two freezes the older one
+counts, of what a lost controller knew a part does not come to the next. Undone with the patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.simulation.wrong_controllers import Reports, Verdict, with_decide
+from ttp.controller import patience, presence, publishing, rolling, rounds, settling, takeover, writing
+from ttp.controller import transitions as controller_tables
+from ttp.controller.decision import decide
+from ttp.controller.state import Stage
+from ttp.processor import transitions as rank_tables
+from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw
+
+Patch = pytest.MonkeyPatch
+
+
+# --- two orders ---
+
+
+def second_order_is_lost_with_its_writer(patch: Patch) -> None:
+    """Only what a writer owes under its first order is given to others."""
+    replace_writers = writing.replace_writers
+
+    def wrong(state: Any, lost: tuple[int, ...], now: float, out: Any) -> Any:
+        dump = state.dump
+        first = {rank: replace(dump.work[rank], orders=dump.work[rank].orders[:1]) for rank in lost}
+        dropped = sum(len(dump.work[rank].orders[1:]) for rank in lost)
+        known = replace(dump, work=dump.work.put_all(first), pending=dump.pending - dropped)
+        return replace_writers(replace(state, dump=known), lost, now, out)
+
+    for module in (writing, presence, patience):
+        patch.setattr(module, "replace_writers", wrong)
+
+
+def repeated_answer_settles_another_order(patch: Patch) -> None:
+    """An answer is known by its attempt's name, whatever parts it is about."""
+    written = writing.written
+
+    def wrong(state: Any, answer: Any, now: float, out: Any) -> Any:
+        same = [order for order in state.dump.work[answer.rank].orders if order.tmp_name == answer.tmp_name]
+        return written(state, replace(answer, parts=same[0].parts) if same else answer, now, out)
+
+    patch.setattr(controller_tables, "written", wrong)
+
+
+# --- two freezes ---
+
+
+def older_freeze_is_obeyed(patch: Patch) -> None:
+    """A rank goes back to its number, and what the newer one's controller says is not meant for it any more."""
+    freeze = rank_tables.freeze
+
+    def wrong(state: Any, message: Freeze, now: float, out: Any) -> Any:
+        older = message.freeze_id < state.freeze_id
+        return freeze(replace(state, freeze_id=message.freeze_id - 1) if older else state, message, now, out)
+
+    _for_every(patch, rank_tables.TRANSITIONS, Freeze, freeze, wrong)
+
+
+def older_thaw_is_obeyed(patch: Patch) -> None:
+    """It opens the gate that a newer freeze has closed."""
+    thaw = rank_tables.thaw
+
+    def wrong(state: Any, message: Thaw, now: float, out: Any) -> Any:
+        newest = max(state.freeze_id, message.freeze_id)
+        return thaw(state, replace(message, freeze_id=newest), now, out)
+
+    _for_every(patch, rank_tables.TRANSITIONS, Thaw, thaw, wrong)
+
+
+def _for_every(patch: Patch, table: Any, kind: type, right: Any, wrong: Any) -> None:
+    for (standing, of), handler in list(table.items()):
+        if of is kind and handler is right:
+            patch.setitem(table, (standing, of), wrong)
+
+
+def published_of_an_earlier_freeze_counts(patch: Patch) -> None:
+    """What a place had published in an attempt that was given up is taken for its part of this one."""
+    for stage in (Stage.WRITING, Stage.PUBLISHING):
+        patch.setitem(controller_tables.TRANSITIONS, (stage, Published), publishing.published)
+
+
+def rolls_are_waited_for_from_the_fault_on(patch: Patch) -> None:
+    """A long freeze leaves the ranks that roll forward no time."""
+    order_rolls = rolling._order_rolls
+
+    def wrong(state: Any, verdict: Any, now: float, out: Any) -> Any:
+        state = order_rolls(state, verdict, now, out)
+        by = state.fault.began + state.settings.progress_timeout_s
+        return replace(state, dump=replace(state.dump, progress_by=by))
+
+    patch.setattr(rolling, "_order_rolls", wrong)
+
+
+def torn_ranks_local_copy_counts(patch: Patch) -> None:
+    """And so does its torn state, under the number of the step before."""
+
+    def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
+        kept = {r: replace(report, torn=report.torn and report.backup_step < 0) for r, report in reports.items()}
+        return decide(groups, kept, *rest)
+
+    with_decide(patch, wrong)
+
+
+# --- two controllers ---
+
+
+def _takes_over_knowing(patch: Patch, known: Any) -> None:
+    """Of the causes with which a takeover begins, a standby knows only some."""
+
+    def wrong(state: Any, causes: tuple[Cause, ...], *rest: Any, **options: Any) -> Any:
+        return rounds.begin_fault(state, tuple(cause for cause in causes if known(state, cause)), *rest, **options)
+
+    patch.setattr(takeover, "begin_fault", wrong)
+
+
+def faults_told_before_a_takeover_are_forgotten(patch: Patch) -> None:
+    """A rank that raised is thawed with the others, and nobody can train with it."""
+    _takes_over_knowing(patch, lambda state, cause: cause not in state.early)
+
+
+def ranks_that_never_came_are_no_cause(patch: Patch) -> None:
+    """All that came are thawed, and train without the others."""
+
+    def known(state: Any, cause: Cause) -> bool:
+        return state.members.table[cause.ranks[0]].registration is not None
+
+    _takes_over_knowing(patch, known)
+
+
+def a_dump_is_gone_on_with_when_all_had_begun_it(patch: Patch) -> None:
+    """One rank that was only frozen is reason enough to open all gates, those that can never be opened as well."""
+    judge = takeover.judge
+
+    def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
+        changed: Any = judge(state, fault, now, out)
+        alive = state.members.table.ranks(lambda member: member.dead is None)
+        begun = [cause for cause in changed.fault.causes if cause.kind is CauseKind.CONTROLLER_LOST]
+        return state if begun and len(begun[0].ranks) < len(alive) else changed
+
+    patch.setattr(settling, "judge", wrong)
