@@ -164,20 +164,40 @@ def _variants(node: ast.AST) -> Iterator[tuple[ast.AST, str, Change]]:
             if not isinstance(test, ast.Compare):
                 for always in (True, False):
                     yield node, f"if {ast.unparse(test)}: always {always}", _set("test", ast.Constant(always))
+            elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return | ast.Continue | ast.Raise):
+                # A comparison that is turned round stops what is usual, and every test sees that; a guard must be left out.
+                yield node, f"if {ast.unparse(test)}: never", _set("test", ast.Constant(False))
         case ast.Constant(value=bool() as value):
             yield node, f"{value}: {not value}", _set("value", not value)
         case ast.Constant(value=int() | float() as value):
             yield node, f"{value}: {value + 1}", _set("value", value + 1)
         case ast.Name(id="min" | "max" as name):
             yield node, f"{name}: {'max' if name == 'min' else 'min'}", _set("id", "max" if name == "min" else "min")
-        case ast.Call(func=ast.Name(id="replace"), keywords=keywords) if len(keywords):
+        case ast.Name(id="any" | "all" as name):
+            yield node, f"{name}: {'all' if name == 'any' else 'any'}", _set("id", "all" if name == "any" else "any")
+        case ast.Call(func=ast.Name(id="min" | "max"), args=values) if len(values) > 1:
+            for place, value in enumerate(values):
+                yield node, f"{before}: without {ast.unparse(value)}", _without("args", place)
+        case ast.Call(func=ast.Name(id=name), keywords=keywords) if len(keywords) and _makes(name):
             for place, keyword in enumerate(keywords):
                 yield node, f"{before}: forgets {keyword.arg}", _without("keywords", place)
+        case ast.comprehension(ifs=filters):
+            for place, test in enumerate(filters):
+                yield (
+                    test,
+                    f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}: without if {ast.unparse(test)}",
+                    _without("ifs", place),
+                )
         case ast.FunctionDef(args=arguments, body=body):
             yield from _statements("body", body, {argument.arg for argument in arguments.args})
         case ast.stmt() | ast.match_case() if isinstance(getattr(node, "body", None), list):
             for field in ("body", "orelse"):
                 yield from _statements(field, getattr(node, field, []), set())
+
+
+def _makes(name: str) -> bool:
+    """True for what makes a state, a message or an effect of named parts."""
+    return name == "replace" or name[0].isupper()
 
 
 def _statements(field: str, body: list[ast.stmt], arguments: set[str]) -> Iterator[tuple[ast.AST, str, Change]]:
@@ -191,6 +211,8 @@ def _statements(field: str, body: list[ast.stmt], arguments: set[str]) -> Iterat
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call)
                 | ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp() as call)
             ) if name in ("state", "members", "dump", "fault", "pace") and name in ast.unparse(call):
+                yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
+            case ast.Assign(targets=[ast.Attribute()]):
                 yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
             case ast.AugAssign():
                 yield statement, f"without {ast.unparse(statement)}", _set_item(field, place, ast.Pass())
@@ -216,6 +238,8 @@ def _without(field: str, place: int) -> Change:
         del values[place]
         if isinstance(node, ast.BoolOp) and len(values) == 1:
             values.append(ast.Constant(isinstance(node.op, ast.And)))
+        if isinstance(node, ast.Call) and node.args is values and len(values) == 1:  # of one value, the smallest
+            node.args = [ast.Tuple([values[0]], ast.Load())]
 
     return change
 

@@ -22,6 +22,7 @@ TESTS = tuple(
     for name in (
         "unit/protocol",
         "unit/runtime/test_gate.py",
+        "unit/runtime/test_gate_moments.py",
         "simulation/test_scenarios.py",
         "simulation/test_hangs.py",
         "simulation/test_failover.py",
