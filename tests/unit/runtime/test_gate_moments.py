@@ -128,6 +128,7 @@ MOMENTS = {
     "computing": ((), "computing", (Phase.COMPUTE, 2, 1, False)),
     "ready": (("computing",), "ready", (Phase.READY, 2, 1, False)),
     "end_update": (("computing", "ready", "begin_update"), "end_update", (Phase.DONE, 2, 2, False)),
+    "end_update of a step that was never READY": (("begin_update",), "end_update", (Phase.DONE, 2, 2, False)),
     "fail_update": (("computing", "ready", "begin_update"), "fail_update", (Phase.UPDATING, 2, 1, True)),
     "resumed": ((), "resumed", (Phase.COMPUTE, 3, 2, False)),
 }
@@ -177,11 +178,12 @@ def test_a_report_says_that_the_gate_is_final(end: str) -> None:
     assert (report.final, report.torn, report.backup_step) == (True, failed, -1 if failed else 1)
 
 
-def test_a_resumed_rank_offers_no_local_copy() -> None:
-    """The copy was of the state that the checkpoint has replaced."""
+def test_a_resumed_rank_offers_no_local_copy_and_no_older_record() -> None:
+    """Both were of the state that the checkpoint has replaced."""
     gate = Gate(0)
-    gate.begin_update(1, record(1), backup_step=0)
-    gate.end_update(1)
+    for step in (1, 2):
+        gate.begin_update(step, record(step), backup_step=step - 1)
+        gate.end_update(step)
     gate.resumed(7, record(7))
     report = gate.freeze(1, LONG_S)
     assert (report.state_step, report.backup_step, report.records) == (7, -1, (record(7),))
