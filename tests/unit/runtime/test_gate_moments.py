@@ -149,6 +149,22 @@ def test_when_the_lock_is_given_back_all_is_noted(moment: str) -> None:
     assert gate.freeze(1, LONG_S) == report
 
 
+def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_told() -> None:
+    """All of it, and none where there is none left: a lock that is asked for with a negative time may wait for good."""
+    gate = Gate(0)
+    gate.begin_update(1, record(1))
+    asked: list[object] = []
+    real = gate._acquire
+
+    def acquire(*arguments: object, **options: object) -> bool:
+        asked.append(options["timeout"])
+        return real(timeout=0)
+
+    gate._acquire = acquire  # type: ignore[assignment]
+    elsewhere(lambda: (gate.freeze(1, 7.0), gate.freeze(2, -1.0)))
+    assert asked == [7.0, 0.0]
+
+
 def test_a_report_is_of_the_moment_at_which_the_gate_was_closed() -> None:
     """A thaw and an update come right after the lock was given back: what was reported is what stood behind the gate."""
     gate = Gate(0)
