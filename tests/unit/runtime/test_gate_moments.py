@@ -160,7 +160,7 @@ def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_told() -> Non
         asked.append(options["timeout"])
         return real(timeout=0)
 
-    gate._acquire = acquire  # type: ignore[assignment]
+    gate._acquire = acquire
     elsewhere(lambda: (gate.freeze(1, 7.0), gate.freeze(2, -1.0)))
     assert asked == [7.0, 0.0]
 
