@@ -29,8 +29,8 @@ Works = list[Any]
 """Handles of asynchronous collectives (torch.distributed.Work); empty when nothing is on the wire."""
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist in 2.6.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,6 @@ class Row:
         # A process group numbers its ranks in ascending order; the row's order of shards may differ (placement).
         ascending = sorted(members)
         self._slots = [list(members).index(member) for member in ascending]
-        self._in_order = list(members) == ascending
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
@@ -83,19 +82,49 @@ class Row:
         """Sum `flat` over the row, this rank's slot in its place; the other slots are used up."""
         if self.size == 1:
             return []
-        if self._in_order:
-            return [_reduce_scatter(self.own(flat), flat, group=self._group, async_op=True)]
-        slots = flat.view(self.size, -1)
-        return [dist.reduce_scatter(self.own(flat), [slots[s] for s in self._slots], group=self._group, async_op=True)]
+        return reduce_scatter(self._in_group_order(flat), self.own(flat), flat, self._group)
 
     def gather(self, flat: torch.Tensor) -> Works:
         """Fill every slot of `flat` from its rank."""
         if self.size == 1:
             return []
-        if self._in_order:
-            return [_all_gather(flat, self.own(flat), group=self._group, async_op=True)]
+        return all_gather(self._in_group_order(flat), self.own(flat), flat, self._group)
+
+    def _in_group_order(self, flat: torch.Tensor) -> list[torch.Tensor]:
         slots = flat.view(self.size, -1)
-        return [dist.all_gather([slots[s] for s in self._slots], self.own(flat), group=self._group, async_op=True)]
+        return [slots[slot] for slot in self._slots]
+
+
+def reduce_scatter(slots: Sequence[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Works:
+    """Sum `flat` over the group, `own` in its place; the other slots are used up. `slots`: those of `flat`, in the group's order.
+
+    On a CPU by an all-reduce in place: gloo's reduce-scatter is one too, of a copy that it makes on a thread of its own. So its
+    bits and bytes are the same. Copies as large as a bucket, made and freed on many threads, had the C library's heaps grow by one
+    a step, up to gigabytes.
+    """
+    if flat.device.type == "cpu":
+        return [dist.all_reduce(flat, group=group, async_op=True)]
+    if _lie_in_order(slots, flat):
+        return [_reduce_scatter_single(own, flat, group=group, async_op=True)]
+    return [dist.reduce_scatter(own, list(slots), group=group, async_op=True)]
+
+
+def all_gather(slots: Sequence[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Works:
+    """Fill every slot of `flat` from its rank; this rank's is `own`. On a CPU by broadcasts in place, for the same reason."""
+    if flat.device.type == "cpu":
+        return [
+            dist.broadcast(slot, src=_global_rank(group, rank), group=group, async_op=True)
+            for rank, slot in enumerate(slots)
+        ]
+    if _lie_in_order(slots, flat):
+        return [_all_gather_single(flat, own, group=group, async_op=True)]
+    return [dist.all_gather(list(slots), own, group=group, async_op=True)]
+
+
+def _lie_in_order(slots: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    """Say whether the group's order is that of the memory; the collectives of one tensor suppose it."""
+    size = flat.nbytes // len(slots)
+    return all(slot.data_ptr() == flat.data_ptr() + rank * size for rank, slot in enumerate(slots))
 
 
 class EvenWires:
@@ -123,7 +152,10 @@ class EvenWires:
         else:
             received = own.new_empty(self._replicas * own.numel())
         self._received[id(memory)] = received
-        return [_all_gather(received, own, group=self._column, async_op=True)]
+        parts = received.view(self._replicas, -1)
+        mine = parts[dist.get_rank(self._column)]
+        mine.copy_(own)
+        return all_gather(list(parts), mine, received, self._column)
 
     def settle(self, memory: BucketMemory) -> None:
         if memory.in_place:

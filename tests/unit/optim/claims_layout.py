@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,34 +75,38 @@ HOSTS = {5: "aabbc", 6: "cdcbbc"}
 def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
     """Count the bytes that this rank must send at least, per kind of collective (payload, bandwidth-optimal)."""
     sent = {"scatter": 0, "sum": 0, "copy": 0, "gather": 0, "other": 0}
-    kept: tuple[Any, ...] = (wires._reduce_scatter, wires._all_gather, dist.all_reduce, dist.batch_isend_irecv)
-    point = [""]
+    patched: Any = dist
+    kept: tuple[Any, ...] = (wires.reduce_scatter, wires.all_gather, dist.all_reduce, dist.batch_isend_irecv)
+    point, inner = [""], [False]
     optimizer.on_point = lambda name, step: point.__setitem__(0, name)
 
-    def scatter(out: torch.Tensor, flat: torch.Tensor, group: Any, async_op: bool) -> Any:
-        sent["scatter"] += (group.size() - 1) * out.nbytes
-        return kept[0](out, flat, group=group, async_op=async_op)
+    def scatter(slots: list[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
+        sent["scatter"] += (group.size() - 1) * own.nbytes
+        inner[0] = True  # what it is made of is not counted once more
+        try:
+            return kept[0](slots, own, flat, group)
+        finally:
+            inner[0] = False
 
-    def gather(flat: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def gather(slots: list[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
         sent["gather" if point[0] == "done" else "sum"] += (group.size() - 1) * own.nbytes
-        return kept[1](flat, own, group=group, async_op=async_op)
+        return kept[1](slots, own, flat, group)
 
     def reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         kind = "sum" if async_op else "other"
-        sent[kind] += 2 * (group.size() - 1) * tensor.nbytes // group.size()
+        sent[kind] += 0 if inner[0] else 2 * (group.size() - 1) * tensor.nbytes // group.size()
         return kept[2](tensor, group=group, async_op=async_op)
 
     def copies(ops: list[Any]) -> Any:
         sent["copy"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
         return kept[3](ops)
 
-    patched: Any = dist
-    wires._reduce_scatter, wires._all_gather = scatter, gather
     patched.all_reduce, patched.batch_isend_irecv = reduce, copies
+    wires.reduce_scatter, wires.all_gather = scatter, gather  # type: ignore[assignment]
     try:
         yield sent
     finally:
-        wires._reduce_scatter, wires._all_gather, patched.all_reduce, patched.batch_isend_irecv = kept
+        wires.reduce_scatter, wires.all_gather, patched.all_reduce, patched.batch_isend_irecv = kept
 
 
 def the_wire_carries_what_theory_says() -> None:
@@ -187,6 +193,24 @@ def parameters_in_fp32_are_their_own_masters() -> None:
         results.append((told, before, fingerprints(optimizer), params_digest(net)))
         optimizer.close()
     assert results[0] == results[1]
+
+
+def resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+
+
+def a_process_does_not_grow() -> None:
+    """What the collectives allocate is given back: 60 steps with 3.2 MiB of gradients cost less than half of 60 copies."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(460, 460) for _ in range(4)])
+    optimizer = TTPReplicaOptimizer(net.named_parameters(), lr=1e-3)
+    before = 0
+    for step in range(1, 91):
+        optimizer.zero_grad()
+        net(torch.ones(4, 460)).square().mean().backward()
+        optimizer.step()
+        before = resident_mib() if step == 30 else before
+    assert resident_mib() - before < 90, (before, resident_mib())
+    optimizer.close()
 
 
 def a_state_moves_to_another_size() -> None:

@@ -53,6 +53,11 @@ def test_mindios_interface(world: int, run_ranks: Callable[..., None]) -> None:
     )
 
 
+def test_a_process_does_not_grow(run_ranks: Callable[..., None]) -> None:
+    """In a fresh process: where larger pieces of memory have been freed before, nothing is to be seen."""
+    run_ranks(4, "a_process_does_not_grow")
+
+
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "three_replicas_are_identical")
 
