@@ -127,7 +127,11 @@ class Session:
         self.optimizer = optimizer
         self.settings = settings
         self.rank, self.world_size = world()
+        if isinstance(save_dirs, str | os.PathLike):
+            save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
         named = [str(Path(directory).resolve()) for directory in save_dirs]
+        if not named:
+            raise ConfigError("save_dirs is empty: wanted at least one directory for checkpoints")
         self._faults = RankFaults(settings, self.rank, self.world_size, named)
         self._faults.at_start("start")
         self._directories = JobDirectories(named, settings, self.rank, self._device)

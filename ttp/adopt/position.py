@@ -29,8 +29,8 @@ class DataPosition:
             yield self.epoch
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches that are left of this epoch; those before are fetched and dropped, so the loader must give the same
+    def batches(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield the batches that are left of this epoch, each with its number in it; those before are fetched and dropped, so the loader must give the same
         ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
         if self._over == self.epoch:
             raise ConfigError(
@@ -49,7 +49,7 @@ class DataPosition:
                 return
             if index >= skipped:
                 self.batch = index + 1
-                yield batch
+                yield index, batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "batch": self.batch}

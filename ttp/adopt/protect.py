@@ -71,6 +71,10 @@ def protect(
     for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
         if number < 0:
             raise ConfigError(f"{name} is {number}: wanted a number of steps, or 0 for never")
+    if clip is not None and not isinstance(clip, ClipNorm):
+        raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
+    if hasattr(schedulers, "step"):
+        raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
     adopted = AdoptedOptimizer(model, optimizer, clip)
     try:
         host = HostObjects(schedulers, state or {})
@@ -153,6 +157,11 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
         run (a function of seed and epoch, as DistributedSampler is)."""
+        return (batch for _, batch in self._position.batches(loader))
+
+    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
+        depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
         return self._position.batches(loader)
 
     # --- beside the steps ---

@@ -20,6 +20,7 @@ from pathlib import Path
 from ttp.chaos.control import Control
 from ttp.chaos.harness import Harness, Told, run_unbroken
 from ttp.chaos.incident import Incident
+from ttp.chaos.job import JobError
 from ttp.chaos.judge import Run, Verdict, judge
 from ttp.chaos.nodes import Nodes, why_not
 from ttp.chaos.scenario import FaultSpec, Moment, Scenario
@@ -83,7 +84,10 @@ def run_campaign(
             f"scenario {scenario.name!r}: nodes: {scenario.nodes}: {reason}; leave nodes out, or run it elsewhere"
         )
     campaign = Campaign(scenario, list(command), output, soak)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output is {output}: {error.strerror}; wanted a folder that can be made") from None
     final: Path | None = None
     if compare and any(OUTPUT in word for word in command):
         campaign.unbroken, final = _unbroken(campaign, unbroken, told)
@@ -128,6 +132,11 @@ def _lap(campaign: Campaign, schedule: Iterator[FaultSpec], rng: random.Random, 
         harness = Harness(target, control, scenario, rng, told)
         status = harness.run(schedule, number)
         record = harness.record
+        if not record.hellos:
+            raise JobError(
+                f"no rank has called ttp.start in lap {number} (the command ended with status {status}): faults and verdicts need it;"
+                f" see docs/your_trainer.md\n{target.console_tail()}"
+            )
         leftovers = target.leftovers()
         mine = _newest(record)
         differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None

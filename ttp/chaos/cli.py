@@ -144,6 +144,8 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
 def _run(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
+        if args.seed < 0:
+            raise ConfigError(f"--seed is {args.seed}: wanted a whole number from 0")
         scenario = dataclasses.replace(scenario, seed=args.seed)
     soak = _soak(args)
     output: Path = args.output.resolve()
@@ -191,11 +193,17 @@ def _soak(args: argparse.Namespace) -> Soak | None:
     return Soak(float(match[1]) * _UNITS[match[2]], rate)
 
 
+_MADE = r"lap_\d+|unbroken|unbroken\.json|result\.json|report\.html"
+"""What a campaign makes in its folder."""
+
+
 def _empty(output: Path, *, keep: bool) -> None:
     """Remove an earlier campaign, and nothing else."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output is {output}: a file; wanted a folder")
     if not output.exists() or keep:
         return
-    known = [path for pattern in ("lap_*", "unbroken*", "result.json", "report.html") for path in output.glob(pattern)]
+    known = [path for path in output.iterdir() if re.fullmatch(_MADE, path.name)]
     if strange := sorted(path.name for path in output.iterdir() if path not in known):
         raise ConfigError(
             f"--output is {output}: it holds {strange[0]!r}, which no campaign makes; name another folder, or give --keep"

@@ -20,6 +20,7 @@ Owns the words and what they may be; carries nothing out.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,16 @@ class Scenario:
             )
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice in one place: YAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was wanted."""
     try:
@@ -190,7 +201,7 @@ def load_scenario(path: Path) -> Scenario:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"{path}: {reason}; wanted a scenario in YAML (docs/chaos.md has examples)") from None
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}; docs/chaos.md has examples") from None
     return parse_scenario(content, str(path))
@@ -222,7 +233,7 @@ def parse_scenario(content: object, where: str) -> Scenario:
         job_s=_positive(fields.get("job_s", 3600.0), where, "job_s"),
         small_disk_mib=_whole(fields.get("small_disk_mib", 0), where, "small_disk_mib", 0),
         nodes=_whole(fields.get("nodes", 0), where, "nodes", 0),
-        environ={str(name): str(value) for name, value in environ.items()},
+        environ={str(name): _plain(value, f"{where}: environ {name}") for name, value in environ.items()},
     )
 
 
@@ -246,13 +257,18 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
     if not top and "then" in fields:
         raise ConfigError(f"{where}: a `then` within a `then`: list all further faults under the first one")
     ranks, count = _ranks(fields, where, kind)
+    point = _point(fields, where, name)
+    if "call" in fields and point not in DUMP_POINTS:
+        raise ConfigError(
+            f"{where}: call with point {point!r}: wanted point {' or '.join(DUMP_POINTS)}, whose system calls it counts"
+        )
     call_name, _, call = str(fields.get("call", "0")).rpartition(".")
     spec = FaultSpec(
         kind=name,
         ranks=ranks,
         count=count,
         moment=_moment(fields, where, name, top=top),
-        point=_point(fields, where, name),
+        point=point,
         for_s=_positive(fields.get("for_s", 0.0), where, "for_s", zero=True),
         ms=_positive(fields.get("ms", 0.0), where, "ms", zero=True),
         mib=_whole(fields.get("mib", 0), where, "mib", 0),
@@ -276,6 +292,8 @@ def _ranks(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[tuple[int
         raise ConfigError(f"{where}: it hits no rank, got rank: {value!r}; leave rank and count out")
     if value == "random":
         return (), _whole(fields.get("count", 1), where, "count", 1)
+    if "count" in fields:
+        raise ConfigError(f"{where}: count beside rank: {value!r}: count is for random ranks; leave it out")
     ranks = value if isinstance(value, list) else [value]
     if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
         raise ConfigError(f"{where}: rank is {value!r}: wanted a rank from 0, a list of them, or `random`")
@@ -299,6 +317,9 @@ def _moment(fields: Mapping[str, Any], where: str, name: str, *, top: bool) -> M
             return Moment(after_s=_range(fields["after_s"], where, "after_s"))
         case "event":
             event = fields["event"]
+            if top:
+                raise ConfigError(f"{where}: event {event!r} outside of `then`: events are those of another fault; wanted step,"
+                                  " after_steps or after_s")  # fmt: skip
             if event not in EVENTS:
                 raise ConfigError(f"{where}: event is {event!r}: wanted one of {', '.join(EVENTS)}")
             return Moment(event=event)
@@ -339,6 +360,12 @@ def _list(value: object, where: str, name: str) -> Sequence[Any]:
     return value
 
 
+def _plain(value: object, where: str) -> str:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise ConfigError(f"{where} is {value!r}: wanted a text or a number; write true and false in quotes")
+    return str(value)
+
+
 def _known(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     if unknown := sorted(set(fields) - set(known), key=str):
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}: wanted some of {', '.join(known)}")
@@ -353,9 +380,10 @@ def _whole(value: object, where: str, name: str, least: int) -> int:
 
 
 def _positive(value: object, where: str, name: str, *, zero: bool = False) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0 or (not value and not zero):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < math.inf or (not value and not zero):  # type: ignore[arg-type]
         raise ConfigError(f"{where}: {name} is {value!r}: wanted a number {'from' if zero else 'above'} 0")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _range(value: object, where: str, name: str) -> tuple[float, float]:

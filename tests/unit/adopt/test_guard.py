@@ -36,7 +36,7 @@ def ends_every_session() -> Iterator[None]:
 def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
     """A loop over range(epochs) would get no batch from its second epoch on, and say nothing."""
     position = DataPosition(lambda epoch, index: None)
-    assert list(position.batches([1, 2])) == [1, 2]
+    assert list(position.batches([1, 2])) == [(0, 1), (1, 2)]
     with pytest.raises(ConfigError, match=r"again after the end of epoch 0: wanted once in each epoch"):
         list(position.batches([1, 2]))
 
@@ -46,14 +46,14 @@ def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
     position = DataPosition(lambda epoch, index: None)
     told = []
     for epoch in position.epochs(2):
-        for batch in position.batches("abc"):
+        for _, batch in position.batches("abc"):
             told.append((epoch, batch))
             if batch == "b":
                 break
-        told += [(epoch, batch) for batch in position.batches("abc")]
+        told += [(epoch, batch) for _, batch in position.batches("abc")]
     assert told == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
     position.load_state_dict({"epoch": 1, "batch": 2})
-    assert list(position.batches("abc")) == ["c"]
+    assert list(position.batches("abc")) == [(2, "c")], "its number in the epoch, not in what is left of it"
 
 
 def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

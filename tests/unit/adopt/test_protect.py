@@ -188,6 +188,44 @@ def test_what_cannot_be_protected_is_refused_at_the_start(
         ttp.protect(model, optimizer(model), save_dirs=[tmp_path], settings=OFF)
 
 
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"clip": 1.0}, r"clip is 1\.0: wanted ttp\.ClipNorm"),
+        ({"schedulers": torch.optim.lr_scheduler.StepLR}, "wanted a list of schedulers"),
+        ({"save_dirs": []}, "save_dirs is empty"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(tmp_path: Path, named: dict[str, Any], words: str) -> None:
+    """A number where a clipping is meant, one scheduler where a list is."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    if "schedulers" in named:
+        named = {"schedulers": named["schedulers"](optimizer, 3)}
+    with pytest.raises(ConfigError, match=words):
+        ttp.protect(model, optimizer, **{"save_dirs": [tmp_path], "settings": OFF, **named})
+
+
+def test_one_directory_is_a_list_of_one(tmp_path: Path) -> None:
+    """A text is a sequence too: of letters, and `/` is one of them."""
+    model = torch.nn.Linear(2, 2)
+    guard = ttp.protect(model, torch.optim.SGD(model.parameters(), lr=1), save_dirs=str(tmp_path), settings=OFF)
+    assert guard.session.save_dirs == (str(tmp_path.resolve()),)
+
+
+def test_an_epoch_that_is_gone_on_with_numbers_its_batches_from_its_begin(tmp_path: Path) -> None:
+    """So gradient accumulation, which counts them, steps behind the same batches as an unbroken run."""
+    first = Trainer(tmp_path, OFF, BASES["AdamW"])
+    with pytest.raises(ZeroDivisionError):
+        first.train(dies_at=3)
+    first.guard.save()
+    done = first.guard.step
+    first.close()
+    again = Trainer(tmp_path, OFF, BASES["AdamW"])
+    numbers = [index for index, _ in again.guard.enumerate(again.loader)]
+    assert 0 < done < BATCHES and numbers == list(range(done, BATCHES))
+
+
 def test_a_closure_is_refused(tmp_path: Path) -> None:
     """Its backward pass would run within the update."""
     model = torch.nn.Linear(2, 2)

@@ -96,7 +96,18 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     (output / "precious").write_text("mine")
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
     assert "it holds 'precious', which no campaign makes" in capsys.readouterr().out
-    (output / "precious").unlink()
+    (output / "precious").rename(output / "lap_times.csv")
+    assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
+    assert "it holds 'lap_times.csv', which no campaign makes" in capsys.readouterr().out
+    assert main(["run", str(scenario), "--output", str(output / "lap_times.csv"), "--", "true"]) == 2
+    assert "a file; wanted a folder" in capsys.readouterr().out
+    assert main(["run", str(scenario), "--output", "/proc/none", "--", "true"]) == 2
+    assert "wanted a folder that can be made" in capsys.readouterr().out
+    (output / "lap_times.csv").unlink()
+    assert main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"]) == 2
+    assert "--seed is -1" in capsys.readouterr().out
+    assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 1
+    assert "no rank has called ttp.start in lap 0" in capsys.readouterr().out, "nothing was judged, so nothing held"
     assert main(["run", str(scenario), "--output", str(output), "--duration", "soon", "--", "true"]) == 2
     assert "--duration is 'soon': wanted seconds" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", str(output), "--", "no-such-program"]) == 2

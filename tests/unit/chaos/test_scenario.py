@@ -69,6 +69,14 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
         ({"fault": "kill", "then": [{"fault": "kill", "then": []}]}, "a `then` within a `then`"),
         ({"fault": "partition", "for_s": 2}, "needs several nodes, got nodes: 0"),
         ({"fault": "fill_disk", "for_s": 2}, "got small_disk_mib: 0"),
+        ({"fault": "kill", "after_s": float("nan")}, "after_s is nan: wanted a number from 0"),
+        ({"fault": "stop", "for_s": float("inf")}, "for_s is inf: wanted a number from 0"),
+        ({"fault": "kill", "event": "published"}, "event 'published' outside of `then`"),
+        ({"fault": "kill", "rank": 1, "count": 5}, "count beside rank: 1"),
+        (
+            {"fault": "kill", "point": "backward", "call": 1},
+            "call with point 'backward': wanted point write or publish",
+        ),
         ("kill", "wanted names with values"),
     ],
 )
@@ -85,6 +93,12 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("faults: [")
     with pytest.raises(ConfigError, match=r"wrong\.yaml: not YAML"):
+        load_scenario(path)
+    path.write_text("faults: [{fault: kill, rank: 1, rank: 2}]")
+    with pytest.raises(ConfigError, match="'rank' stands there twice"):
+        load_scenario(path)
+    path.write_text("{faults: [{fault: kill}], environ: {B: [1]}}")
+    with pytest.raises(ConfigError, match=r"environ B is \[1\]: wanted a text or a number"):
         load_scenario(path)
     path.write_text("name: nothing")
     with pytest.raises(ConfigError, match="faults is None: wanted a list"):
