@@ -48,7 +48,7 @@ def main() -> None:
         torch.nn.Dropout(0.1),
         torch.nn.Linear(64, 3),
     )
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, find_unused_parameters=True)  # TTP: or the last bit may differ
     base = getattr(torch.optim, args.optimizer)
     optimizer = base(model.parameters(), lr=args.lr, **SETTINGS.get(args.optimizer, {}))
     samples = data_set()

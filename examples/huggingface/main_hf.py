@@ -63,7 +63,8 @@ def main() -> None:
     config = load_config(args.model_name_or_path, say)
     tokenizer = load_tokenizer(args.model_name_or_path, say)
     net = build_model(args.model_name_or_path, config, tokenizer).to(device)
-    model = DistributedDataParallel(net, device_ids=None if kind.is_host else [device])
+    devices = None if kind.is_host else [device]
+    model = DistributedDataParallel(net, devices, find_unused_parameters=True)  # TTP: or the last bit may differ
     block = min(args.block_size, getattr(config, "max_position_embeddings", args.block_size))
     sequences = build_sequences(args.dataset_name_or_path, args.dataset_config_name, tokenizer, block)
     if args.max_sequences:

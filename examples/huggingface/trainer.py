@@ -57,6 +57,7 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        ddp_find_unused_parameters=True,  # TTP: or the last bit may differ (docs/your_trainer.md)
         disable_tqdm=True,
         use_cpu=True,
         seed=3,

@@ -67,7 +67,7 @@ def main() -> None:
     loader = DataLoader(trained, args.batch_size, sampler=sampler, collate_fn=batch_of)  # type: ignore[arg-type]
     torch.manual_seed(0)
     net = Translator(source.size, target.size, args.width, args.heads, args.layers, args.length + 2)
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, find_unused_parameters=True)  # TTP: or the last bit may differ
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader) + 1)
     guard = ttp.protect(  # TTP

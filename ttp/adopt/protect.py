@@ -35,6 +35,11 @@ from ttp.session import ResumePoint, Session, start
 
 T = TypeVar("T")
 
+_ROUNDS_ANEW = (
+    "DistributedDataParallel forms its buckets anew after the first step of every start: on three ranks or more the step after a"
+    " restart is rounded otherwise, in the last bit; find_unused_parameters=True keeps the buckets as they are"
+)
+
 _MODES = {
     "norm": "the all-reduce of the gradient norm tells that all ranks are ready; clipping is done by ttp",
     "barrier": "one all-reduce of 24 bytes before each optimizer.step() tells that all ranks are ready",
@@ -115,6 +120,8 @@ class Guard:
         self._position = DataPosition(self._seeds.seed_fetch)
         if self.session.rank == 0:
             show(logging.INFO, f"{adopted.mode} mode: {_MODES[adopted.mode]}")
+            if _rounds_anew(model, self.session.world_size):
+                show(logging.INFO, _ROUNDS_ANEW)
         self._take(0)
         self.resumed: ResumePoint | None = self.session.resume(resume)
         """Where the run goes on; None: from its beginning."""
@@ -217,6 +224,12 @@ class Guard:
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
                 if self.session.rank == 0:
                     show(logging.ERROR, f"{error}; training goes on without this checkpoint")
+
+
+def _rounds_anew(model: torch.nn.Module, world_size: int) -> bool:
+    """Say whether the first step of a start adds the gradients up in another order than later steps do."""
+    is_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return is_ddp and world_size > 2 and not model.find_unused_parameters
 
 
 def _in_backward() -> bool:

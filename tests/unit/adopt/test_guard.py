@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,19 @@ def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
     assert told == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
     position.load_state_dict({"epoch": 1, "batch": 2})
     assert list(position.batches("abc")) == [(2, "c")], "its number in the epoch, not in what is left of it"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "finds_unused", "told"), [(3, False, True), (3, True, False), (2, False, False)]
+)
+def test_ddp_that_rounds_a_restarts_first_step_otherwise_is_known(
+    world_size: int, finds_unused: bool, told: bool
+) -> None:
+    """Two ranks have one order to add up in, and buckets that are never formed anew keep theirs."""
+    model = mock.MagicMock(spec=torch.nn.parallel.DistributedDataParallel)
+    model.find_unused_parameters = finds_unused
+    assert protect._rounds_anew(model, world_size) is told
+    assert not protect._rounds_anew(torch.nn.Linear(2, 2), world_size)
 
 
 def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
