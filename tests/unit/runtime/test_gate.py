@@ -245,9 +245,11 @@ def test_a_roll_forward_moves_the_local_copy_too() -> None:
     gate.ready(2)
     assert gate.freeze(1, LONG_S).backup_step == 0
     gate.start_roll_forward(record(2))
+    assert gate.phase is Phase.UPDATING, "heartbeats tell so meanwhile"
     gate.rolled_forward(2, backup_step=1)
     report = gate.freeze(2, LONG_S)
     assert (report.state_step, report.backup_step) == (2, 1)
+    assert report.records == (record(1), record(2)), "of the copy's step, and of the state's"
 
 
 def test_a_training_thread_that_arrives_during_the_roll_forward_waits_too() -> None:
