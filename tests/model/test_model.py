@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.model import gate as gates
-from tests.model.pairs import PAIRS, shape_of
+from tests.model.pairs import PAIRS, named_pair, shape_of
 from tests.model.search import Found, Search
 from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
@@ -62,6 +63,14 @@ def test_the_reduction_loses_no_outcome(kind: str) -> None:
     assert whole.complete and reduced.complete
     assert whole.endings == reduced.endings
     assert reduced.states < whole.states
+
+
+def test_a_pair_is_named_in_whichever_order() -> None:
+    """So that a search that takes long can be run in parts."""
+    assert named_pair("hang+kill") == named_pair("kill+hang") == ("kill", "hang")
+    assert {named_pair("+".join(pair)) for pair in PAIRS} == set(PAIRS)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'kill': wanted two of kill, stop"):
+        named_pair("kill")
 
 
 def test_pairs_of_kinds_are_all_ways_to_have_two_faults() -> None:
