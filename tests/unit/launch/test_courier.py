@@ -285,6 +285,7 @@ def test_a_controller_that_is_published_after_a_reset_connection_is_found(
     until(lambda: "connecting anew" in caplog.text)
     store.set(controller_key(7), "host:8000 12")
     until(lambda: far.connected)
+    far.look_now(DEADLINE_S)  # the look that found it has ended: what went wrong before is over
     cable.reset()
     until(lambda: caplog.text.count("connecting anew") == 2)
     store.set(controller_key(7), "other:8001 13")
