@@ -5,7 +5,7 @@ Pure functions over a run's record. An incident begins with its first firing and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from ttp.chaos.watch import Key, Line, Record, Resumed
@@ -117,7 +117,8 @@ def settle(incident: Incident, record: Record, how: str) -> None:
         incident.lost = max(0, incident.committed - incident.resumed_step)
     elif how == "":
         incident.lost = 0
-    incident.outcome = how or _outcome(incident, resumed, restarted)
+    skipped_before = {text for one in record.resumes if one.unix_s < began for text in one.skipped}
+    incident.outcome = how or _outcome(incident, resumed, restarted, skipped_before)
     incident.stages_ms = stages(lines, record, incident, resumed)
 
 
@@ -127,10 +128,11 @@ def _resumes(record: Record, incident: Incident) -> list[Resumed]:
     return [one for one in record.resumes if one.key > first and one.unix_s >= incident.began_unix_s]
 
 
-def _outcome(incident: Incident, resumed: Sequence[Resumed], restarted: bool) -> str:
+def _outcome(incident: Incident, resumed: Sequence[Resumed], restarted: bool, skipped_before: Set[str]) -> str:
+    """skipped_before: what an earlier fault broke stays there, and is skipped until the job has come past it."""
     if not restarted:
         return "unharmed"
-    if resumed and resumed[-1].skipped:
+    if resumed and set(resumed[-1].skipped) - skipped_before:
         return "fell_back"
     if incident.saved_step is not None:
         return "saved"

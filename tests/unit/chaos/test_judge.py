@@ -203,6 +203,18 @@ def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
     assert again.incidents[0].outcome == "fell_back" and again.incidents[0].lost == SAVED
 
 
+def test_what_an_earlier_fault_has_broken_is_no_fall_back_of_a_later_one() -> None:
+    """It stays there, and every start skips it, until the job has come past its step."""
+
+    def skip(record: Record) -> None:
+        broken = ("iter_0000007: bits",)
+        record.resumes = [Resumed(SAVED, 104.0, rank, (1, 1), "/c/iter_0000005", broken) for rank in (0, 1)]
+        record.resumes.insert(0, Resumed(0, 89.0, 0, (1, 0), "", broken))
+
+    run = good_run(skip)
+    assert run.incidents[0].outcome == "saved" and run.incidents[0].lost == 0
+
+
 def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
     """What laps of a later campaign are compared with; another file is refused."""
     path = tmp_path / "unbroken.json"
