@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in TOOLS:
         run = importlib.import_module(TOOLS[words[0]].module).main
         return int(run(words[1:]))
+    if words == ["--version"]:
+        print(f"ttp {importlib.import_module('ttp').__version__}")
+        return 0
     asked = bool(words) and words[0] in ("-h", "--help")
     out = sys.stdout if asked else sys.stderr
     if words and not asked:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("usage: ttp TOOL ...\n", file=out)
     for name, tool in TOOLS.items():
         print(f"  ttp {name:<8} {tool.summary}", file=out)
-    print("\n`ttp TOOL --help` says more.", file=out)
+    print("\n`ttp TOOL --help` says more; `ttp --version` which one this is.", file=out)
     return 0 if asked else USAGE
 
 

@@ -102,6 +102,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read a checkpoint's manifest. Raises CorruptCheckpoint when it is missing, altered, or of an unknown version."""
     path = directory / MANIFEST_NAME
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise CorruptCheckpoint(f"{path} is no file: {directory} was damaged")
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

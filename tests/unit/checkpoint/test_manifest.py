@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_a_manifest_comes_back_exactly(state: Any, record: CommitRecord | None) 
     """Every float to the last bit, infinities too."""
     written = a_manifest(state={"any": state}, record=record)
     assert manifests.from_bytes(manifests.to_bytes(written), "here") == written
+
+
+def test_a_manifest_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A pipe of that name, or a directory."""
+    os.mkfifo(tmp_path / manifests.MANIFEST_NAME)
+    with pytest.raises(CorruptCheckpoint, match="is no file"):
+        manifests.read_manifest(tmp_path)
 
 
 def test_nan_comes_back_and_tuples_come_back_as_lists() -> None:

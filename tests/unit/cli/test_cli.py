@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+import ttp
 from ttp import cli
 
 
@@ -31,6 +32,12 @@ def test_an_unknown_tool_is_refused_with_what_there_is(capsys: pytest.CaptureFix
     assert cli.main(["caos"]) == 2
     told = capsys.readouterr().err
     assert "got 'caos': wanted one of chaos, ckpt" in told and "ttp chaos" in told
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a report of a defect begins with."""
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ttp {ttp.__version__}\n"
 
 
 def test_help_lists_the_tools_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
