@@ -37,8 +37,8 @@ WORKER = """
 keys = sorted(set(os.environ) - set(json.loads(os.environ["BEFORE"])))
 note("environ", json.dumps({key: os.environ[key] for key in keys}))
 note("argv", json.dumps(sys.argv[1:]))
-print("to stdout", rank, flush=True)
-print("to stderr", rank, file=sys.stderr, flush=True)
+os.write(1, f"to stdout {rank}\\n".encode())  # whole: print's pieces may have another rank's between them
+os.write(2, f"to stderr {rank}\\n".encode())
 note("done")
 if sys.argv[2] == "fail" and rank == 1:
     await_file(f"done-0-{start}")  # torchrun ends rank 0 from here on
