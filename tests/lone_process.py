@@ -11,6 +11,19 @@ import torch
 from ttp.session import find_session
 
 
+@pytest.fixture(autouse=True)
+def ends_every_session() -> Iterator[None]:
+    """No test leaves a session, its threads or its controller to the next. Holds where a conftest.py imports it."""
+    yield
+    end_session()
+
+
+def end_session() -> None:
+    session = find_session()
+    if session is not None:
+        session.close()
+
+
 @contextlib.contextmanager
 def lone_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Train without processes around and without protection, and leave torch as it was."""
@@ -23,6 +36,4 @@ def lone_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
     if torch.distributed.is_initialized():  # a run that failed leaves its group
         torch.distributed.destroy_process_group()
-    session = find_session()
-    if session is not None:
-        session.close()
+    end_session()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +22,6 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.session import Session, find_session
 
 OFF = Settings(enable=False)
-
-
-@pytest.fixture(autouse=True)
-def ends_every_session() -> Iterator[None]:
-    """No test leaves a session to the next."""
-    yield
-    session = find_session()
-    if session is not None:
-        session.close()
 
 
 def test_batches_of_an_epoch_that_is_over_are_refused() -> None:

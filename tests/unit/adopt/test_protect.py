@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import ttp
 from ttp.config import Settings
 from ttp.errors import CheckpointMismatch, ConfigError
-from ttp.session import find_session
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
 EPOCHS = 3
 BATCHES = 4
-
-
-@pytest.fixture(autouse=True)
-def ends_every_session() -> Iterator[None]:
-    """No test leaves a session, its threads or its controller to the next."""
-    yield
-    session = find_session()
-    if session is not None:
-        session.close()
 
 
 class Trainer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,19 +17,10 @@ from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
-from ttp.session import current_session, find_session
+from ttp.session import current_session
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
-
-
-@pytest.fixture(autouse=True)
-def ends_every_session() -> Iterator[None]:
-    """No test leaves a session, its threads or its controller to the next."""
-    yield
-    session = find_session()
-    if session is not None:
-        session.close()
 
 
 def new_run(

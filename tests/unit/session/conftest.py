@@ -1,0 +1,5 @@
+"""What every test of sessions leaves."""
+
+from tests.lone_process import ends_every_session
+
+__all__ = ["ends_every_session"]
