@@ -210,7 +210,7 @@ def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Eff
     by_step = {record.step: record for record in records}
     for record in report.records:
         known = by_step.setdefault(record.step, record)
-        if known is not record and repr(known) != repr(record):  # by text: a skipped step's norm is NaN
+        if known != record and repr(known) != repr(record):  # by text where they differ: a skipped step's norm is NaN
             fields: Fields = {"step": record.step, "rank": report.rank, "known": repr(known), "told": repr(record)}
             out.append(Journal("records_differ", fields))
     return tuple(by_step[step] for step in sorted(by_step)[-_KEPT_RECORDS:])

@@ -13,6 +13,7 @@ from ttp.controller.machine import next_deadline
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     CauseKind,
+    CommitRecord,
     Freeze,
     Heartbeat,
     Phase,
@@ -134,6 +135,14 @@ def test_a_report_that_does_not_count_still_tells_its_records() -> None:
 def test_records_that_agree_are_no_news() -> None:
     job = frozen_by(1)
     job.say(report(0, 1, DONE, 7, records=[7]), report(1, 1, DONE, 7, records=[7]))
+    assert not job.told("records_differ")
+
+
+def test_records_of_a_skipped_step_agree_although_a_norm_that_is_nan_equals_nothing() -> None:
+    job = frozen_by(1)
+    skipped = CommitRecord(7, float("nan"), 1.0, True, 1.0, (0.1,), (2.0,))
+    alike = CommitRecord(7, float("nan") * 2, 1.0, True, 1.0, (0.1,), (2.0,))
+    job.say(*(StateReport(rank, 1, True, DONE, 7, 7, False, -1, (told,)) for rank, told in enumerate((skipped, alike))))
     assert not job.told("records_differ")
 
 
