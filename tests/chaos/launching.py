@@ -135,6 +135,7 @@ class Launch:
 
     def assert_nothing_left(self) -> None:
         """Nobody is left; multiprocessing's own resource tracker ends when it reads that the launcher has."""
+
         def left() -> dict[int, bytes]:
             return {pid: text for pid, text in self._marked_commands().items() if b"resource_tracker" not in text}
 
