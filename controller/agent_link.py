@@ -2,7 +2,7 @@
 
 Owns one stream that reconnects, and goes on to the next controller when the active one is gone: nobody listens at its
 address any more, or nothing was heard from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
-the two requests (`request_status`, `request_shutdown`), which are plain calls.
+the requests (`given_up`, `request_status`, `request_shutdown`), which are plain calls.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, Exit, Freeze, Successors, WorkerExit
+from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, Successors, WorkerExit
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
+
+from .state import Stage
 
 log = logging.getLogger("ttp.launch")
 
@@ -28,6 +30,8 @@ LOOK_S = 0.1
 """Between two looks whether the controller is still heard."""
 OWN_ABSENCE_S = 1.0
 """A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
+ASK_S = 1.0
+"""How long the controller has to say whom it has given up."""
 
 
 class AgentLink:
@@ -77,6 +81,24 @@ class AgentLink:
         """Learn of standbys, in the order in which they take over; those that are known already stay where they are."""
         with self._lock:
             self._controllers += [address for address in addresses if address not in self._controllers]
+
+    def given_up(self) -> frozenset[int]:
+        """Ask which ranks the controller on the line has taken for dead because they were silent, once it has sent the others away:
+        all is decided then. None where it does not answer within ASK_S, or has not."""
+        with self._lock:
+            place = self._controllers[self._place]
+        address = place if isinstance(place, str) else place()
+        if not address:
+            return frozenset()
+        try:
+            status = request_status(address, job_id=self._job_id, timeout_s=ASK_S)
+        except ControllerError as error:
+            log.debug("whom the controller has given up is not known: %s", error)
+            return frozenset()
+        if status.stage != Stage.EXITING.value:
+            return frozenset()
+        dead = {one.rank: one.cause for one in status.ranks if one.dead}
+        return frozenset(rank for rank, cause in dead.items() if cause is not None and cause.kind is CauseKind.SILENT)
 
     def close(self, drain_s: float = 1.0) -> None:
         """Let what was said go out, and end the stream. Call it once."""

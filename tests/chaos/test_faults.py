@@ -121,7 +121,7 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
     console = job.console_tail(10_000)
     assert "controller: freeze: hung: nobody has got on for" in console
     assert "rank 1: told to leave, and left (exit code 76)" in console
-    assert "rank 1 did not leave on SIGTERM: killed" in console
+    assert "rank 1: silent, and can save nothing any more: killed" in console
 
 
 @pytest.mark.long

@@ -69,6 +69,8 @@ def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path
     console = hurt.console_tail(10_000)
     assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
     assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
+    assert "rank 1: stopped, and can save nothing any more: killed" in console
+    assert "did not leave on SIGTERM" not in console
     assert_equal(hurt, whole_job(2))
 
 

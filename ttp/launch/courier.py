@@ -50,7 +50,7 @@ class ControllerEntry:
 
 
 class Link(Protocol):
-    """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call blocks."""
+    """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call but `given_up` blocks."""
 
     @property
     def attached(self) -> bool:
@@ -60,6 +60,10 @@ class Link(Protocol):
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
         """Learn of standbys: where to go when the controller is gone."""
+
+    def given_up(self) -> frozenset[int]:
+        """Ask the controller which ranks it has taken for dead because they were silent, once it has sent the others away;
+        none when it does not say so. Takes `agent_link.ASK_S` at most."""
 
     def close(self) -> None: ...
 
@@ -154,6 +158,12 @@ class Courier:
             self._told.append(death)
             if self._link is not None:
                 self._tell(self._link, death)
+
+    def given_up(self) -> frozenset[int]:
+        """Ask the controller on the line, if there is one, which ranks were silent for too long; see Link."""
+        with self._lock:
+            link = self._link
+        return link.given_up() if link is not None else frozenset()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the search, after a last look into the store, and the link."""

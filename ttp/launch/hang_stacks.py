@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ttp.launch.processes import catches
+from ttp.launch.processes import catches, is_stopped
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, process_text
 
 ASK_S = 2.0
-"""How long a rank that is asked for its stacks has to write them: one that is stopped never does."""
+"""How long a rank that is asked for its stacks has to write them."""
 _LOOK_S = 0.02
 _STACK = "(most recent call first)"
 
@@ -62,9 +62,11 @@ def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
 
 def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None:
     """Have the ranks of this node that can (rank -> pid) write their stacks, before they are ended. Works also on one whose
-    interpreter is held by C code."""
+    interpreter is held by C code; one that is stopped cannot, and is not waited for."""
     asked: dict[Path, int] = {}
     for rank, pid in pids.items():
+        if is_stopped(pid):
+            continue
         path = log_dir / f"rank_{rank}" / ASKED_NAME
         with contextlib.suppress(OSError):
             # The file may be an earlier start's: the handler of a process that has not opened it is its script's own.

@@ -42,6 +42,11 @@ class ProcessStat:
         """The process has ended; only its status is left."""
         return self.state in "ZXx"
 
+    @property
+    def stopped(self) -> bool:
+        """The process stands still (SIGSTOP): no signal but SIGKILL and SIGCONT reaches it. A debugger's hold does not count."""
+        return self.state == "T"
+
 
 def exit_status(pid: int) -> int | Lost | None:
     """Say how the child `pid` ended, without reaping it.
@@ -85,6 +90,12 @@ def read_stat(pid: int) -> ProcessStat | None:
         return None
     fields = line.rpartition(b")")[2].split(None, 4)
     return ProcessStat(pid, fields[0].decode(), int(fields[1]), int(fields[3]))
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process is stopped now; False if it is gone, or there is no `/proc`."""
+    stat = read_stat(pid)
+    return stat is not None and stat.stopped
 
 
 def all_processes() -> list[ProcessStat]:

@@ -50,6 +50,11 @@ class BehindShells:
         """Return the ranks' own processes, by rank."""
         return {rank: each.pid for rank, each in self._ranks().items()}
 
+    def running(self) -> dict[int, int]:
+        """Return those of them that have not ended, by rank."""
+        stats = {rank: read_stat(each.pid) for rank, each in self._ranks().items() if each.proven()}
+        return {rank: stat.pid for rank, stat in stats.items() if stat is not None and not stat.gone}
+
     def _ranks(self) -> dict[int, _Rank]:
         with self._lock:
             return self._found

@@ -30,6 +30,9 @@ class FakeLink:
         self.closed = False
         self.attached = True
 
+    def given_up(self) -> frozenset[int]:
+        return frozenset({len(self.told)})
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         self.told.append((rank, pid, text))
 
@@ -165,6 +168,18 @@ def test_an_unreachable_controller_is_known_but_not_connected(
     until(lambda: courier.entry is not None)
     courier.report(death("exiting"))
     assert not courier.connected
+
+
+def test_whom_the_controller_has_given_up_is_asked_on_the_line(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """Without a controller nobody is."""
+    assert courier.given_up() == frozenset()
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    courier.report(death("exiting"))
+    assert courier.given_up() == frozenset({1})
 
 
 def test_a_controller_published_in_the_last_moment_is_known_at_the_end(

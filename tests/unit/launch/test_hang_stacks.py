@@ -109,6 +109,26 @@ def test_a_process_whose_interpreter_is_held_writes_its_stacks_when_asked(tmp_pa
 
 
 @pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
+def test_a_stopped_process_is_not_asked(tmp_path: Path) -> None:
+    """It could not answer: nothing is waited for, and no signal is kept for it."""
+    folder = tmp_path / "rank_1"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HELD, str(folder), "listens"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"held\n"
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            begun = time.monotonic()
+            ask(tmp_path, {1: process.pid}, within_s=2 * LONG_S)
+            assert time.monotonic() - begun < LONG_S
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            (pending,) = (line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
+            assert not int(pending, 16) >> (STACKS_SIGNAL - 1) & 1
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
 def test_a_file_that_goes_while_stacks_are_waited_for_costs_its_rank_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.test_round import DEADLINE_S, LineToController
 from ttp.launch import round as rounds
-from ttp.launch.processes import exit_status, read_stat, sweep_sessions
+from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.launch.shells import BehindShells
@@ -198,6 +198,47 @@ def test_a_rank_that_outlives_its_shell_and_the_fault_has_the_grace_before_the_s
         shells.leave(rank, 76)
     shells.thread.join(DEADLINE_S)
     assert not shells.thread.is_alive() and swept == [[]] and shells.round.living() == []
+
+
+def test_a_stopped_rank_behind_a_shell_is_ended_when_another_has_left_and_the_shell_follows(
+    shells: Shells, swept: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shell gets no signal: it may clean up, and tells how its rank ended."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    os.kill(shells.ranks[0], signal.SIGSTOP)
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_stopped(shells.ranks[0]):
+        assert time.monotonic() < deadline, "the rank does not stop"
+        time.sleep(0.005)
+    shells.leave(1, 75)
+    while not shells.round.failed():
+        assert time.monotonic() < deadline, "the end was not seen"
+        time.sleep(0.005)
+    shells.run("hold")
+    shells.thread.join(DEADLINE_S)
+    assert not shells.thread.is_alive() and shells.round.living() == []
+    assert exit_status(shells.workers[0].pid) == 137
+    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
+
+
+def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
+    shells: Shells, swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody stopped the whole session: the shell would never see its rank's end."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    os.killpg(shells.workers[0].pid, signal.SIGSTOP)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (is_stopped(shells.ranks[0]) and is_stopped(shells.workers[0].pid)):
+        assert time.monotonic() < deadline, "they do not stop"
+        time.sleep(0.005)
+    shells.leave(1, 75)
+    while not shells.round.failed():
+        assert time.monotonic() < deadline, "the end was not seen"
+        time.sleep(0.005)
+    shells.run("hold")
+    shells.thread.join(DEADLINE_S)
+    assert not shells.thread.is_alive() and shells.round.living() == []
+    assert exit_status(shells.workers[0].pid) == -signal.SIGKILL
 
 
 def test_a_shell_that_stays_when_its_rank_has_left_is_ended(

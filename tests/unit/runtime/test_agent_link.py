@@ -14,7 +14,7 @@ from ttp.controller.agent_link import AgentLink
 from ttp.controller.journal import read_story
 from ttp.proto.transport import open_channel
 
-from .conftest import LONG_S, StartController
+from .conftest import LONG_S, Rank, StartController
 from .test_server import RawStream, registration
 
 OpenLink = Callable[[str], AgentLink]
@@ -103,3 +103,25 @@ def test_a_standby_that_ranks_came_to_is_attached_and_told_of_the_deaths(
             return any(line.event == "death_seen" and line.fields["rank"] == 1 for line in lines)
 
         until(death_was_told, "the death, said again")
+
+
+def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
+    new_controller: StartController, new_link: OpenLink, tmp_path: Path
+) -> None:
+    """Not before: until then a rank that is silent may come back and be needed. Nor one that left, or a controller that is gone."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    rank = Rank(0, 2, controller.address, str(tmp_path / "checkpoints"))
+    try:
+        with open_channel(controller.address) as channel:
+            silent = RawStream(channel)
+            silent.say(registration(1, 2))
+            assert rank.processor.wait_welcomed(LONG_S) is not None
+            assert link.given_up() == frozenset()
+            assert rank.exited.wait(LONG_S)
+            assert link.given_up() == frozenset({1})
+            silent.end()
+        controller.process.wait(LONG_S)
+        assert link.given_up() == frozenset()
+    finally:
+        rank.processor.stop()

@@ -1,0 +1,52 @@
+"""Which ranks nobody need wait for once all is decided."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from ttp.launch.given_up import PATIENCE_S, GivenUp, stopped
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_stopped_process_is_told_from_one_that_runs_or_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pids = {3: process.pid, 4: os.getpid(), 5: 2**22 + 1}
+        assert stopped(pids) == {}
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert stopped(pids) == {3: "stopped"}
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+        assert stopped(pids) == {}
+        process.kill()
+
+
+def test_the_controller_is_asked_only_about_ranks_that_have_had_a_moment_to_leave() -> None:
+    """And seldom: a controller of thousands of ranks answers a launcher at a time."""
+    clock, asked = Clock(), []
+
+    def ask() -> frozenset[int]:
+        asked.append(clock.now_s)
+        return frozenset({1, 2})
+
+    given_up = GivenUp(ask, clock)
+    here = {0: os.getpid(), 1: os.getpid()}
+    assert given_up.among(here) == {} and asked == []
+    clock.now_s = PATIENCE_S
+    assert given_up.among({}) == {} and asked == []
+    assert given_up.among(here) == {1: "silent"} and asked == [PATIENCE_S]
+    clock.now_s = 1.9 * PATIENCE_S
+    assert given_up.among(here) == {}
+    clock.now_s = 2 * PATIENCE_S
+    assert given_up.among(here) == {1: "silent"} and asked == [PATIENCE_S, 2 * PATIENCE_S]
