@@ -397,9 +397,10 @@ class Round:
     def end_workers(self, death_signal: signal.Signals | None, grace_s: float) -> None:
         """End every worker and what the workers left in their sessions, without reaping them. No signal: they have had it."""
         name = death_signal.name if death_signal is not None else "their signal"
-        if living := self.living():
-            self._ended.update(living)
-            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(living), name, grace_s)
+        living = self.living()
+        if told := [rank for rank in living if death_signal is None or rank not in self._ended]:
+            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(told), name, grace_s)
+        self._ended.update(living)
         until_s = time.monotonic() + grace_s
         if death_signal is not None:
             left_behind = [rank for rank in living if exit_status(self._pids[rank]) is not None]

@@ -1,0 +1,66 @@
+"""A fault that nobody can end well, on two nodes: one deadline bounds it on both, however many stages it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.launching import Launch
+from tests.chaos.test_endings import alive, two_nodes
+from tests.chaos.test_launch import free_port
+from tests.chaos.test_static import TRAINS
+from ttp.launch.round import UNLED_S
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
+
+TIMEOUT_S = 12.0
+"""TTP_OT. With a deadline of its own the second node would need as long again, or UNLED_S, as its controller is gone by then: both
+end it later than twice this after the fault."""
+
+
+@pytest.mark.timeout(600)
+def test_two_launchers_have_one_deadline_when_nothing_can_be_saved(tmp_path: Path) -> None:
+    """One rank is killed and all others are stopped for good. The dead rank's launcher holds its other rank until TTP_OT has passed,
+    and only then the other launcher hears that it must start again: nothing is left for its ranks."""
+    assert UNLED_S <= TIMEOUT_S
+    port, environ = free_port(), {"TTP_OT": f"{TIMEOUT_S:g}"}
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                Launch(tmp_path, TRAINS, *two_nodes("c10d", port, node), "--nproc-per-node", "2", environ=environ,
+                       name=f"node{node}")
+            )
+            for node in (0, 1)
+        ]  # fmt: skip
+        both[0].await_notes(*(f"begun-{rank}-0" for rank in range(4)))
+        first = next(job for job in both if ": ranks 0-1 of 4 on this node" in job.text)
+        second = next(job for job in both if job is not first)
+        pids = [int(first.read(f"begun-{rank}-0")) for rank in range(4)]
+        first.until(lambda: "step 20:" in first.text, "step", within_s=180)
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+
+        first.until(lambda: not alive(pids[1]), "end of the dead rank's neighbour")
+        assert time.monotonic() - killed_s >= TIMEOUT_S, f"it might have gone on\n{first.text}"
+        second.until(lambda: not any(map(alive, pids[2:])), "end of the other node's ranks")
+        lasted_s = time.monotonic() - killed_s
+        assert TIMEOUT_S <= lasted_s < 2 * TIMEOUT_S, f"{lasted_s:.1f} s\n{first.text}\n{second.text}"
+
+        assert f"TTP_OT, {TIMEOUT_S:.0f} s, has passed: rank 1 still here" in first.text
+        (ago,) = re.findall(r"the fault began (\d+) s ago on another node: its deadline counts", second.text)
+        assert TIMEOUT_S <= int(ago) + 1 <= lasted_s + 1, second.text
+        assert "telling ranks 2-3 to leave (SIGTERM); up to 0 s to persist" in second.text
+        assert f"TTP_OT, {TIMEOUT_S:.0f} s, has passed: ranks 2-3 still here: ending them" in second.text
+        for job in both:
+            assert "no controller has led" not in job.text
+            job.until(lambda job=job: "start 1: rank" in job.text, "next start", within_s=180)  # type: ignore[misc]
+        first.await_notes(*(f"begun-{rank}-1" for rank in range(4)))
