@@ -43,6 +43,7 @@ class Protection:
     def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
         """Start everything and wait until all ranks are registered. Raises ControllerError, ConfigError."""
         self._settings = settings
+        self._log_dir = log_dir
         self._rank = rank
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
@@ -137,16 +138,30 @@ class Protection:
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone.
 
-        A standby is told to: whenever a rank may leave, it is settled what becomes of the job.
+        A standby is told to: whenever a rank may leave, it is settled what becomes of the job. So is the controller of a rank alone.
+        One that other ranks may still need (this one's training has not come to its end) is left to them, and not waited for.
         """
+        settled = self.processor.wait_for_verdict(0.0)
         self._notice.close()
         self.processor.stop()
         if self._standby is not None:
             self._standby.terminate()
             self._standby.wait(CONTROLLER_END_S)
         controller = self._controller
-        if controller is not None and controller.wait(CONTROLLER_END_S) is None:
-            log.warning("the controller (pid %d) has not ended yet; it ends by itself", controller.pid)
+        if controller is None:
+            return
+        if self._world_size == 1:
+            controller.terminate()
+        elif not settled:
+            log.debug(
+                "the controller (pid %d) is left to the other ranks, and ends when they have gone", controller.pid
+            )
+            return
+        if controller.wait(CONTROLLER_END_S) is None:
+            log.warning(
+                "the controller (pid %d) has not ended within %.0f s of the job's end; look into %s, and end it by SIGTERM",
+                controller.pid, CONTROLLER_END_S, self._log_dir,
+            )  # fmt: skip
 
     # --- finding each other ---
 

@@ -15,6 +15,7 @@ from ttp import protection
 from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.notice import Notice
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.session import current_session
@@ -134,6 +135,62 @@ def test_a_program_without_logging_sees_what_its_job_survives(capsys: pytest.Cap
         "ttp: protected by a controller with 1 standby; the job survives: any 1 of 2 ranks",
         "ttp: warning: beware",
     ]
+
+
+def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank alone: nobody else needs it. It would leave after a while by itself, with a warning at each close before."""
+    model, optimizer, session = new_run(tmp_path, ON)
+    do_steps(model, optimizer, session, 2)
+    assert session._protection is not None
+    controller = session._protection._controller
+    assert controller is not None and controller.wait(0.0) is None
+    caplog.clear()
+    session.close()
+    assert controller.wait(0.0) == 0 and caplog.text == ""
+
+
+class AskedController:
+    """A controller's process that never ends."""
+
+    pid = 71
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.asked.append(f"{timeout_s:.0f} s")
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+
+class IdleProcessor:
+    """A processor of which it is known whether the controller has let it go."""
+
+    def __init__(self, settled: bool) -> None:
+        self._settled = settled
+
+    def wait_for_verdict(self, timeout_s: float) -> bool:
+        return self._settled
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
+    settled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that stays although the job is over is unusual, and told."""
+    protected = object.__new__(protection.Protection)
+    asked = AskedController()
+    parts = {"_controller": asked, "processor": IdleProcessor(settled), "_notice": Notice(print)}
+    for name, part in (parts | {"_standby": None, "_world_size": 2, "_log_dir": Path("/logs")}).items():
+        setattr(protected, name, part)
+    protected.close()
+    assert asked.asked == (["10 s"] if settled else [])
+    assert ("controller (pid 71) has not ended within 10 s" in caplog.text) is settled
 
 
 def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
