@@ -198,8 +198,8 @@ def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float,
         return state
     host, pid = (member.registration.host, member.registration.pid) if member.registration else ("", 0)
     fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": host, "pid": pid}
-    if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat
-        fields |= {"phase": place.phase.name, "step": place.step}
+    if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat, so long ago
+        fields |= {"phase": place.phase.name, "step": place.step, "heard_s": round(now - member.heard, 3)}
     out.append(Journal("death_seen", fields))
     members = bury(state.members, rank, cause, gone, now)
     state = forget(replace(state, members=members, untold=state.untold - {rank}), rank)

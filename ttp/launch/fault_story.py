@@ -44,6 +44,11 @@ class Culprit:
     """The end of its traceback."""
     stood: tuple[str, ...] = ()
     """Of a hang: the innermost frames of its main thread, the innermost first."""
+    heard_s: float | None = None
+    """How long after its last heartbeat its end was seen; None: not known."""
+    reached: int = 0
+    """It was READY of this step for certain, whatever its last heartbeat said before: others have the step's commit record. 0: nothing
+    more is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +203,7 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
                 found[rank] = Culprit(rank=rank, cause=fields["text"])
         elif line["event"] == "death_seen":
             known = found.get(fields["rank"], Culprit(rank=fields["rank"]))
-            place = {name: fields[name] for name in ("phase", "step") if name in fields}
+            place = {name: fields[name] for name in ("phase", "step", "heard_s") if name in fields}
             cause = known.cause if known.cause and fields["text"] == _EXITING else fields["text"]
             found[fields["rank"]] = replace(known, cause=cause, **place)
         elif line["event"] == "fault_reported" and fields["kind"] != _PEER:
@@ -209,7 +214,27 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
     names = _names(lines)
     frozen = next((line["fields"] for line in fault if line["event"] == "frozen"), None)
     registered = {line["fields"]["rank"]: line["fields"] for line in lines if line["event"] == "registered"}
-    return tuple(_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
+    told = (_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
+    ready = _ready_on_all_ranks(fault)
+    return tuple(_advanced(culprit, ready) for culprit in told)
+
+
+def _ready_on_all_ranks(fault: Sequence[Line]) -> int:
+    """Return the newest step of which every rank of this start was READY for certain: somebody reported its commit record, which the
+    spanning collective made. 0: not known (with local copies there is none, and a single record may be a checkpoint's)."""
+    rounds = [line["fields"] for line in fault if line["event"] == "frozen"]
+    records = {step for fields in rounds for step in fields["records"]}
+    if any(step >= 0 for fields in rounds for step in fields.get("backup_steps", ())):
+        return 0
+    return max((step for step in records if step - 1 in records), default=0)
+
+
+def _advanced(culprit: Culprit, ready: int) -> Culprit:
+    """Add that a rank had come farther than its last heartbeat said."""
+    if not culprit.phase or culprit.reported:
+        return culprit
+    known = culprit.step if culprit.phase != "COMPUTE" else culprit.step - 1
+    return replace(culprit, reached=ready) if ready > known else culprit
 
 
 def _names(lines: Sequence[Line]) -> dict[int, str]:
@@ -246,7 +271,8 @@ def _completed(
         culprit = replace(culprit, cause=exits[rank])
     if frozen is not None and rank in frozen["ranks"]:
         place = frozen["ranks"].index(rank)
-        culprit = replace(culprit, phase=frozen["phases"][place], step=frozen["steps"][place], reported=True)
+        own = {"phase": frozen["phases"][place], "step": frozen["steps"][place]}
+        culprit = replace(culprit, **own, heard_s=None, reported=True)
     process = registered.get(rank, {})
     return replace(culprit, host=process.get("host", ""), pid=process.get("pid", 0))
 

@@ -134,15 +134,23 @@ def _cause(culprits: Sequence[Culprit]) -> str:
 
 def _where(story: FaultStory) -> str:
     """Say where the culprits were, and where the others stood when they were frozen."""
-    own = _grouped(story.culprits, map(_place, story.culprits))
+    own = _grouped(story.culprits, (_place(culprit, len(story.culprits) == 1) for culprit in story.culprits))
     others = "; ".join(f"{ranks_text(p.ranks)} in {p.phase} of step {p.step}" for p in story.survivors[:_NAMED])
     return "; the others: ".join(text for text in (own or "not known", others) if text) if own or others else ""
 
 
-def _place(culprit: Culprit) -> str:
+def _place(culprit: Culprit, alone: bool) -> str:
+    """Say where a rank was: by its own report, or for certain and in its last heartbeat. `alone`: also how old that was, which differs
+    from rank to rank."""
     if not culprit.phase:
         return ""
-    return f"{'in' if culprit.reported else 'last heard of in'} {culprit.phase} of step {culprit.step}"
+    said = f"{culprit.phase} of step {culprit.step}"
+    if culprit.reported:
+        return f"in {said}"
+    age = f", {culprit.heard_s:.1f} s before" if alone and culprit.heard_s is not None else ""
+    if culprit.reached:
+        return f"in READY of step {culprit.reached} or later (last heartbeat{age}: {said})"
+    return f"last heartbeat{age}: {said}"
 
 
 def _stood(story: FaultStory) -> list[str]:

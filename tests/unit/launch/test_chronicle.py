@@ -20,7 +20,7 @@ FAULT_KEYS = [
     "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
     "steps_lost", "took_over", "took_ms", "stacks", "next",
 ]  # fmt: skip
-CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood"]
+CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached"]
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.unit.launch.journals import JOURNALS, journal, story
@@ -17,11 +18,36 @@ def test_a_killed_rank_is_told_with_its_process_and_its_last_heartbeat() -> None
     """The survivors that leave afterwards are no culprits, nor are the peers whose collective failed."""
     told = story("killed")
     assert told.kind == "exited"
-    assert told.culprits == (Culprit(rank=2, host="vm", pid=22698, cause="signal SIGKILL", phase="COMPUTE", step=1),)
+    process = Culprit(rank=2, host="vm", pid=22698, cause="signal SIGKILL")
+    assert told.culprits == (replace(process, phase="COMPUTE", step=1, reached=7),)
     assert told.survivors == (Place(phase="DONE", step=7, ranks=(3,)), Place(phase="COMPUTE", step=8, ranks=(0, 1)))
     assert told.saved == Saved(step=7, path="/run/checkpoints/iter_0000007", bytes=569970, ranks=(0, 1, 3))
     assert told.steps_lost == 0 and told.goes_on_from == told.saved.path and not told.not_saved
     assert told.took_over == 0
+
+
+def killed(**changed: object) -> Culprit:
+    """Return the dead rank of the killed job, with some of the journal's fields changed."""
+    lines = [{**one, "fields": {**one["fields"], **_of(one, changed)}} for one in journal("killed")]
+    told = fault_of(0, lines, {})
+    assert told is not None
+    return told.culprits[0]
+
+
+def _of(one: Line, changed: dict[str, object]) -> dict[str, object]:
+    owner = {"phase": "death_seen", "step": "death_seen", "heard_s": "death_seen"}
+    return {name: value for name, value in changed.items() if owner.get(name, "frozen") == one["event"]}
+
+
+def test_how_far_a_dead_rank_was_for_certain_follows_from_the_others_records() -> None:
+    """Whoever has a step's commit record proves that every rank was READY of it. A single record may be that of a checkpoint which
+    the dead rank had not loaded; one that is local proves nothing; and what the last heartbeat said may be more."""
+    assert killed(records=[6, 7]).reached == 7
+    assert killed(records=[7]).reached == 0
+    assert killed(records=[6, 7], backup_steps=[6, 6, 6]).reached == 0
+    assert killed(phase="COMPUTE", step=8).reached == 0 and killed(phase="COMPUTE", step=7).reached == 7
+    assert killed(phase="READY", step=7).reached == 0
+    assert killed(heard_s=0.75).heard_s == 0.75
 
 
 def test_the_parts_add_up_to_the_whole_but_for_the_leave() -> None:

@@ -39,11 +39,27 @@ def test_a_kill_is_told_in_seven_lines() -> None:
         "--- fault in start 4: a process ended ---",
         "who     rank 2 on node a (pid 71)",
         "cause   signal SIGKILL",
-        "where   last heard of in READY of step 42; the others: ranks 0-1 in READY of step 42; rank 3 in DONE of step 42",
+        "where   last heartbeat: READY of step 42; the others: ranks 0-1 in READY of step 42; rank 3 in DONE of step 42",
         "saved   step 42 in /ckpt/iter_0000042 (3.0 MiB, written by ranks 0-1, 3); no step lost",
         "took    seen 3 ms, frozen 4 ms, decided 0 ms, written 1,650 ms, published 27 ms; 1,684 ms in all",
         "next    restart 1 of 3, from /ckpt/iter_0000042",
     ]
+
+
+def test_where_a_rank_was_is_told_with_what_is_certain_and_how_old_its_own_words_are() -> None:
+    """A heartbeat comes once a second, and a second may be a hundred steps. The ages of several ranks' are left out."""
+    (culprit,) = KILL.culprits
+    old = replace(culprit, phase="COMPUTE", step=10, heard_s=0.87, reached=42)
+
+    def where(*culprits: Culprit) -> str:
+        lines = fault_lines(replace(KILL, culprits=culprits, survivors=()))
+        return next(line for line in lines if line.startswith("where")).removeprefix("where   ")
+
+    assert where(old) == "in READY of step 42 or later (last heartbeat, 0.9 s before: COMPUTE of step 10)"
+    assert where(replace(old, reached=0)) == "last heartbeat, 0.9 s before: COMPUTE of step 10"
+    assert where(replace(old, reported=True)) == "in COMPUTE of step 10"
+    both = where(old, replace(old, rank=3, heard_s=0.2))
+    assert both == "in READY of step 42 or later (last heartbeat: COMPUTE of step 10)"
 
 
 def test_a_hang_is_told_with_where_its_suspect_stood() -> None:
