@@ -39,9 +39,10 @@ from ttp.launch.arguments import make_parser
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
+from ttp.launch.moving import MovingRendezvous
 from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
 from ttp.launch.round import Launching
-from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
+from ttp.launch.stores import Endpoint, Stores, parse_endpoints
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")

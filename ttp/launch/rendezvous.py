@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from ttp.errors import ConfigError
 from ttp.launch import partings, tickets
-from ttp.launch.stores import MovingRendezvous
+from ttp.launch.moving import MovingRendezvous
 
 log = logging.getLogger("ttp.launch")
 

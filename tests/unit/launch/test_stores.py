@@ -26,14 +26,16 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ttp.errors import ConfigError
-from ttp.launch import partings
+from ttp.launch import moving, partings
 from ttp.launch import stores as stores_module
-from ttp.launch.stores import Endpoint, MovingRendezvous, Stores, parse_endpoints
+from ttp.launch.moving import MovingRendezvous
+from ttp.launch.stores import Endpoint, Stores, parse_endpoints
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores_module, "ROUND_S", 0.05)
+    for module in (moving, stores_module):
+        monkeypatch.setattr(module, "ROUND_S", 0.05)
 
 
 def free_place() -> Endpoint:
@@ -287,7 +289,7 @@ def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.
     until(lambda: len(bench.made) == 1)
     asked: list[int] = []
     looks: list[object] = []
-    ask = stores_module._Window.ask
+    ask = stores_module.Window.ask
 
     def lost() -> int:
         asked.append(len(looks))
@@ -298,7 +300,7 @@ def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.
         return ask(window, question)
 
     bench.made[0].waiting = lost
-    monkeypatch.setattr(stores_module._Window, "ask", look)
+    monkeypatch.setattr(stores_module.Window, "ask", look)
     bench.made[0].joined.set()
     until(lambda: bool(came) and bool(asked))
     until(lambda: len(looks) > asked[0] + 5)
@@ -380,7 +382,7 @@ def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.Mon
 
     bench.made[0].waiting = slow
     assert asked.wait(30)
-    monkeypatch.setattr(stores_module, "ROUND_S", 30.0)
+    monkeypatch.setattr(moving, "ROUND_S", 30.0)
     threading.Timer(0.01, answers.set).start()
     bench.moving.shutdown()
     assert over.is_set() and server
