@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,15 +20,14 @@ from ttp.launch.controllers import RequestShutdown, end_controllers, is_controll
 from ttp.launch.courier import Courier, Link
 from ttp.launch.deathwatch import Death, DeathWatch
 from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
-from ttp.launch.given_up import GivenUp, stopped
-from ttp.launch.hang_stacks import ask
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
-from ttp.launch.processes import catches, end_workers, exit_status, is_stopped, signal_workers, sweep_sessions
+from ttp.launch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.shells import BehindShells
 from ttp.launch.signals import signal_name, signals_held_back
 from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
+from ttp.launch.stragglers import Stragglers
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
 log = logging.getLogger("ttp.launch")
@@ -136,6 +135,7 @@ class Round:
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
         self._neighbours = Neighbours(job_store, node, nodes) if nodes > 1 else None
+        self._stragglers = Stragglers(self._pids, self._behind_shells, self._watch, self._courier, self._ended)
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._courier.start()
@@ -271,47 +271,9 @@ class Round:
             log.info("all workers here have ended, %.2f s after the fault", held_s)
             return
         log.error("%s: %s still here (fault: %s): ending them", reason, ranks_text(self.living()), fault.cause)
-        self._ask_for_stacks(self.living())
+        self._stragglers.ask_for_stacks(self.living())
         if self.had_controller:  # else their script may save at SIGTERM, when somebody has them go on
-            self._end_given_up(stopped(self._standing()))
-
-    def _ask_for_stacks(self, ranks: Iterable[int]) -> None:
-        """Have these say where they stand, before they are ended."""
-        if (log_dir := self._courier.log_dir) is not None:
-            processes = self.processes
-            ask(log_dir, {rank: processes[rank] for rank in ranks})
-
-    def _standing(self) -> dict[int, int]:
-        """By rank that has neither ended altogether nor been ended: its own process, or the shell's whose rank has ended."""
-        processes = self._pids | self._behind_shells.running()
-        return {rank: processes[rank] for rank in self.living() if rank not in self._ended}
-
-    def _end_given_up(self, reasons: Mapping[int, str]) -> None:
-        """End ranks that have nothing left to save, each for a reason. A shell that started one sees it end, and leaves, unless it
-        is stopped as well."""
-        if not reasons:
-            return
-        self._ask_for_stacks(reasons)
-        told = "; ".join(
-            f"{ranks_text(rank for rank in reasons if reasons[rank] == reason)}: {reason}"
-            for reason in dict.fromkeys(reasons.values())
-        )
-        log.warning("%s, and can save nothing any more: killed", told)
-        self._ended.update(reasons)
-        behind = self._behind_shells.running()
-        self._behind_shells.signal([rank for rank in reasons if rank in behind], signal.SIGKILL)
-        alone = [rank for rank in reasons if rank not in behind or is_stopped(self._pids[rank])]
-        signal_workers((self._pids[rank] for rank in alone), signal.SIGKILL)
-
-    def _see_off(self, grace_s: float) -> bool:
-        """Let the ranks leave: all is decided. Those that cannot are ended at once. Say whether all have ended in time."""
-        given_up = GivenUp(self._courier.given_up)
-        until_s = time.monotonic() + grace_s
-        while not self._watch.wait_all(min(LOOK_S, max(0.0, until_s - time.monotonic()))):
-            if time.monotonic() >= until_s:
-                return False
-            self._end_given_up(given_up.among(self._standing()))
-        return True
+            self._stragglers.end_stopped()
 
     def _wait_for_survivors(self, fault: Fault) -> str:
         """Return empty when all have ended, else why they are not waited for any longer."""
@@ -332,7 +294,7 @@ class Round:
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"no controller has led the ranks for {unled_s:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
-        if self._see_off(grace_s) if persisted(self.deaths()) else self._watch.wait_all(grace_s):
+        if self._stragglers.see_off(grace_s) if persisted(self.deaths()) else self._watch.wait_all(grace_s):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
             return f"the ranks have ended, and {LEAVE_GRACE_S:.0f} s have passed: the shells that started them are"
@@ -370,7 +332,7 @@ class Round:
         signal_workers((self._pids[rank] for rank in self.living() if rank not in told_alone), signal.SIGTERM)
         if reason := self._wait_for_survivors(fault):
             log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
-            self._ask_for_stacks(self.living())
+            self._stragglers.ask_for_stacks(self.living())
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
