@@ -174,6 +174,9 @@ OF_PARTS: dict[str, dict[str, Proof]] = {
             "tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote",
             '"megatron_style" / "pretrain_gpt.py"',
         ),
+        "ttprun --nproc-per-node 3 loop.py": Proof(
+            "tests/chaos/test_mindio.py::test_the_documents_loop_goes_on_bit_for_bit", '"loop.py"'
+        ),
     },
 }  # fmt: skip
 """Commands of a part that has a document of its own; asked for where that document is there."""

@@ -185,3 +185,39 @@ def test_enable_ttp_false_is_the_trainer_as_it_was(tmp_path: Path) -> None:
     plain = Run(tmp_path, 2, launcher="torch.distributed.run", enable=False)
     assert sorted(plain.lines) == list(range(1, STEPS + 1))
     assert not (tmp_path / "mindio").exists()
+
+
+def the_documents_loop() -> str:
+    """Return the smallest trainer, as docs/mindio.md shows it."""
+    (loop,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "mindio.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert isinstance(loop, str)
+    return loop
+
+
+def test_the_documents_loop_is_short_and_compiles() -> None:
+    """It is there to be copied: forty lines at most, blank ones not counted."""
+    lines = [line for line in the_documents_loop().splitlines() if line.strip()]
+    compile(the_documents_loop(), "loop.py", "exec")
+    assert len(lines) <= 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_documents_loop_goes_on_bit_for_bit(folders: tuple[Path, Path], ranks: int) -> None:
+    """Copied and run as the page says: the losses after a kill are those of the unbroken run."""
+    told: list[dict[tuple[str, str], str]] = []
+    for folder, faults in zip(folders, ("", "kill:rank=1,step=13,point=done"), strict=True):
+        (folder / "loop.py").write_text(the_documents_loop())
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults, "TTP_CONTROLLER_PORT": "0"}
+        command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), "loop.py"]
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.findall(r"^rank (\d+) iteration (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
+        told.append({(rank, iteration): loss for rank, iteration, loss in found})
+        assert ("restarting" in done.stderr) == bool(faults), done.stderr
+    whole, hurt = told
+    assert len(whole) == 40 * ranks
+    assert all(hurt[key] == whole[key] for key in hurt) and {key for key in whole if int(key[1]) > 13} <= set(hurt)
+    assert {path.name for path in folders[1].glob("iter_*")} <= {"iter_0000012", "iter_0000013"}

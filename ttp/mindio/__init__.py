@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import ConfigError
+from ttp.mindio import handlers
 from ttp.mindio.job import DEFAULT_PORT, current_job
 from ttp.mindio.newer import UNSUPPORTED, refusal
 from ttp.mindio.newer import OptimizerType as OptimizerType
@@ -109,26 +110,12 @@ def ttp_start_processor(ip: str, port: int = DEFAULT_PORT) -> None:
 
 def ttp_register_save_ckpt_handler(handler: Callable[[int, int, list[int], Any], object]) -> None:
     """Register what saves at a fault: `handler(save_rank, step, rank_list, args)`, args being what `ttp_set_ckpt_args` was given."""
-    _check_callable(handler)
-
-    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
-        handler(save_rank, step, rank_list, args)
-
-    current_job().save_handler = save
+    current_job().save_handler = handlers.save_handler(handler)
 
 
-def ttp_register_rename_handler(handler: Callable[[Any], int]) -> None:
-    """Register what publishes: `handler(args)` returns 0 when the checkpoint is visible, 1 when it could not be made so."""
-    _check_callable(handler)
-
-    def rename(step: int, args: Any) -> None:
-        status = handler(args)
-        if status != 0:
-            raise CheckpointError(
-                f"step {step}: the rename handler returned {status!r}: wanted 0; see what it has printed"
-            )
-
-    current_job().rename_handler = rename
+def ttp_register_rename_handler(handler: Callable[[Any], int | None]) -> None:
+    """Register what publishes: `handler(args)` returns 0 (or nothing) when the checkpoint is visible, 1 when it could not be made so."""
+    current_job().rename_handler = handlers.rename_handler(handler)
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
@@ -147,10 +134,5 @@ def ttp_end_updating_os(step: int) -> None:
 
 
 def _check_replica(replica: int) -> None:
-    if type(replica) is not int or replica < 1:
-        raise ConfigError(f"replica is {replica!r}: wanted a number from 1")
-
-
-def _check_callable(handler: object) -> None:
-    if not callable(handler):
-        raise ConfigError(f"the handler is {handler!r}: wanted a function")
+    if type(replica) is not int or replica < 0:  # half of a lone rank is 0
+        raise ConfigError(f"replica is {replica!r}: wanted a number from 0")

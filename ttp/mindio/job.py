@@ -15,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import session as sessions
-from ttp.config import Settings
+from ttp.config import Settings, enabled
 from ttp.errors import ConfigError, Overtaken
 from ttp.exchange import world
+from ttp.mindio.handlers import RenameHandler, SaveHandler
 from ttp.mindio.optimizer import TTPReplicaOptimizer
-from ttp.mindio.publisher import HandlerPublisher, RenameHandler, SaveHandler
+from ttp.mindio.publisher import HandlerPublisher
 from ttp.mindio.state import WholeState
 from ttp.mindio.step_args import StepArgsBox
 from ttp.protection import Protection, show
@@ -67,6 +68,9 @@ class MindioJob:
         self.optimizer: TTPReplicaOptimizer | None = None
         self.local_copy: bool | None = None
         """As `ttp_init_processor` was told; None before."""
+        self.in_train = False
+        """The function that `ttp_to_persist` has decorated is running."""
+        self._checked = False
         self._session: Session | None = None
         self._controller_port: int | None = None
         self._pause: float | None = None
@@ -160,6 +164,8 @@ class MindioJob:
         if self.groups is not None and len(self.groups.dp_ranks) != size:
             raise ConfigError(no_model_parallel(len(self.groups.dp_ranks), size))
         self.optimizer = optimizer
+        if self.local_copy is not None:
+            self._check_local_copy(self.local_copy)
         return None
 
     def start_updating(self, backup_step: int) -> None:
@@ -180,11 +186,35 @@ class MindioJob:
         """The trainer begins something new: all that counts steps or samples is that of `step`. Waits for good when this rank's
         training is over, because its last step was finished by the work thread."""
         optimizer = self._optimizer("a step")
+        if not self._checked:
+            self._checked = True
+            self._say_what_is_missing()
         self.step_args.settle(step, optimizer.core.device)
         if self._protection is not None and self._protection.gate.final:
             self._protection.hold()
         if optimizer.told_to_leave:
             optimizer.core.boundary(step)
+
+    def _say_what_is_missing(self) -> None:
+        """After the first step, once: what a fault would find missing, when it is too late to add it."""
+        if world()[0] or not enabled():
+            return
+        if self._session is None:
+            show(logging.WARNING, "nothing is protected: a step was done without ttp_start_processor")
+            return
+        missing = {
+            "ttp_register_save_ckpt_handler": self.save_handler is None,
+            "ttp_register_rename_handler": self.rename_handler is None,
+            "ttp_set_ckpt_args after every iteration": self.step_args.empty,
+        }
+        if calls := [call for call, is_missing in missing.items() if is_missing]:
+            show(logging.WARNING, f"a fault would save nothing: the trainer has not called {', '.join(calls)}")
+        if not self.in_train:
+            show(
+                logging.WARNING,
+                "the training loop runs outside of a function decorated with ttp.mindio.ttp_to_persist: a rank whose peer dies"
+                " leaves with its shards before they are saved",
+            )
 
     def long_pause(self) -> None:
         if self._protection is not None and self._pause is None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from ttp import persist
 from ttp.config import enabled
 from ttp.errors import ConfigError, NotSupported
+from ttp.mindio import handlers
 from ttp.mindio.job import ReplicaGroups, current_job
 
 
@@ -101,9 +102,11 @@ def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def train(*args: Any, **kwargs: Any) -> Any:
+        current_job().in_train = True
         try:
             return func(*args, **kwargs)
         finally:
+            current_job().in_train = False
             current_job().step_args.close()
 
     return persist.ttp_to_persist(train)
@@ -116,22 +119,12 @@ def tft_set_step_args(args: Any) -> None:
 
 def tft_register_save_ckpt_handler(func: Callable[..., object], ctx: Any = None) -> None:
     """Register what saves at a fault: `func(step, save_info, args, ctx)`, save_info as `[{"type": 0, "ranks": rank_list}]`."""
-    _check_callable(func)
-
-    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
-        func(step, [{"type": int(OptimizerType.ATTENTION), "ranks": rank_list}], args, ctx)
-
-    current_job().save_handler = save
+    current_job().save_handler = handlers.newer_save_handler(func, int(OptimizerType.ATTENTION), ctx)
 
 
 def tft_register_rename_handler(func: Callable[..., object], ctx: Any = None) -> None:
     """Register what publishes: `func(step, args)`, which raises when it cannot."""
-    _check_callable(func)
-
-    def rename(step: int, args: Any) -> None:
-        func(step, args)
-
-    current_job().rename_handler = rename
+    current_job().rename_handler = handlers.newer_rename_handler(func)
 
 
 def tft_is_reboot_node() -> bool:
@@ -207,8 +200,3 @@ def _refuse_tls(enable_tls: bool) -> None:
 def _refuse_repair(enable_arf: bool, enable_zit: bool) -> None:
     if enable_arf or enable_zit:
         raise NotSupported(f"enable_arf and enable_zit are not supported by ttp.mindio: {_RESTART}; pass False")
-
-
-def _check_callable(func: object) -> None:
-    if not callable(func):
-        raise ConfigError(f"the handler is {func!r}: wanted a function")

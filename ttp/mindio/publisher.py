@@ -21,6 +21,7 @@ from ttp.checkpoint.contents import read_contents
 from ttp.checkpoint.durable import fsync_directory, step_directory_name, write_durably
 from ttp.checkpoint.publish import check_complete, claim_attempt
 from ttp.errors import CheckpointError
+from ttp.mindio.handlers import RenameHandler, SaveHandler
 from ttp.mindio.state import WholeState, read_whole
 from ttp.mindio.step_args import StepArgsBox
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
@@ -30,11 +31,6 @@ log = logging.getLogger("ttp")
 
 _NOTE = "_tmp_published"
 """`iter_0000042_tmp_published`: the handlers have published step 42. Like every name with `_tmp`, gone at the next start."""
-
-SaveHandler = Callable[[int, int, list[int], Any], None]
-"""(save_rank, step, rank_list, args)"""
-RenameHandler = Callable[[int, Any], None]
-"""(step, args); raises when nothing was published."""
 
 
 class Trainer(Protocol):

@@ -64,8 +64,8 @@ class StepArgs:
     def labelled(self, step: int) -> Any:
         """Return the objects for a checkpoint of `step`: a leading iteration number, as Megatron has it, says `step`."""
         args = self.args
-        if isinstance(args, tuple) and args and type(args[0]) is int and args[0] != step:
-            return (step, *args[1:])
+        if isinstance(args, tuple | list) and args and type(args[0]) is int and args[0] != step:
+            return [step, *args[1:]] if isinstance(args, list) else (step, *args[1:])
         return args
 
 
@@ -76,6 +76,11 @@ class StepArgsBox:
         self._newest: StepArgs | None = None
         self._closed = False
         self._changed = threading.Condition()
+
+    @property
+    def empty(self) -> bool:
+        """The trainer has not said anything yet."""
+        return self._newest is None
 
     def put(self, step: int, args: Any) -> None:
         """The trainer has finished `step`; it may still be counting on."""

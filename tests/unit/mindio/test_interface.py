@@ -109,7 +109,7 @@ def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
         (lambda: ttp.mindio.ttp_init_processor(1, [0, 1], 2, 2), "rank 1 of 2, torch.distributed says 0 of 1"),
         (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 1, 1), "as many ranks"),
         (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1), "protects purely data-parallel jobs"),
-        (lambda: ttp.mindio.ttp_init_controller(0, 1, 0), "replica is 0"),
+        (lambda: ttp.mindio.ttp_init_controller(0, 1, -1), "replica is -1"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", 80), "port 80"),
         (lambda: ttp.mindio.ttp_start_processor("127.0.0.1", 8000), "before ttp_init_processor"),
         (lambda: ttp.mindio.ttp_register_save_ckpt_handler(None), "wanted a function"),  # type: ignore[arg-type]

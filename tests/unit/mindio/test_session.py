@@ -251,3 +251,23 @@ def test_a_dump_without_handlers_says_what_is_missing(tmp_path: Path) -> None:
     (refused,) = [line for line in journal(tmp_path) if line["event"] == "refused"]
     assert "no handlers; call ttp_register_save_ckpt_handler" in refused["fields"]["reason"]
     assert current_job().save_handler is None
+
+
+def test_what_a_fault_would_miss_is_said_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Handlers and arguments that were never given, and a loop that no decorator holds."""
+    model, optimizer = new_trainer()
+    protect()
+    for step in (1, 2, 3):
+        do_step(model, optimizer, step)
+    told = caplog.text
+    mindio.ttp_to_persist(lambda: None)()  # the controller ends when all ranks have finished
+    calls = "ttp_register_save_ckpt_handler, ttp_register_rename_handler, ttp_set_ckpt_args after every iteration"
+    assert told.count(f"a fault would save nothing: the trainer has not called {calls}") == 1
+    assert told.count("outside of a function decorated with ttp.mindio.ttp_to_persist") == 1
+
+
+def test_a_complete_trainer_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warnings are for what is missing."""
+    model, optimizer = new_trainer()
+    run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 0)
+    assert "would save nothing" not in caplog.text and "outside of a function" not in caplog.text
