@@ -13,6 +13,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttp  # TTP
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW", help="any of torch.optim but LBFGS and SparseAdam")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
+    parser.add_argument("--ema", type=float, default=0.0, help="decay of an average of the weights; 0: none")
     parser.add_argument("--save-dir", default="output/ddp")
     args = parser.parse_args()
 
@@ -56,7 +58,10 @@ def main() -> None:
     loader = DataLoader(samples, batch_size=args.batch_size, sampler=sampler)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * len(loader))
     clip = ttp.ClipNorm(args.clip) if args.clip else None  # TTP
-    guard = ttp.protect(model, optimizer, schedulers=[scheduler], clip=clip, save_dirs=[args.save_dir])  # TTP
+    averages = {"ema": AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(args.ema))} if args.ema else {}
+    guard = ttp.protect(  # TTP: and optimizer.step() updates the average
+        model, optimizer, schedulers=[scheduler], averages=averages, clip=clip, save_dirs=[args.save_dir]
+    )
 
     @ttp.ttp_to_persist  # TTP
     def train() -> None:
@@ -75,7 +80,8 @@ def main() -> None:
 
     train()
     if dist.get_rank() == 0:
-        weights = torch.cat([value.double().view(-1) for value in net.state_dict().values()])
+        final = [net, *averages.values()]
+        weights = torch.cat([value.double().view(-1) for each in final for value in each.state_dict().values()])
         print(f"final weights: {weights.norm().item().hex()} after {guard.step} steps", flush=True)
     guard.close()  # TTP
     dist.destroy_process_group()

@@ -65,6 +65,15 @@ def test_plain_ddp_survives_the_death_of_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("point", ["record", "updating", "done"])
+def test_an_average_of_the_weights_survives_with_them(tmp_path: Path, point: str) -> None:
+    """Rank 1 of 3 dies before, within and right behind an update: the average in the end has the unbroken run's bits."""
+    arguments = ("ddp/train.py", "--epochs", "3", "--ema", "0.9")
+    whole = train(tmp_path / "whole", 3, *arguments)
+    compare(whole, train(tmp_path / "hurt", 3, *arguments, faults=f"kill:rank=1,step=21,point={point}"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "clip", "rank", "point"),
     [

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ttp.adopt.averages import Average
 from ttp.adopt.state import AdoptedState, check_optimizer
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
@@ -45,7 +46,13 @@ _PLACES = 4096
 class AdoptedOptimizer:
     """Implements `ttp.protected.ProtectedOptimizer` over the trainer's own model and optimizer."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: ClipNorm | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        clip: ClipNorm | None = None,
+        averages: Mapping[str, Average] | None = None,
+    ) -> None:
         """A collective over WORLD. Raises ConfigError, LayoutError for what cannot be protected."""
         check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
         self.optimizer = optimizer
@@ -57,7 +64,7 @@ class AdoptedOptimizer:
         """Called with the step before it is READY: the trainer's host state is taken now."""
         self.on_step_end: Callable[[int], None] = lambda step: None
         """Called with the step when it is finished and the gate given back."""
-        self._state = AdoptedState(model, optimizer)
+        self._state = AdoptedState(model, optimizer, averages)
         self.device = self._state.device
         self._lane = Lane(self.device)
         self._tracker: UpdateTracker = NullTracker()
@@ -184,7 +191,12 @@ class AdoptedOptimizer:
             return
         step = self._updating
         self._point("updating", step)
-        self._end()
+        try:
+            self._end()
+        except BaseException:  # an average's own update raised: no state of this step is left here
+            self._updating = 0
+            self._tracker.fail_update(step)
+            raise
         self._lane.mark_updated()
         self._tracker.end_update(step)
         self._updating = 0
@@ -277,7 +289,7 @@ class AdoptedOptimizer:
 
     def _end(self) -> None:
         assert self._record is not None
-        self._state.updated()
+        self._state.updated(self._record.skipped)
         self.current_step, self.last_record = self._record.step, self._record
         self._record, self._ready, self._torn = None, 0, ""
         self._host_state = self._describe()

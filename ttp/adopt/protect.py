@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ttp.adopt.averages import Average
 from ttp.adopt.host import HostObjects, Stateful
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
@@ -53,6 +54,7 @@ def protect(
     save_dirs: Sequence[str | os.PathLike[str]],
     schedulers: Sequence[Any] = (),
     state: Mapping[str, Stateful] | None = None,
+    averages: Mapping[str, Average] | None = None,
     clip: ClipNorm | None = None,
     save_interval: int = 0,
     compare_every: int = 100,
@@ -67,6 +69,8 @@ def protect(
 
     schedulers: those whose `step()` follows every optimizer.step(). state: other objects with `state_dict` and
     `load_state_dict` (plain values, equal on all ranks), given back as they were when the step's gradients were ready.
+    averages: averages of the weights by name ({"ema": AveragedModel(...)}), saved with every step: ttp calls their
+    `update_parameters(model)` at the end of each optimizer.step(), and the trainer does not.
     clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
     the barrier. save_interval: a periodic checkpoint after so many steps (0: none). compare_every: after so many steps
     replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
@@ -80,7 +84,7 @@ def protect(
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
-    adopted = AdoptedOptimizer(model, optimizer, clip)
+    adopted = AdoptedOptimizer(model, optimizer, clip, averages)
     try:
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)

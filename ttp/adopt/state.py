@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ttp.adopt.averages import Average, Averages
 from ttp.checkpoint import shards
 from ttp.checkpoint.block import Block
 from ttp.checkpoint.held import HeldTensor
@@ -48,7 +49,9 @@ class _Named:
 class AdoptedState:
     """What this rank has of the job's state."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, averages: Mapping[str, Average] | None = None
+    ) -> None:
         """Give the optimizer its fresh state, so that it has the same keys at any step (a collective over WORLD: the ranks
         tell each other what they hold). Raises ConfigError for a model or optimizer that cannot be protected."""
         self._optimizer = optimizer
@@ -59,6 +62,7 @@ class AdoptedState:
         _create(optimizer)
         first = next(iter(self._params.values()))
         self.device = local_of(first).device
+        self._averages = Averages(averages or {}, self.device)
         self._known = [list(group["params"]) for group in optimizer.param_groups]
         """The parameters of each group, as they were registered."""
         self._buffer_names = self._persistent_buffers()
@@ -100,7 +104,8 @@ class AdoptedState:
         }
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError when the optimizer has other parameters than at the start."""
+        """Raise ConfigError when the optimizer has other parameters than at the start, or an average was changed by somebody else."""
+        self._averages.check_untouched()
         groups = self._optimizer.param_groups
         name = type(self._optimizer).__name__
         if len(groups) != len(self._known):
@@ -134,12 +139,16 @@ class AdoptedState:
                 place += size
             _copy_all(live, self._next)
 
-    def updated(self) -> None:
-        """The update is done: the buffers that it saw are the state's."""
+    def updated(self, skipped: bool) -> None:
+        """The update is done: the buffers that it saw are the state's, and its weights go into the averages (not after a step that
+        was skipped)."""
         self._kept, self._next = self._next, self._kept
+        if not skipped:
+            self._averages.update(self._module)
 
     def loaded(self) -> None:
         """The kept buffers were filled: put them into the model."""
+        self._averages.loaded()
         _copy_all(self._live_buffers(), self._kept)
 
     def _live_buffers(self) -> dict[str, torch.Tensor]:
@@ -187,6 +196,8 @@ class AdoptedState:
             yield _Named(model_key(name), param, param)
         for name, buffer in self._kept.items():
             yield _Named(model_key(name), buffer, buffer)
+        for key, tensor in self._averages.tensors().items():
+            yield _Named(key, tensor, tensor)
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 for key, value in self._optimizer.state[param].items():

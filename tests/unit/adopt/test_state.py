@@ -59,7 +59,7 @@ def test_a_buffer_need_not_lie_row_by_row() -> None:
     state = AdoptedState(model, SGD(model.parameters(), lr=0.1))
     model.mean = torch.arange(6.0).view(3, 2).t()
     state.share_buffers()
-    state.updated()
+    state.updated(skipped=False)
     assert kept(state, "model.mean").tolist() == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
 
 
