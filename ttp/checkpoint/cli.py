@@ -103,9 +103,14 @@ def parser() -> argparse.ArgumentParser:
     prune = _command(
         commands, "prune", "show which checkpoints are older than the newest valid ones; with --yes: remove them"
     )
-    prune.add_argument("path", type=Path, metavar="PATH", help=many)
+    prune.add_argument(
+        "path", type=Path, nargs="+", metavar="PATH", help=many + "; where each node has its own: those of all nodes"
+    )
     prune.add_argument(
         "--keep", type=_natural, required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
+    )
+    prune.add_argument(
+        "--partial", action="store_true", help="pieces of older steps that are not whole in these folders go as well"
     )
     prune.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
     return root

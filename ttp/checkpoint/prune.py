@@ -1,30 +1,27 @@
-"""`ttp ckpt prune PATH --keep N`: the older checkpoints go, the N newest valid ones stay.
+"""`ttp ckpt prune PATH ... --keep N`: the older checkpoints go, the N newest valid ones stay.
 
 Owns the choice and the removal. Goes by what a restart would load: a checkpoint counts as kept when its checksums were compared,
 so that the newest valid one always stays. What is not valid is never removed: somebody may want to look at it.
 
-A checkpoint that goes is renamed first, to a name that no search finds and that the next start of a job cleans away: a removal that is
-cut short at any point leaves nothing that looks whole and is not.
+How one is removed: `removal.py`. Which pieces of nodes go: `prune_pieces.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from ttp.checkpoint.answer import Answer, Status, size_text
-from ttp.checkpoint.durable import fsync_directory
+from ttp.checkpoint.answer import Answer, Status, UsageError, size_text
 from ttp.checkpoint.look import checked
+from ttp.checkpoint.prune_pieces import PiecesPlan, plan_pieces, remove_pieces
+from ttp.checkpoint.removal import remove_tree, take_away
 from ttp.checkpoint.survey import (
     PRUNED,
     Leftover,
@@ -63,42 +60,71 @@ class Plan:
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
-    """Show what would go and, with --yes, remove it."""
-    folder = folder_at(given.path)
+    """Show what would go and, with --yes, remove it. Raises UsageError, CheckpointError."""
+    folders = list(dict.fromkeys(folder_at(path) for path in given.path))
+    if any(entry.state is State.PIECE for folder in folders for entry in list_published(folder)):
+        return _run_pieces(folders, given, console)
+    if len(folders) > 1:
+        raise UsageError(
+            f"{len(folders)} folders, and none has pieces of nodes with directories of their own: prune one after the other"
+        )
+    if given.partial:
+        raise UsageError("--partial is about pieces of nodes with directories of their own: there is none here")
+    (folder,) = folders
     plan = plan_prune(folder, given.keep, lambda path: checked(path, console))
-    nbytes = plan.nbytes
     told = {
         "folder": str(folder),
-        "removed" if given.yes else "would_remove": [str(path) for path in plan.going],
         "kept": [str(entry.path) for entry in plan.kept],
         "left": [{"path": str(entry.path), "error": entry.error} for entry in plan.left],
-        "bytes": nbytes,
     }
-    shown: list[RenderableType] = [_table(plan)]
-    count = len(plan.going)
-    going = f"{count:,} {'directory' if count == 1 else 'directories'}, {size_text(nbytes)}"
+    return _answer(given, told, _table(plan), plan, lambda: remove(plan))
+
+
+def _run_pieces(folders: Sequence[Path], given: argparse.Namespace, console: Console) -> Answer:
+    with Progress(
+        TextColumn("checking"), DownloadColumn(), TransferSpeedColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("checking", total=None)
+        plan = plan_pieces(folders, given.keep, given.partial, lambda nbytes: bar.advance(task, nbytes))
+    told = {
+        "folders": [str(folder) for folder in folders],
+        "kept": [str(path) for step in plan.kept for path in step.paths],
+        "left": [
+            *({"path": str(path), "error": step.missing} for step in plan.left for path in step.paths),
+            *({"path": str(path), "error": error} for path, error in plan.broken),
+        ],
+    }
+    return _answer(given, told, _pieces_table(plan), plan, lambda: remove_pieces(plan))
+
+
+def _answer(
+    given: argparse.Namespace,
+    told: Mapping[str, object],
+    table: Table,
+    plan: Plan | PiecesPlan,
+    act: Callable[[], None],
+) -> Answer:
+    nbytes, count = plan.nbytes, len(plan.going)
+    going = {"removed" if given.yes else "would_remove": [str(path) for path in plan.going]}
+    whole = {**told, **going, "bytes": nbytes}
+    text = f"{count:,} {'directory' if count == 1 else 'directories'}, {size_text(nbytes)}"
     if not count:
-        return Answer(Status.YES, told, [*shown, "nothing to remove"])
+        return Answer(Status.YES, whole, [table, "nothing to remove"])
     if not given.yes:
-        return Answer(Status.YES, told, [*shown, f"would remove {going}; nothing was changed: --yes removes"])
-    remove(plan)
-    return Answer(Status.YES, told, [*shown, f"removed {going}"])
+        return Answer(Status.YES, whole, [table, f"would remove {text}; nothing was changed: --yes removes"])
+    act()
+    return Answer(Status.YES, whole, [table, f"removed {text}"])
 
 
 def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan:
     """Choose by reading: the newest checkpoints are checked, checksums and all, until `keep` valid ones are found.
 
-    Older ones go if they are complete. Raises CheckpointError where none is valid, or where the folder is one node's own.
+    Older ones go if they are complete. Raises CheckpointError where none is valid.
     """
     listed = list_published(folder)
     if not listed:
         raise nothing_in(folder)
-    pieces = [entry for entry in listed if entry.state is State.PIECE]
-    if pieces:
-        raise CheckpointError(
-            f"{pieces[0].path} is one node's piece of a checkpoint: which step is whole only all nodes together can tell (a start"
-            " of the job does); remove old pieces by hand on all nodes, when a newer step was loaded"
-        )
     kept: list[Listed] = []
     removed: list[Listed] = []
     left: list[Listed] = []
@@ -130,18 +156,9 @@ def _problem(path: Path, check: Callable[[Path], object]) -> str:
 def remove(plan: Plan) -> None:
     """Remove what the plan says, oldest first. Raises OSError; what was renamed by then is gone for every search."""
     for half in plan.unfinished:
-        _remove_tree(half.path)
+        remove_tree(half.path)
     for entry in reversed(plan.removed):
-        going = entry.path.with_name(f"{entry.path.name}{PRUNED}{uuid.uuid4().hex[:12]}")
-        os.rename(entry.path, going)
-        fsync_directory(plan.folder)  # a power cut must not bring the name back over files that are gone
-        _remove_tree(going)
-
-
-def _remove_tree(path: Path) -> None:
-    while path.exists():
-        with contextlib.suppress(FileNotFoundError):  # a start of the job may be cleaning the same away
-            shutil.rmtree(path)
+        take_away(entry.path, entry.step)
 
 
 def _table(plan: Plan) -> Table:
@@ -157,5 +174,24 @@ def _table(plan: Plan) -> Table:
     for leftover in plan.unfinished:
         table.add_row(
             "", size_text(leftover.nbytes), "[red]goes[/]", f"{escape(leftover.path.name)}: {leftover.meaning}"
+        )
+    return table
+
+
+def _pieces_table(plan: PiecesPlan) -> Table:
+    rows = [(step, "[green]stays[/]", "whole, checksums compared") for step in plan.kept]
+    rows += [(step, "[red]goes[/]", "older than those that stay") for step in plan.removed]
+    rows += [(step, "[yellow]left alone[/]", f"not whole here: {escape(step.missing)}") for step in plan.left]
+    table = Table(
+        Column("step", justify="right"), Column("pieces", justify="right"), Column("size", justify="right"), "what",
+        Column("why", overflow="fold"),
+    )  # fmt: skip
+    for step, what, why in sorted(rows, key=lambda row: -row[0].step):
+        table.add_row(str(step.step), str(len(step.paths)), size_text(sum(map(size_of, step.paths))), what, why)
+    for path, error in plan.broken:
+        table.add_row("", "1", size_text(size_of(path)), "[yellow]left alone[/]", escape(error))
+    for leftover in plan.unfinished:
+        table.add_row(
+            "", "1", size_text(leftover.nbytes), "[red]goes[/]", f"{escape(leftover.path.name)}: {leftover.meaning}"
         )
     return table

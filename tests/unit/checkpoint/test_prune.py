@@ -150,6 +150,16 @@ def test_an_interruption_anywhere_leaves_nothing_that_looks_whole_and_is_not(
         assert [name for name in os.listdir(folder) if "pruned" in name] == []
 
 
+def test_what_is_about_pieces_is_refused_without_any(job: Job, tmp_path: Path) -> None:
+    """Several folders, or --partial, of whole checkpoints: status 2, and nothing is changed."""
+    for name in "ab":
+        job.save(tmp_path / name, 10)
+    for words in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "a", "--partial")):
+        assert prune(*words, "--keep", 1, "--yes")[0] == 2
+    assert steps(tmp_path / "a") == steps(tmp_path / "b") == [10]
+    assert prune(tmp_path / "a", tmp_path / "a", "--keep", 1)[0] == 0  # one folder, named twice
+
+
 def test_half_removed_ones_are_shown_and_go_with_the_next_prune(job: Job, tmp_path: Path) -> None:
     """A dry run names them as well."""
     job.save(tmp_path, 10)
@@ -186,7 +196,7 @@ def test_a_start_that_cleans_at_the_same_time_does_no_harm(
         real(path)
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr("ttp.checkpoint.prune.shutil.rmtree", beaten)
+    monkeypatch.setattr("ttp.checkpoint.removal.shutil.rmtree", beaten)
     assert prune(tmp_path, "--keep", 1, "--yes")[0] == 0 and steps(tmp_path) == [20]
     with pytest.raises(CorruptCheckpoint):
         load.verify(tmp_path / "iter_0000010")
