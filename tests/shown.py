@@ -57,6 +57,7 @@ RUN: dict[str, str] = {
     "ttp ckpt export output model_for_transformers --to hf --dtype bfloat16": "",
     "ttp ckpt prune output/checkpoints --keep 3": "",
     "ttp ckpt prune output/checkpoints --keep 3 --yes": "",
+    "ttp ckpt prune nodes/a/checkpoints nodes/b/checkpoints --keep 3": "",
     "ttp ckpt COMMAND": "ttp ckpt list output",
     "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
     "python -m ttp.trainer --help": "",

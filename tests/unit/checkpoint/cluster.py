@@ -66,9 +66,11 @@ class Cluster:
     spare: tuple[str, ...] = ()
     """Hosts whose disk takes nothing new: theirs goes to a second one."""
     spoil: Callable[[bytes], bytes] = lambda chunk: chunk
+    own_folder: str = ""
+    """Below a node's disk, where its checkpoints lie."""
 
     def disk(self, rank: int) -> Path:
-        return self.root / self.hosts[rank]
+        return self.root / self.hosts[rank] / self.own_folder
 
     def spare_disk(self, rank: int) -> Path:
         return self.root / f"{self.hosts[rank]} spare"

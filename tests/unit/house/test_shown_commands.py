@@ -20,6 +20,7 @@ import torch
 
 from tests import shown
 from tests.shown import PARSED, ROOT, RUN, TESTED, Proof
+from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp import cli
@@ -114,6 +115,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (39, 40, 41, 42):
         Job(tensors).save(folder / "output" / "checkpoints", step, layout=layout)
     Job(tensors).save(folder / "other" / "checkpoints", 42, holders=2, layout=layout)
+    cluster = Cluster(folder / "nodes", own_folder="checkpoints")
+    for step in (39, 40, 41, 42):
+        cluster.save(Job(tensors), step)
     (folder / "my_texts").mkdir()
     (folder / "my_texts" / "a.txt").write_text("a text of few words\n" * 9)
     for name, content in byte_level_files().items():
