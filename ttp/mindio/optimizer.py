@@ -125,6 +125,8 @@ class TTPReplicaOptimizer:
         self._reduced = False
         self._record: CommitRecord | None = None
         self._whole: WholeState | None = None
+        self._shown = False
+        """A dying gasp's state is shown to the save handler."""
 
     # --- a step ---
 
@@ -265,6 +267,8 @@ class TTPReplicaOptimizer:
         rank, _ = world()
         if self.error_dump:
             return bool(self.save_args["rank"] == rank)
+        if self._shown:  # the handler runs here alone, whether it calls set_dump_args or not: no collective
+            return True
         self._begin()
         self._job.long_pause()
         self._whole = gather_whole(self.core)
@@ -273,7 +277,7 @@ class TTPReplicaOptimizer:
     def show(self, state: WholeState) -> None:
         """Have `state_dict` return `state`, and the model's parameters be its masters, in memory of their own: what a collective
         in progress still writes goes into the old memory. Work thread, before the save handler."""
-        self._whole = state
+        self._whole, self._shown = state, True
         for name, param in self._params:
             param.data = state.master(name).to(param.device, param.dtype)
 

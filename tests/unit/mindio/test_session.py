@@ -271,3 +271,17 @@ def test_a_complete_trainer_is_told_nothing(tmp_path: Path, caplog: pytest.LogCa
     model, optimizer = new_trainer()
     run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 0)
     assert "would save nothing" not in caplog.text and "outside of a function" not in caplog.text
+
+
+def test_a_save_handler_that_names_no_dump_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `set_dump_args` the save rank writes all the same: a collective would wait for the dead."""
+    model, optimizer = new_trainer()
+    told: list[object] = []
+
+    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
+        monkeypatch.setattr("ttp.mindio.optimizer.gather_whole", lambda core: told.append("a collective"))
+        told.append(optimizer.need_write_file())
+        told.append(optimizer.state_dict()["step"])
+
+    run_into_a_fault(model, optimizer, save, lambda args: 0)
+    assert told == [True, 3]
