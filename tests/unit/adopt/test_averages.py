@@ -18,7 +18,7 @@ from ttp.errors import CheckpointMismatch, ConfigError
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
 
-ON, OFF = Settings(enable=True), Settings(enable=False)
+ON, OFF = Settings(enable=True, standbys=0), Settings(enable=False)
 STEPS = 8
 
 

@@ -38,7 +38,7 @@ def test_the_folder_of_a_protected_trainer_is_as_shown(tmp_path: Path) -> None:
     """A periodic checkpoint and a dying gasp of a job with a real controller: every name that is there stands in the tree."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], save_interval=2, settings=Settings())
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], save_interval=2, settings=Settings(standbys=0))
 
     def train() -> None:
         for step in range(1, 6):
