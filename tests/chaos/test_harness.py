@@ -58,7 +58,7 @@ def test_one_of_each_kind_is_survived_and_told(tmp_path: Path, capsys: pytest.Ca
         "relaunched",
     }
     page = (output / "report.html").read_text()
-    assert page.count("<svg") == 3 and "Held: 23 faults" in page
+    assert page.count("<svg") == 4 and "Held: 23 faults" in page
 
 
 @pytest.mark.long
@@ -72,6 +72,35 @@ def test_a_job_that_loses_its_steps_is_not_good(tmp_path: Path, capsys: pytest.C
     (incident,) = json.loads((output / "result.json").read_text())["incidents"]
     assert incident["outcome"] in ("refused", "unsaved") and incident["lost"] > 0
     assert "VIOLATED" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kept", "state"), [("torch.ones(1 << 14)", "violated"), ("None", "held")])
+def test_a_trainer_that_keeps_a_tensor_a_step_is_told_from_one_that_does_not(
+    tmp_path: Path, kept: str, state: str
+) -> None:
+    """64 KiB a step in the example trainer, at ten milliseconds a step: each start's growth is 62.5 MiB in 1,000 steps and
+    what the trainer needs by itself. With the same line and no tensor it is not a twentieth of that."""
+    example = (ROOT / "examples" / "own_trainer" / "train.py").read_text()
+    line = "optimizer.zero_grad()\n"
+    assert example.count(line) == 1
+    script = tmp_path / "train.py"
+    leak = f"optimizer.__dict__.setdefault('kept', []).append({kept}); __import__('time').sleep(0.01)\n"
+    script.write_text(example.replace(line, line + " " * 12 + leak))
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("{seed: 4, faults: [{fault: kill, rank: 1, step: 1500}]}")
+    command = [*TTPRUN, "--nproc-per-node", "2", str(script), "--steps", "2700", "--save-dir", "{output}/checkpoints"]
+    output = tmp_path / "out"
+    status = main(["run", str(scenario), "--no-compare", "--output", str(output), "--", *command])
+    content = json.loads((output / "result.json").read_text())
+    verdict = next(one for one in content["verdicts"] if one["name"] == "memory")
+    assert (verdict["state"], status) == (state, 1 if state == "violated" else 0), verdict
+    curves = content["memory"]
+    assert {(curve["start"], curve["rank"]) for curve in curves} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for curve in curves:
+        assert curve["growth_mib"] is not None
+        assert 55 < curve["growth_mib"] < 80 if state == "violated" else curve["growth_mib"] < 10
 
 
 @pytest.mark.long

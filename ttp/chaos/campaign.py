@@ -140,7 +140,10 @@ def _lap(campaign: Campaign, schedule: Iterator[FaultSpec], rng: random.Random, 
         leftovers = target.leftovers()
         mine = _newest(record)
         differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
-        run = Run(record, harness.incidents, status, leftovers, _litter(record), campaign.unbroken, differences)
+        litter = _litter(record)
+        run = Run(
+            record, harness.incidents, status, leftovers, litter, campaign.unbroken, differences, scenario.growth_mib
+        )
     return Lap(number, folder, run, judge(run), time.monotonic() - began)
 
 

@@ -24,6 +24,8 @@ from ttp.chaos.watch import Key, Record, Watch
 POLL_S = 0.005
 LOOK_S = 0.5
 """Time between two looks at directories and trackers."""
+MEMORY_S = 0.25
+"""Time between two looks at the ranks' memory."""
 SETTLED_STEPS = 3
 """A fault after which training went on for so many steps, and nobody is frozen, has done nothing."""
 FATAL_STEPS, FATAL_S = 40, 15.0
@@ -57,7 +59,7 @@ class Harness:
         self._given: dict[int, tuple[FaultSpec, int]] = {}
         """Orders that have not fired: (fault, rank) by id."""
         self._incident: Incident | None = None
-        self._look_at = 0.0
+        self._look_at = self._memory_at = 0.0
         self._relaunch_pending = False
         """The launchers are gone, and will be started anew."""
         self._armed_key: Key = (0, 0)
@@ -106,6 +108,9 @@ class Harness:
         self._watch.look()
         now = time.monotonic()
         self._striker.undo(now)
+        if now >= self._memory_at:
+            self._memory_at = now + MEMORY_S
+            self._watch.look_at_memory(time.time())
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             self._watch.look_at_directories(time.time())

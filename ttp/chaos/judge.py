@@ -1,4 +1,5 @@
-"""Judges a run: the invariants I1 to I12 as far as they can be seen from outside, bit-equality with an unbroken run, leftovers.
+"""Judges a run: the invariants I1 to I12 as far as they can be seen from outside, bit-equality with an unbroken run, leftovers,
+memory that grows.
 
 Pure functions over records. A verdict says what was looked at; what could not be seen is said to be so, not passed over.
 The invariants are those of docs/protocol.md; the numbers in the texts are theirs.
@@ -11,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ttp.chaos.incident import ENDED, NOT_REACHED, OVERDUE, UNSAVED, Incident
+from ttp.chaos.memory import GROWTH_MIB, LEAST_SAMPLES, LEAST_STEPS, WARM_UP_STEPS, Growth, growth_of
 from ttp.chaos.watch import Record
 
 HELD, VIOLATED, UNSEEN = "held", "violated", "not seen"
 SHOWN = 5
 """Problems of one kind that are listed."""
+SHOWN_LEAKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Run:
     unbroken: Record | None = None
     final: Sequence[str] | None = None
     """Differences of the newest checkpoints; None: not compared."""
+    growth_mib: float = GROWTH_MIB
+    """What a rank's memory may grow by in 1,000 steps."""
 
 
 def judge(run: Run) -> list[Verdict]:
@@ -61,6 +66,7 @@ def judge(run: Run) -> list[Verdict]:
         _verdict("I10 newest valid", _wrong_resume(run), f"{len(run.record.resumes)} loads by ranks", problems),
         _verdict("I11 in time", _late(run, fired), f"all of {len(fired)} faults settled in time, nothing left behind", problems),
         _data(run),
+        _memory(run),
         _outcomes(run.incidents),
     ]  # fmt: skip
 
@@ -274,3 +280,37 @@ def _outcomes(incidents: Sequence[Incident]) -> Verdict:
     skipped = sum(incident.outcome == NOT_REACHED for incident in incidents)
     text = f"{len(incidents) - skipped} faults had an outcome that was expected"
     return _verdict("outcomes", wrong, text + (f"; {skipped} did not happen" if skipped else ""), {})
+
+
+def hurt_stretches(incidents: Sequence[Incident]) -> list[tuple[float, float]]:
+    """Return the times (from, to) at which a fault was under way."""
+    return [(incident.began_unix_s, incident.over_unix_s) for incident in incidents if incident.fired]
+
+
+def growths(run: Run) -> list[tuple[str, Growth]]:
+    """Return what the memory of every rank of every start shows where it can be told: of the lap (``), then of the unbroken run."""
+    hurt = hurt_stretches(run.incidents)
+    curves = [("", curve) for curve in run.record.memory.values()]
+    curves += [("the unbroken run's ", curve) for curve in (run.unbroken.memory.values() if run.unbroken else ())]
+    return [(whose, growth) for whose, curve in curves if (growth := growth_of(curve, hurt)) is not None]
+
+
+def _memory(run: Run) -> Verdict:
+    name, found = "memory", growths(run)
+    if not found:
+        steps = WARM_UP_STEPS + LEAST_STEPS
+        seen = f"seen {LEAST_SAMPLES} times, over {steps} steps, with no fault under way"
+        return Verdict(name, UNSEEN, f"not judged: in no start was a rank {seen}")
+    found.sort(key=lambda one: one[1].mib, reverse=True)
+    if wrong := [f"{whose}{growth.text}" for whose, growth in found if growth.mib > run.growth_mib]:
+        text = (
+            f"{len(wrong)} of {len(found)} curves of a rank in a start are over {run.growth_mib:g} MiB in 1,000 steps: "
+        )
+        return Verdict(name, VIOLATED, text + "; ".join(wrong[:SHOWN_LEAKS]))
+    whose, most = found[0]
+    text = (
+        f"{len(found)} curves of a rank in a start; most: {whose}{most.text}"
+        if most.mib
+        else f"none of {len(found)} curves of a rank in a start grows"
+    )
+    return Verdict(name, HELD, f"{text}; limit {run.growth_mib:g}")

@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG text: loss curves with the faults in them, time lines, and how long each stage took.
+"""The report's pictures, as SVG text: loss curves with the faults in them, memory, time lines, and how long each stage took.
 
 Needs matplotlib (the extra `chaos`); draws, and writes no file.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttp.chaos.incident import STAGE_WORDS, STAGES, named
+from ttp.chaos.memory import MIB
 
 Values = Mapping[str, Any]
 COLOURS = {
@@ -20,6 +21,10 @@ COLOURS = {
 LEAST_MS = 1.0
 SHOWN_LINES = 60
 """Time lines in one picture; the slowest of more."""
+SHOWN_RUNS = 6
+"""Runs whose memory is drawn: the first one (the unbroken run, where there is one), those that leak, and the last ones."""
+SHOWN_RANKS = 16
+"""More ranks are drawn without their names."""
 
 
 def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
@@ -104,6 +109,47 @@ def stage_histograms(incidents: Sequence[Values]) -> str:
     for place in places[len(STAGES) :]:
         place.set_axis_off()
     return _svg(figure)
+
+
+def memory_curves(entries: Sequence[Values], incidents: Sequence[Values], limit_mib: float) -> str:
+    """Draw what every rank held over time, a picture a run: a line for each process, so that a restart begins a new one; a
+    thin upright line where a fault came, with its number."""
+    from matplotlib.figure import Figure
+
+    runs = [name for name in dict.fromkeys(entry["run"] for entry in entries) if _points(entries, name)]
+    leaks = dict.fromkeys(entry["run"] for entry in entries if (entry["growth_mib"] or 0.0) > limit_mib)
+    wanted = list(dict.fromkeys([*runs[:1], *leaks, *runs[::-1]]))[:SHOWN_RUNS]
+    shown = [name for name in runs if name in wanted]
+    if not shown:
+        return "<p>No rank was seen for long enough.</p>"
+    figure = Figure(figsize=(11, 0.6 + 2.6 * len(shown)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(shown), squeeze=False).flatten(), shown, strict=True):
+        began = min(point[0] for point in _points(entries, name))
+        named_ranks: set[int] = set()
+        for entry in entries:
+            if entry["run"] == name and entry["points"]:
+                moments, _, sizes = zip(*entry["points"], strict=True)
+                label = f"rank {entry['rank']}" if entry["rank"] not in named_ranks else None
+                named_ranks.add(entry["rank"])
+                axes.plot(
+                    [moment - began for moment in moments],
+                    [size / MIB for size in sizes],
+                    color=f"C{entry['rank'] % 10}", label=label, linewidth=1.2, marker=".", markersize=2.5,
+                )  # fmt: skip
+        for incident in incidents:
+            if incident["firings"] and name == f"lap {incident['lap']}":
+                moment = incident["firings"][0]["unix_s"] - began
+                axes.axvline(moment, color="#2e4057", linewidth=0.8, alpha=0.5)
+                axes.annotate(str(incident["number"]), (moment, 1.0), xycoords=("data", "axes fraction"), fontsize=7, ha="center")  # fmt: skip
+        axes.set_title(name, fontsize=9, loc="left", pad=10)
+        axes.set(xlabel="seconds", ylabel="MiB")
+        if len(named_ranks) <= SHOWN_RANKS:
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _svg(figure)
+
+
+def _points(entries: Sequence[Values], name: str) -> list[Sequence[float]]:
+    return [point for entry in entries if entry["run"] == name for point in entry["points"]]
 
 
 def stage_values(incidents: Sequence[Values], stage: str) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ttp.chaos.incident import STAGE_WORDS, STAGES
 from ttp.chaos.judge import HELD, VIOLATED
-from ttp.chaos.plots import loss_curves, stage_histograms, stage_values, time_lines
+from ttp.chaos.plots import loss_curves, memory_curves, stage_histograms, stage_values, time_lines
 
 Values = Mapping[str, Any]
 
@@ -65,11 +65,25 @@ def _pictures(content: Values) -> list[str]:
         return ["<p>No pictures: matplotlib is not installed (pip install 'try-to-persist[chaos]').</p>"]
     return [
         loss_curves(content["curves"], incidents),
+        *_memory(content),
         "<h2>Time lines</h2>",
         time_lines(incidents),
         "<h2>How long each stage took</h2>",
         _stages(incidents),
         stage_histograms(incidents),
+    ]
+
+
+def _memory(content: Values) -> list[str]:
+    if "memory" not in content:  # an older result
+        return []
+    judged = [entry["growth_mib"] for entry in content["memory"] if entry["growth_mib"] is not None]
+    words = f"{len(judged)} of {len(content['memory'])} curves of a rank in a start are long enough to be judged"
+    words += f"; the most grows by {max(judged):,.1f} MiB in 1,000 steps" if judged else ""
+    return [
+        "<h2>Memory of the ranks</h2>",
+        f"<p>What each process held for itself, without pages of files. {words}; limit {content['growth_mib']:g} MiB.</p>",
+        memory_curves(content["memory"], content["incidents"], content["growth_mib"]),
     ]
 
 

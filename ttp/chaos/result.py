@@ -5,6 +5,9 @@ incidents[]: number, lap, text, label, firings[], outcome, expected, committed, 
              refused, stages_ms{}, problems[]           each fault
 verdicts[]: lap, name, state, text                      each claim of each lap
 curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is told)
+memory[]: run, launch, start, rank, pid, points[[unix_s, step, bytes]], growth_mib
+                                                        each rank of each start; growth in 1,000 steps, null: too short to tell
+growth_mib                                              the limit of growth
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ttp.chaos.campaign import Campaign
-from ttp.chaos.incident import NOT_REACHED
-from ttp.chaos.judge import VIOLATED
+from ttp.chaos.incident import NOT_REACHED, Incident
+from ttp.chaos.judge import VIOLATED, hurt_stretches
+from ttp.chaos.memory import growth_of
 from ttp.chaos.watch import Record
 
 CURVE_POINTS = 2000
 """A longer curve is thinned out."""
+MEMORY_POINTS = 20_000
+"""The same for what all ranks of a run held."""
 Result = Mapping[str, Any]
 
 
@@ -34,6 +40,10 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
     skipped = sum(incident["outcome"] == NOT_REACHED for incident in incidents)
     curves = [] if campaign.unbroken is None else [_curve("unbroken", campaign.unbroken)]
     curves += [_curve(f"lap {lap.number}", lap.run.record) for lap in campaign.laps]
+    memory = [] if campaign.unbroken is None else _memory("unbroken", campaign.unbroken, ())
+    memory += [
+        entry for lap in campaign.laps for entry in _memory(f"lap {lap.number}", lap.run.record, lap.run.incidents)
+    ]
     return {
         "made_unix_s": time.time(),
         "name": campaign.scenario.name,
@@ -48,6 +58,8 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
         "incidents": incidents,
         "verdicts": verdicts,
         "curves": curves,
+        "memory": memory,
+        "growth_mib": campaign.scenario.growth_mib,
     }
 
 
@@ -69,3 +81,16 @@ def _curve(name: str, record: Record) -> dict[str, Any]:
     every = max(1, math.ceil(len(values) / CURVE_POINTS))
     points = [[step, value] for place, (step, value) in enumerate(values.items()) if place % every == 0]
     return {"name": name, "value_name": "loss" if with_sums else "grad norm", "points": points}
+
+
+def _memory(name: str, record: Record, incidents: Sequence[Incident]) -> list[dict[str, Any]]:
+    """Return what each rank of each start held."""
+    hurt = hurt_stretches(incidents)
+    every = max(1, math.ceil(sum(len(curve.samples) for curve in record.memory.values()) / MEMORY_POINTS))
+    entries = []
+    for (key, rank), curve in record.memory.items():
+        growth = growth_of(curve, hurt)
+        points = [[round(one.unix_s, 2), one.step, one.nbytes] for one in curve.samples[::every]]
+        entry = {"run": name, "launch": key[0], "start": key[1], "rank": rank, "pid": curve.pid, "points": points}
+        entries.append({**entry, "growth_mib": None if growth is None else growth.mib})
+    return entries

@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from ttp.chaos.inject import DUMP_POINTS, POINTS, START_POINTS
+from ttp.chaos.memory import GROWTH_MIB
 from ttp.errors import ConfigError
 
 OUTCOMES = ("saved", "unharmed", "refused", "fell_back", "relaunched")
@@ -168,6 +169,8 @@ class Scenario:
     """The job's checkpoint directory is a file system of this size (needs the right to mount)."""
     nodes: int = 0
     """The command is run once on each of so many network namespaces; 0: once, here."""
+    growth_mib: float = GROWTH_MIB
+    """A rank whose memory grows by more in 1,000 steps leaks."""
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,9 +213,7 @@ def load_scenario(path: Path) -> Scenario:
 def parse_scenario(content: object, where: str) -> Scenario:
     """Check a scenario's content; `where` is how errors call it. Raises ConfigError."""
     fields = _mapping(content, where)
-    _known(
-        fields, where, ("name", "seed", "repeat", "faults", "deadline_s", "job_s", "small_disk_mib", "nodes", "environ")
-    )
+    _known(fields, where, SCENARIO_FIELDS)
     listed = fields.get("faults")
     if not isinstance(listed, list) or not listed:
         raise ConfigError(
@@ -233,10 +234,14 @@ def parse_scenario(content: object, where: str) -> Scenario:
         job_s=_positive(fields.get("job_s", 3600.0), where, "job_s"),
         small_disk_mib=_whole(fields.get("small_disk_mib", 0), where, "small_disk_mib", 0),
         nodes=_whole(fields.get("nodes", 0), where, "nodes", 0),
+        growth_mib=_positive(fields.get("growth_mib", GROWTH_MIB), where, "growth_mib"),
         environ={str(name): _plain(value, f"{where}: environ {name}") for name, value in environ.items()},
     )
 
 
+SCENARIO_FIELDS = (
+    "name", "seed", "repeat", "faults", "deadline_s", "job_s", "small_disk_mib", "nodes", "growth_mib", "environ",
+)  # fmt: skip
 FAULT_FIELDS = (
     "fault", "rank", "count", "step", "after_steps", "after_s", "event", "point", "for_s", "ms", "mib", "call", "times",
     "node", "expect", "then", "repeat", "label",

@@ -1,4 +1,4 @@
-"""What is seen of a job while it is hurt: what its ranks tell, its controllers' journals, its checkpoints and trackers.
+"""What is seen of a job while it is hurt: what its ranks tell and hold, its controllers' journals, its checkpoints and trackers.
 
 Owns the record of one run, in order of coming; judges nothing but whether a checkpoint that was published is whole, which
 nobody can tell later, when it has been pruned.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.chaos.memory import Curve
 from ttp.checkpoint.durable import read_tracker
 from ttp.checkpoint.load import list_checkpoints, verify
 from ttp.errors import CheckpointError
@@ -80,6 +81,8 @@ class Record:
     tracker: list[tuple[float, str, int]] = field(default_factory=list)
     """Every change: (time, directory, step)."""
     save_dirs: list[str] = field(default_factory=list)
+    memory: dict[tuple[Key, int], Curve] = field(default_factory=dict)
+    """What every rank of every start held, by (start, rank)."""
     newest_step: int = 0
     """Where the newest start stands: after a broken checkpoint it may be less than it once was."""
     newest_key: Key = (0, 0)
@@ -142,11 +145,13 @@ class Watch:
             case "hello":
                 record.world_size = int(message["world_size"])
                 record.hellos.append((unix_s, key, rank, int(message["pid"])))
+                record.memory[key, rank] = Curve(key, rank, int(message["pid"]))
                 record.save_dirs = list(message["save_dirs"])
             case "log_dir":
                 self._tails.setdefault(message["log_dir"], JournalTail(Path(message["log_dir"])))
             case "step":
                 record.steps.append(_told(message, rank, key, recovered=False))
+                record.memory[key, rank].step = record.steps[-1].step
                 self._stands(key, record.steps[-1].step)
             case "resumed":
                 skipped = tuple(message["skipped"])
@@ -171,6 +176,12 @@ class Watch:
             if line["event"] == "published":
                 self._check([Path(line["path"])], float(line["unix_s"]))
         return new
+
+    def look_at_memory(self, unix_s: float) -> None:
+        """Note what each rank of the newest start holds."""
+        for (key, _), curve in self.record.memory.items():
+            if key == self.record.newest_key:
+                curve.look(unix_s)
 
     def look_at_directories(self, unix_s: float) -> None:
         """Check every checkpoint that was not seen before, and note where trackers stand."""

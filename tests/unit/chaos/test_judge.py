@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from ttp.chaos.campaign import Campaign, Lap, read_unbroken, write_unbroken
 from ttp.chaos.incident import NOT_REACHED, OVERDUE, Firing, Incident, settle
 from ttp.chaos.judge import HELD, UNSEEN, VIOLATED, Run, judge
+from ttp.chaos.memory import MIB, Curve, Sample
 from ttp.chaos.report import page
 from ttp.chaos.result import result_of, write_result
 from ttp.chaos.scenario import parse_scenario
@@ -53,7 +55,18 @@ def good_record() -> Record:
     record.checkpoints = [Seen("/c/iter_0000005", SAVED, 100.2, "", "exited")]
     record.tracker = [(100.2, "/c", SAVED), (110.0, "/c", LAST)]
     record.newest_step = LAST
+    record.memory = {((1, start), rank): held(start, rank) for start in (0, 1) for rank in (0, 1)}
     return record
+
+
+def held(start: int, rank: int, mib_a_step: float = 0.0) -> Curve:
+    """A rank that was looked at 50 times before or after the fault."""
+    made = Curve((1, start), rank, 70 + 10 * start + rank)
+    for number in range(50):
+        step = 500 * start + 10 * number
+        nbytes = int((200 + mib_a_step * step) * MIB)
+        made.add(Sample((50.0 if start == 0 else 110.0) + number / 4, step, nbytes))
+    return made
 
 
 def unbroken() -> Record:
@@ -215,6 +228,31 @@ def test_what_an_earlier_fault_has_broken_is_no_fall_back_of_a_later_one() -> No
     assert run.incidents[0].outcome == "saved" and run.incidents[0].lost == 0
 
 
+def test_a_rank_that_grows_is_named_with_its_start_and_the_limit() -> None:
+    """In one start of one rank; a limit above it holds; in a job that was seen for too short nothing is claimed."""
+
+    def leak(record: Record) -> None:
+        record.memory[(1, 1), 1] = held(1, 1, 0.0625)
+
+    run = good_run(leak)
+    verdict = next(one for one in judge(run) if one.name == "memory")
+    assert verdict.state == VIOLATED and "rank 1 (pid 81) in start 1: 62.5 MiB in 1,000 steps" in verdict.text
+    assert "1 of 4 curves" in verdict.text and "over 32 MiB" in verdict.text and "rank 0" not in verdict.text
+    assert states(dataclasses.replace(run, growth_mib=63.0))["memory"] == HELD
+    short = good_run(lambda record: record.memory.clear())
+    verdict = next(one for one in judge(short) if one.name == "memory")
+    assert verdict.state == UNSEEN and "not judged" in verdict.text
+
+
+def test_a_leak_of_the_unbroken_run_is_told_as_its_own() -> None:
+    """The run with no fault is the longest start of all."""
+    run = good_run()
+    assert run.unbroken is not None
+    run.unbroken.memory[(1, 0), 0] = held(0, 0, 0.0625)
+    verdict = next(one for one in judge(run) if one.name == "memory")
+    assert verdict.state == VIOLATED and "the unbroken run's rank 0 (pid 70) in start 0: 62.5 MiB" in verdict.text
+
+
 def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
     """What laps of a later campaign are compared with; another file is refused."""
     path = tmp_path / "unbroken.json"
@@ -239,17 +277,31 @@ def campaign(tmp_path: Path) -> Campaign:
 
 
 def test_the_report_is_one_page_with_its_pictures_and_every_fault(tmp_path: Path) -> None:
-    """Whole from the JSON alone: three pictures, the verdicts, the names quoted, nothing loaded from elsewhere."""
+    """Whole from the JSON alone: four pictures, the verdicts, the names quoted, nothing loaded from elsewhere."""
     written = write_result(campaign(tmp_path))
     content = json.loads((tmp_path / "result.json").read_text())
     assert content == json.loads(json.dumps(written)) and content["good"] and content["not_reached"] == 1
     text = page(content)
     pictures = text.split("<svg")[1:]
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
     assert "a &lt;b&gt;" in text and "I12 host state" in text and "not reached" in text
+    assert {(entry["run"], entry["start"], entry["rank"]) for entry in content["memory"]} == {
+        ("lap 0", start, rank) for start in (0, 1) for rank in (0, 1)
+    }
+    assert "4 of 4 curves" in text and "limit 32 MiB" in text
     assert "src=" not in text and "<script" not in text
+
+
+def test_a_result_without_memory_is_drawn_as_it_was(tmp_path: Path) -> None:
+    """Of an older harness, or a job that was over at once."""
+    content = write_result(campaign(tmp_path))
+    for entry in content["memory"]:
+        entry["points"] = []
+    assert "No rank was seen" in page(content)
+    del content["memory"]
+    assert page(content).count("<svg") == 3
 
 
 def test_a_result_with_a_violation_is_not_good(tmp_path: Path) -> None:

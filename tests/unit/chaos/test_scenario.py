@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.scenario import FAULT_FIELDS, KINDS, OUTCOMES, Moment, load_scenario, parse_scenario
+from ttp.chaos.scenario import FAULT_FIELDS, KINDS, OUTCOMES, SCENARIO_FIELDS, Moment, load_scenario, parse_scenario
 from ttp.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "chaos"
@@ -86,6 +86,16 @@ def test_a_wrong_fault_is_refused_with_its_place_and_what_was_wanted(fault: obje
         parse_scenario({"faults": [fault]}, "here.yaml")
 
 
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), "much", True])
+def test_a_limit_of_growth_is_a_number_above_nothing(limit: object) -> None:
+    """32 MiB where nothing is said."""
+    faults = [{"fault": "kill"}]
+    assert parse_scenario({"faults": faults}, "here").growth_mib == 32.0
+    assert parse_scenario({"faults": faults, "growth_mib": 512}, "here").growth_mib == 512.0
+    with pytest.raises(ConfigError, match=r"growth_mib is .*: wanted a number above 0"):
+        parse_scenario({"faults": faults, "growth_mib": limit}, "here.yaml")
+
+
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
     """Not there, not YAML, no faults."""
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
@@ -115,5 +125,5 @@ def test_every_example_is_a_scenario(path: Path) -> None:
 def test_the_documentation_names_every_kind_and_every_field() -> None:
     """A kind that is added is explained."""
     text = (EXAMPLES.parents[1] / "docs" / "chaos.md").read_text()
-    missing = [name for name in (*KINDS, *FAULT_FIELDS, *OUTCOMES) if f"`{name}`" not in text]
+    missing = [name for name in (*KINDS, *SCENARIO_FIELDS, *FAULT_FIELDS, *OUTCOMES) if f"`{name}`" not in text]
     assert not missing
