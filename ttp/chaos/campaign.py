@@ -9,7 +9,6 @@ Owns the folders of a campaign, the unbroken run that laps are compared with, an
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import time
@@ -17,14 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ttp.chaos.control import Control
 from ttp.chaos.harness import Harness, Told, run_unbroken
 from ttp.chaos.incident import Incident
 from ttp.chaos.job import JobError
 from ttp.chaos.judge import Run, Verdict, judge
-from ttp.chaos.nodes import Nodes, why_not
+from ttp.chaos.nodes import why_not
+from ttp.chaos.patience import Patience
 from ttp.chaos.scenario import FaultSpec, Moment, Scenario
-from ttp.chaos.target import OUTPUT, Target
+from ttp.chaos.stage import staged
+from ttp.chaos.target import OUTPUT
 from ttp.chaos.tensors import compare_checkpoints
 from ttp.chaos.watch import Record, StepTold
 from ttp.checkpoint.load import list_checkpoints
@@ -73,6 +73,7 @@ def run_campaign(
     unbroken: Path | None = None,
     compare: bool = True,
     told: Told = lambda *_: None,
+    patience: Patience | None = None,
 ) -> Iterator[Campaign]:
     """Run it all; yields the campaign after the unbroken run and after every lap.
 
@@ -84,19 +85,20 @@ def run_campaign(
             f"scenario {scenario.name!r}: nodes: {scenario.nodes}: {reason}; leave nodes out, or run it elsewhere"
         )
     campaign = Campaign(scenario, list(command), output, soak)
+    patience = patience or Patience()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output is {output}: {error.strerror}; wanted a folder that can be made") from None
     final: Path | None = None
     if compare and any(OUTPUT in word for word in command):
-        campaign.unbroken, final = _unbroken(campaign, unbroken, told)
+        campaign.unbroken, final = _unbroken(campaign, unbroken, told, patience)
     yield campaign
     rng = random.Random(scenario.seed)
     deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
     while not campaign.laps or time.monotonic() < deadline:
         schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
-        campaign.laps.append(_lap(campaign, schedule, rng, final, told))
+        campaign.laps.append(_lap(campaign, schedule, rng, final, told, patience))
         yield campaign
         if campaign.laps[-1].run.status != 0:
             break  # a job that does not come back would not the next time either
@@ -112,23 +114,18 @@ def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float
         yield replace(fault, moment=Moment(after_s=(gap_s, gap_s)))
 
 
-def _lap(campaign: Campaign, schedule: Iterator[FaultSpec], rng: random.Random, final: Path | None, told: Told) -> Lap:
+def _lap(
+    campaign: Campaign,
+    schedule: Iterator[FaultSpec],
+    rng: random.Random,
+    final: Path | None,
+    told: Told,
+    patience: Patience,
+) -> Lap:
     number, began = len(campaign.laps), time.monotonic()
     folder = campaign.output / f"lap_{number}"
     scenario = campaign.scenario
-    with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(Nodes(scenario.nodes)) if scenario.nodes else ()
-        control = stack.enter_context(Control())
-        target = stack.enter_context(
-            Target(
-                campaign.command,
-                folder,
-                socket_path=control.path,
-                environ=scenario.environ,
-                nodes=nodes,
-                small_disk_mib=scenario.small_disk_mib,
-            )
-        )
+    with staged(campaign.command, folder, scenario, patience) as (target, control):
         harness = Harness(target, control, scenario, rng, told)
         status = harness.run(schedule, number)
         record = harness.record
@@ -159,16 +156,10 @@ def _litter(record: Record) -> list[str]:
 # --- the unbroken run ---
 
 
-def _unbroken(campaign: Campaign, given: Path | None, told: Told) -> tuple[Record, Path | None]:
+def _unbroken(campaign: Campaign, given: Path | None, told: Told, patience: Patience) -> tuple[Record, Path | None]:
     if given is not None:
         return read_unbroken(given)
-    scenario = campaign.scenario
-    if scenario.nodes:
-        raise ConfigError(
-            f"scenario {scenario.name!r}: nodes: {scenario.nodes} and {OUTPUT} in the command: an unbroken run of several nodes is"
-            " not made here; give one of the same world size by --unbroken FILE, or --no-compare"
-        )
-    record = run_unbroken(campaign.command, campaign.output / "unbroken", scenario, told)
+    record = run_unbroken(campaign.command, campaign.output / "unbroken", campaign.scenario, told, patience)
     final = _newest(record)
     write_unbroken(campaign.output / "unbroken.json", record, final)
     return record, final

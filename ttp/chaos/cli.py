@@ -14,18 +14,14 @@ ttp chaos report RESULT.json        draw the report anew
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -35,7 +31,8 @@ from ttp.chaos import matrix
 from ttp.chaos.campaign import Soak, run_campaign
 from ttp.chaos.job import JobError
 from ttp.chaos.live import Screen, show_summary
-from ttp.chaos.nodes import NodesError, Terminated
+from ttp.chaos.nodes import NodesError
+from ttp.chaos.patience import Patience
 from ttp.chaos.report import write_report
 from ttp.chaos.result import result_of, write_result
 from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
@@ -53,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(own)
     console = open_console()
     try:
-        with _terminable():
-            return _do(console, args, command)
+        with Patience(lambda text: console.print(escape(text))) as patience:
+            return _do(console, args, command, patience)
     except ConfigError as error:
         console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
         return USAGE
@@ -66,35 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _do(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
+def _do(console: Console, args: argparse.Namespace, command: Sequence[str], patience: Patience) -> int:
     match args.what:
         case "run":
-            return _run(console, args, command)
+            return _run(console, args, command, patience)
         case "faults":
             return _list_kinds(console)
         case "check":
             return _check(console, args.scenario)
         case "matrix":
-            return _matrix(console, args)
+            return _matrix(console, args, patience)
         case _:
             return _draw(console, args)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM an exception, so that the job is ended and what was mounted or made is removed, as with Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -141,7 +121,7 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="print what has been run so far, and run nothing")
 
 
-def _run(console: Console, args: argparse.Namespace, command: Sequence[str]) -> int:
+def _run(console: Console, args: argparse.Namespace, command: Sequence[str], patience: Patience) -> int:
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
         if args.seed < 0:
@@ -157,7 +137,14 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str]) -> 
     campaign = None
     with Screen(console) as screen:
         for campaign in run_campaign(
-            scenario, command, output, soak=soak, unbroken=unbroken, compare=not args.no_compare, told=screen.told
+            scenario,
+            command,
+            output,
+            soak=soak,
+            unbroken=unbroken,
+            compare=not args.no_compare,
+            told=screen.told,
+            patience=patience,
         ):
             content = write_result(campaign) if campaign.laps else {}
     assert campaign is not None
@@ -229,7 +216,7 @@ def _check(console: Console, path: Path) -> int:
     return GOOD
 
 
-def _matrix(console: Console, args: argparse.Namespace) -> int:
+def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> int:
     output = args.output.resolve()
     if args.table:
         print(matrix.table(matrix.read_lines(output)))
@@ -239,7 +226,7 @@ def _matrix(console: Console, args: argparse.Namespace) -> int:
     console.print(f"{len(matrix.cells())} cells, {todo} to run now; output {output}")
     good, beginning = True, matrix.read_lines(output)
     with Screen(console) as screen:
-        for campaign in matrix.run_matrix(plan, screen.told):
+        for campaign in matrix.run_matrix(plan, screen.told, patience):
             content = result_of(campaign)
             good = good and bool(content["good"])
             console.print(f"{campaign.scenario.name}: {'held' if content['good'] else '[red]VIOLATED[/]'}")

@@ -16,7 +16,9 @@ from ttp.chaos.hook import Order
 from ttp.chaos.incident import ENDED, NOT_REACHED, OVERDUE, Firing, Incident, settle
 from ttp.chaos.inject import DUMP_POINTS, POINTS, START_POINTS
 from ttp.chaos.job import JobError
+from ttp.chaos.patience import Patience
 from ttp.chaos.scenario import KINDS, FaultSpec, Scenario
+from ttp.chaos.stage import staged
 from ttp.chaos.strike import Striker
 from ttp.chaos.target import Target
 from ttp.chaos.watch import Key, Record, Watch
@@ -337,12 +339,15 @@ class Harness:
         return self._new_steps(hit, since) >= FATAL_STEPS and time.time() > since + FATAL_S
 
 
-def run_unbroken(command: Iterable[str], folder: Path, scenario: Scenario, told: Told = lambda *_: None) -> Record:
+def run_unbroken(
+    command: Iterable[str],
+    folder: Path,
+    scenario: Scenario,
+    told: Told = lambda *_: None,
+    patience: Patience | None = None,
+) -> Record:
     """Run the command with no fault and return its record. Raises JobError when it fails, ConfigError."""
-    with (
-        Control() as control,
-        Target(list(command), folder, socket_path=control.path, environ=scenario.environ) as target,
-    ):
+    with staged(list(command), folder, scenario, patience or Patience()) as (target, control):
         harness = Harness(target, control, scenario, random.Random(0), told)
         status = harness.run()
         if status != 0:

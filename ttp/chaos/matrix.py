@@ -25,6 +25,7 @@ from ttp.chaos.incident import NOT_REACHED
 from ttp.chaos.inject import POINTS, START_POINTS
 from ttp.chaos.job import read_jsonl
 from ttp.chaos.judge import VIOLATED
+from ttp.chaos.patience import Patience
 from ttp.chaos.result import write_result
 from ttp.chaos.scenario import FaultSpec, Moment, Scenario
 
@@ -207,7 +208,7 @@ def command() -> list[str]:
     ]
 
 
-def run_matrix(plan: Plan, told: Told = lambda *_: None) -> Iterator[Campaign]:
+def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | None = None) -> Iterator[Campaign]:
     """Run jobs until no cell is open or the time is over; yield each job's campaign when its cells are on record."""
     plan.output.mkdir(parents=True, exist_ok=True)
     todo = open_cells(plan)
@@ -225,7 +226,7 @@ def run_matrix(plan: Plan, told: Told = lambda *_: None) -> Iterator[Campaign]:
         unbroken = plan.output / "unbroken.json"
         folder = plan.output / f"job_{number}"
         given = unbroken if unbroken.exists() else None
-        *_, campaign = run_campaign(scenario, command(), folder, unbroken=given, told=told)
+        *_, campaign = run_campaign(scenario, command(), folder, unbroken=given, told=told, patience=patience)
         if given is None:
             (folder / "unbroken.json").replace(unbroken)
         write_result(campaign)

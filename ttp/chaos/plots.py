@@ -126,7 +126,7 @@ def memory_curves(entries: Sequence[Values], incidents: Sequence[Values], limit_
     for axes, name in zip(figure.subplots(len(shown), squeeze=False).flatten(), shown, strict=True):
         began = min(point[0] for point in _points(entries, name))
         named_ranks: set[int] = set()
-        for entry in entries:
+        for entry in sorted(entries, key=lambda entry: int(entry["rank"])):
             if entry["run"] == name and entry["points"]:
                 moments, _, sizes = zip(*entry["points"], strict=True)
                 label = f"rank {entry['rank']}" if entry["rank"] not in named_ranks else None

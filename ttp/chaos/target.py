@@ -21,10 +21,12 @@ from pathlib import Path
 
 from ttp.chaos.job import controllers_of, marked
 from ttp.chaos.nodes import Node
+from ttp.chaos.patience import Patience
 from ttp.errors import ConfigError
 
 PORT = 29400
 END_S = 30.0
+POLL_S = 0.02
 OUTPUT = "{output}"
 DISK = "{disk}"
 
@@ -41,6 +43,7 @@ class Target:
         environ: Mapping[str, str],
         nodes: Sequence[Node] = (),
         small_disk_mib: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         """Raises ConfigError: the command's program is not there, or it does not use the small disk."""
         if small_disk_mib and not any(DISK in word for word in command):
@@ -48,6 +51,7 @@ class Target:
                 f"command {shlex.join(command)}: the scenario has small_disk_mib: {small_disk_mib} and no word has {DISK};"
                 f" name a checkpoint directory in it, as in `--training_config.save_dirs=[{DISK},{OUTPUT}/checkpoints]`"
             )
+        self._patience = patience or Patience()
         self.folder = folder
         self.disk = folder / "disk"
         self._small_disk_mib = small_disk_mib
@@ -65,26 +69,51 @@ class Target:
         self._environ = {"OMP_NUM_THREADS": "1", **environ, "TTP_CHAOS": str(socket_path), "TTP_TEST_MARK": self.mark}
 
     def __enter__(self) -> Target:
+        try:
+            self._make_disk()
+        except BaseException:
+            self._unmount()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._let_leave()
+        finally:
+            self.kill_all()
+            self._unmount()
+
+    def _make_disk(self) -> None:
         if any(str(self.disk) in word for word in self.command):
             self.disk.mkdir(exist_ok=True)
         if self._small_disk_mib:
             size = f"size={self._small_disk_mib}m"
             mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)]
             self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        for launcher in self.launchers:
-            if launcher.poll() is None:
-                launcher.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + END_S
-        for launcher in self.launchers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.0, deadline - time.monotonic()))
-        self.kill_all()
-        if self.mounted:
+    def _unmount(self) -> None:
+        if self._small_disk_mib and os.path.ismount(self.disk):
             subprocess.run(["umount", "--lazy", str(self.disk)], capture_output=True, check=False)
-            self.mounted = False
+        self.mounted = False
+
+    def _let_leave(self) -> None:
+        """Ask launchers that still run to end, as Ctrl-C does, and wait while somebody is willing to."""
+        running = [launcher for launcher in self.launchers if launcher.poll() is None]
+        if not running:
+            return
+        for launcher in running:
+            launcher.send_signal(signal.SIGINT)
+        whom = f"launcher{'s' if len(running) > 1 else ''} {', '.join(f'pid {launcher.pid}' for launcher in running)}"
+        self._patience.say(
+            f"ending the job: waiting up to {END_S:.0f} s for {whom} to save the step and leave; Ctrl-C again ends it at once"
+        )
+        deadline = time.monotonic() + END_S
+        while any(launcher.poll() is None for launcher in running):
+            if self._patience.over or time.monotonic() > deadline:
+                why = "at once, as asked for" if self._patience.over else f"after {END_S:.0f} s"
+                self._patience.say(f"killing what is left of the job {why}")
+                return
+            time.sleep(POLL_S)
 
     def start(self) -> None:
         """Start the command, on every node where there are some."""
@@ -141,9 +170,12 @@ class Target:
                     os.kill(pid, signal.SIGKILL)
             for launcher in self.launchers:
                 launcher.poll()
-            time.sleep(0.02)
+            time.sleep(POLL_S)
+        if left:
+            self._patience.say(f"still there {END_S:.0f} s after SIGKILL: {'; '.join(self.leftovers())}")
         for launcher in self.launchers:
-            launcher.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(0.0 if left else END_S)
 
 
 def _found(command: Sequence[str]) -> list[str]:

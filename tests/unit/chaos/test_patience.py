@@ -1,0 +1,76 @@
+"""The first signal ends a campaign, a later one the waiting for its end; what is taken down is not disturbed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from ttp.chaos.nodes import Terminated
+from ttp.chaos.patience import Patience
+
+
+@pytest.mark.parametrize(("signum", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_the_first_signal_raises_and_the_second_one_ends_the_waiting(
+    signum: signal.Signals, kind: type[BaseException]
+) -> None:
+    """Nothing raises any more once something has; the handlers of before are back at the end."""
+    before = signal.getsignal(signum)
+    with Patience() as patience:
+        with pytest.raises(kind):
+            signal.raise_signal(signum)
+        assert not patience.over
+        signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGINT)
+        assert patience.over
+        patience.ending()
+        patience.ended()
+    assert signal.getsignal(signum) is before
+
+
+def test_a_signal_while_a_run_is_taken_down_comes_when_that_is_done() -> None:
+    """It ends the waiting at once, and raises afterwards; the next one does not."""
+    with Patience() as patience:
+        patience.ending()
+        signal.raise_signal(signal.SIGINT)
+        assert patience.over
+        with pytest.raises(KeyboardInterrupt):
+            patience.ended()
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_undisturbed_end_leaves_everything_as_it_was() -> None:
+    """The next run of the same campaign is ended by its first signal, too."""
+    with Patience() as patience:
+        for _ in range(2):
+            patience.ending()
+            patience.ended()
+        assert not patience.over
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """A shell's background job is not ended by the Ctrl-C that is meant for another one."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Patience() as patience:
+            signal.raise_signal(signal.SIGINT)
+        assert not patience.over
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_changes_no_handler() -> None:
+    """Only the main thread may; elsewhere nobody is heard, and nobody is disturbed."""
+    found = []
+
+    def enter() -> None:
+        with Patience():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
