@@ -109,7 +109,9 @@ def settle(incident: Incident, record: Record, how: str) -> None:
     resumed = _resumes(record, incident)
     published = [line for line in lines if line["event"] == "published"]
     refused = [line for line in lines if line["event"] == "refused"]
-    incident.saved_step = int(published[-1]["step"]) if published else None
+    incident.saved_step = max(
+        (int(line["step"]) for line in published), default=None
+    )  # two, where a network was parted
     incident.refused = str(refused[-1]["reason"]) if refused and not published else ""
     restarted = any(key > incident.firings[0].key for _, key, _, _ in record.hellos)
     if restarted and how != OVERDUE:

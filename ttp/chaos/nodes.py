@@ -82,6 +82,8 @@ class Node:
         self.address = address
         self._namespace = namespace
         self._switch = switch
+        self._forwarder: subprocess.Popen[bytes] | None = None
+        """What makes the cable slow, where the kernel cannot."""
 
     def popen(
         self,
@@ -120,6 +122,12 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+
+    def reap(self) -> None:
+        """Let go of what ran beside this node, which has ended."""
+        if self._forwarder is not None:
+            self._forwarder.communicate()
+            self._forwarder = None
 
     def _running(self) -> list[int]:
         """Without the zombies, which are their parents' to reap."""
@@ -160,18 +168,59 @@ class Node:
             )
 
     def delay(self, milliseconds: float) -> None:
-        """Make every packet take so much longer, in each direction. Raises NodesError where the kernel has no netem."""
-        for place, device in self._ends():
-            _tc(place, "qdisc", "replace", "dev", device, "root", "netem", "delay", f"{milliseconds}ms")
+        """Make every packet take so much longer, in each direction; a later delay takes the place of an earlier one.
+
+        By netem; where the kernel has none, a process forwards the packets later. Raises NodesError where it can do neither.
+        """
+        self.clear()
+        try:
+            for place, device in self._ends():
+                _tc(place, "qdisc", "replace", "dev", device, "root", "netem", "delay", f"{milliseconds}ms")
+        except NodesError as error:
+            if "netem" not in str(error):
+                raise
+            self._forward_later(milliseconds)
+
+    def _forward_later(self, milliseconds: float) -> None:
+        """Put a process between the cable and the switch (`slow_cable.py`)."""
+        program = [sys.executable, "-I", str(Path(__file__).with_name("slow_cable.py"))]
+        forwarder = subprocess.Popen(
+            ["ip", "netns", "exec", self._switch, *program, self._port, self._tap, str(milliseconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._forwarder = forwarder
+        assert forwarder.stdin is not None and forwarder.stdout is not None
+        if (said := forwarder.stdout.readline()) != b"made\n":
+            words = (said + forwarder.stdout.read()).decode(errors="replace").strip()
+            self.clear()
+            raise NodesError(f"{self.name}: no delay: the kernel has no netem, and frames cannot be forwarded: {words}")
+        _ip("-n", self._switch, "link", "set", self._tap, "master", "bridge", "up")
+        _ip("-n", self._switch, "link", "set", self._port, "nomaster")
+        forwarder.stdin.write(b"go\n")
+        forwarder.stdin.flush()
 
     def clear(self) -> None:
-        """End throttle and delay."""
+        """End throttle and delay. May be called again."""
+        if self._forwarder is not None:
+            forwarder, self._forwarder = self._forwarder, None
+            forwarder.kill()
+            forwarder.communicate()
+            _ip("-n", self._switch, "link", "set", self._port, "master", "bridge")
         for place, device in self._ends():
-            _tc(place, "qdisc", "del", "dev", device, "root")
+            shown = _tc(place, "qdisc", "show", "dev", device).split()  # `qdisc tbf 8001: root ...`
+            if shown and shown[2] != "0:":  # the kernel's own, which cannot be removed
+                _tc(place, "qdisc", "del", "dev", device, "root")
 
     @property
     def _port(self) -> str:
         return f"to-{self.name}"
+
+    @property
+    def _tap(self) -> str:
+        return f"slow-{self.name}"
 
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._namespace, "eth0"), (self._switch, self._port)
@@ -237,6 +286,8 @@ class Nodes:
         """Kill what runs on the nodes, and remove them. May be called again; does what is left to do."""
         for space in (*(node._namespace for node in self.nodes), self._switch):
             _remove(space)
+        for node in self.nodes:
+            node.reap()
         if self._hears_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._hears_sigterm = False

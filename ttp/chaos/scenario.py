@@ -77,7 +77,7 @@ KINDS: dict[str, Kind] = {
     "slowdisk": Kind("dump", _ANY, "each system call that makes a checkpoint durable takes `for_s` more", DUMP_POINTS, ("for_s",)),
     "kill_controller": Kind("controller", ("unharmed",), "SIGKILL to the active controller"),
     "stop_controller": Kind("controller", ("unharmed",), "SIGSTOP to the active controller, and SIGCONT after `for_s`", (), ("for_s",)),
-    "kill_agent": Kind("agent", ("relaunched",), "SIGKILL to a launcher; the command is started anew when its ranks have left"),
+    "kill_agent": Kind("agent", ("relaunched", "saved"), "SIGKILL to a launcher; it is started anew when its ranks have left"),
     "fill_disk": Kind("disk", _ANY, "the disk of `small_disk_mib` is filled, and given back after `for_s`", (), ("for_s",)),
     "corrupt": Kind("checkpoint", ("fell_back",), "bits of the newest published checkpoint are flipped"),
     "partition": Kind("node", _ANY, "a node's cable is pulled, and put back after `for_s`", (), ("for_s",)),
