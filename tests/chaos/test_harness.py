@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,19 +130,49 @@ def test_a_disk_that_is_full_for_real_falls_through_to_the_next(tmp_path: Path) 
     assert incident["firings"][0]["whom"].endswith("/disk") and incident["outcome"] == "saved"
 
 
+RENDEZVOUS = "join_timeout=240,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+def on_nodes(nnodes: str, steps: int) -> list[str]:
+    """Return the bundled trainer's command for each of several nodes, a rank each."""
+    places = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", "{endpoints}"]
+    iters = f"--training_config.training_iters={steps}"
+    return [*TTPRUN, *places, "--rdzv-conf", RENDEZVOUS, "--nproc-per-node", "1", *TRAINER, iters]
+
+
+@pytest.mark.long
+@pytest.mark.nodes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
+def test_every_fault_of_two_nodes_costs_no_step_and_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example: a slow cable is no fault; a partition, a lost node and a killed launcher are saved; all is compared with an
+    unbroken run on two nodes; no namespace is left."""
+    output = tmp_path / "out"
+    words = ["run", str(ROOT / "examples" / "chaos" / "nodes.yaml"), "--output", str(output)]
+    assert main([*words, "--", *on_nodes("2", 500)]) == 0, capsys.readouterr().out[-6000:]
+    content = json.loads((output / "result.json").read_text())
+    kinds = {one["firings"][0]["kind"]: (one["outcome"], one["lost"]) for one in content["incidents"]}
+    assert kinds == {
+        "delay": ("unharmed", 0), "partition": ("saved", 0), "lose_node": ("saved", 0), "kill_agent": ("saved", 0)
+    }  # fmt: skip
+    states = {verdict["name"].split()[0]: verdict["state"] for verdict in content["verdicts"]}
+    assert states["I3"] == states["I12"] == "held", "an unbroken run of two nodes was compared"
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"ttp-{os.getpid()}-" not in listed
+
+
 @pytest.mark.long
 @pytest.mark.nodes
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
 def test_a_slow_cable_and_a_lost_node_are_survived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three nodes of namespaces; one of them gets slow, another one is lost and started anew."""
+    """Three nodes of namespaces of which two are enough; one of them gets slow, another one is lost and started anew."""
     output = tmp_path / "out"
-    rendezvous = "join_timeout=240,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
-    places = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", "{endpoints}"]
-    command = [*TTPRUN, *places, "--rdzv-conf", rendezvous, "--nproc-per-node", "1", *TRAINER]
-    words = ["run", str(ROOT / "examples" / "chaos" / "nodes.yaml"), "--no-compare", "--output", str(output)]
-    status = main([*words, "--", *command, "--training_config.training_iters=600"])
-    assert status == 0, capsys.readouterr().out[-6000:]
+    scenario = tmp_path / "scenario.yaml"
+    faults = "[{fault: delay, node: 1, ms: 20, for_s: 4}, {fault: lose_node, node: 2}]"
+    scenario.write_text(f"{{seed: 5, nodes: 3, faults: {faults}}}")
+    words = ["run", str(scenario), "--no-compare", "--output", str(output)]
+    assert main([*words, "--", *on_nodes("2:3", 600)]) == 0, capsys.readouterr().out[-6000:]
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import RunJob, arguments
+from ttp.chaos import nodes as nodes_module
 from ttp.chaos.job import Job, Observed, read_jsonl
 from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
 from ttp.chaos.nodes_job import RENDEZVOUS, NodesJob
@@ -361,11 +362,78 @@ def test_nothing_is_left_of_a_harness_that_is_ended(signum: signal.Signals) -> N
 
 
 def test_what_the_system_refuses_is_said_in_its_own_words(nodes: MakeNodes) -> None:
-    """A delay needs a module that some kernels lack; the error says so, and the node stays as it was."""
+    """A cable of no width; the node stays as it was."""
     (node,) = nodes(1)
-    try:
-        node.delay(10)
-    except NodesError as error:
-        assert "netem" in str(error)
-    else:
+    with pytest.raises(NodesError, match=r"`tc .* rate 0kbit .*`: "):
+        node.throttle(0)
+    node.clear()
+    node.clear()
+
+
+ECHO = """
+import socket
+server = socket.create_server(("0.0.0.0", 5000))
+open("/dev/stdout", "w").write("up\\n")
+connection, _ = server.accept()
+while piece := connection.recv(1 << 16):
+    connection.sendall(piece)
+"""
+ASK = """
+import socket, sys, time
+connection = socket.create_connection(("node-b", 5000), 60)
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for line in sys.stdin:
+    question, began, answer = b"x" * int(line), time.monotonic(), 0
+    connection.sendall(question)
+    while answer < len(question):
+        answer += len(connection.recv(1 << 16))
+    print(time.monotonic() - began, flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("netem", [True, False])
+def test_a_delay_makes_packets_late_in_each_direction(
+    nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, netem: bool
+) -> None:
+    """On a connection that lives on: a small packet and many at once, while the delay is there, is changed and is gone; by netem
+    where the kernel has it, and by the process that does without. Nothing of that process is left."""
+    a, b = nodes(2)
+    if not netem:
+
+        def without(namespace: str, *words: str) -> str:
+            if "netem" in words:
+                raise NodesError("netem: unknown")
+            return real(namespace, *words)
+
+        real = nodes_module._tc
+        monkeypatch.setattr(nodes_module, "_tc", without)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    enter = ["ip", "netns", "exec"]
+    ask = ASK.replace("node-b", b.address)
+    with subprocess.Popen([*enter, b._namespace, sys.executable, "-I", "-c", ECHO], **pipes) as echo:
+        assert echo.stdout is not None and echo.stdout.readline() == b"up\n"
+        with subprocess.Popen([*enter, a._namespace, sys.executable, "-I", "-c", ask], **pipes) as asker:
+            assert asker.stdin is not None
+
+            def took_s(nbytes: int = 1) -> float:
+                assert asker.stdin is not None and asker.stdout is not None
+                asker.stdin.write(f"{nbytes}\n".encode())
+                asker.stdin.flush()
+                return float(asker.stdout.readline())
+
+            took_s()  # the addresses are known
+            b.delay(200)
+            assert all(0.4 <= took_s() < 5.0 for _ in range(3))
+            assert took_s(1 << 20) >= 0.4
+            b.delay(100)
+            assert all(took_s() >= 0.2 for _ in range(3))
+            b.clear()
+            assert min(took_s() for _ in range(5)) < 0.2
+            b.delay(100)
+            asker.stdin.close()
+        echo.kill()
+    for node in (a, b):
         node.clear()
+    listed = subprocess.run(["ip", "netns", "pids", b._switch], capture_output=True, text=True, check=True).stdout
+    assert listed == ""

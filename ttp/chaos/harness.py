@@ -218,13 +218,13 @@ class Harness:
     def _choose(self, fault: FaultSpec, others: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks; random ones are no others of the same incident, while there are enough."""
         world = range(self.record.world_size)
+        if wrong := [rank for rank in fault.ranks if rank not in world]:
+            raise JobError(
+                f"{fault.text}: rank {wrong[0]}: the job has ranks 0 to {len(world) - 1}; correct the scenario"
+            )
         if KINDS[fault.kind].place not in ("rank", "dump"):
             return (-1,)  # one blow, to no rank
         if fault.ranks:
-            if wrong := [rank for rank in fault.ranks if rank not in world]:
-                raise JobError(
-                    f"{fault.text}: rank {wrong[0]}: the job has ranks 0 to {len(world) - 1}; correct the scenario"
-                )
             return fault.ranks
         free = [rank for rank in world if rank not in others] or list(world)
         return tuple(self._rng.sample(free, min(fault.count, len(free))))

@@ -107,7 +107,7 @@ class FaultSpec:
 
     kind: str
     ranks: tuple[int, ...] = ()
-    """Empty: `count` random ones."""
+    """Empty: `count` random ones. Of a fault that hits a node: the rank whose node it is."""
     count: int = 1
     moment: Moment = Moment()
     point: str = ""
@@ -145,7 +145,9 @@ class FaultSpec:
         if whom in ("rank", "dump"):
             ranks = ", ".join(map(str, self.ranks)) or (f"{self.count} random" if self.count > 1 else "random")
             whom = f"rank{'s' if max(len(self.ranks), self.count) > 1 else ''} {ranks}"
-        elif whom == "node":
+        elif whom in ("node", "agent") and self.ranks:
+            whom = f"the node of rank {self.ranks[0]}"
+        elif whom == "node" or (whom == "agent" and self.node is not None):
             whom = f"node {'random' if self.node is None else self.node}"
         else:
             whom = ""
@@ -178,6 +180,11 @@ class Scenario:
         if not self.nodes and (alone := [fault.kind for fault in kinds if KINDS[fault.kind].place == "node"]):
             raise ConfigError(
                 f"scenario {self.name!r}: {alone[0]} needs several nodes, got nodes: 0; add `nodes: 2` or more"
+            )
+        if wrong := [fault for fault in kinds if fault.node is not None and fault.node >= max(1, self.nodes)]:
+            raise ConfigError(
+                f"scenario {self.name!r}: {wrong[0].kind} of node {wrong[0].node}, got nodes: {self.nodes}; wanted a node from 0 to"
+                f" {max(1, self.nodes) - 1}"
             )
         if not self.small_disk_mib and any(fault.kind == "fill_disk" for fault in kinds):
             raise ConfigError(
@@ -293,6 +300,10 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
 
 def _ranks(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[tuple[int, ...], int]:
     value = fields.get("rank", "random")
+    if kind.place in ("node", "agent") and "rank" in fields and "count" not in fields:
+        if "node" in fields:
+            raise ConfigError(f"{where}: node and rank: wanted one of them, as each says which node")
+        return (_whole(value, where, "rank", 0),), 1  # the node of that rank
     if kind.place not in ("rank", "dump") and ("rank" in fields or "count" in fields):
         raise ConfigError(f"{where}: it hits no rank, got rank: {value!r}; leave rank and count out")
     if value == "random":

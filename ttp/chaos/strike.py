@@ -101,14 +101,13 @@ class Striker:
             case "controller":
                 return self._controller(fault, record)
             case "agent":
-                index = self._index(fault)
-                return [self._kill(fault, "launcher", self._target.launchers[index].pid)]
+                return [self._agent(fault, peers)]
             case "disk":
                 return self._fill(fault, record, list(peers.values()))
             case "checkpoint":
                 return self._corrupt(fault, record)
             case _:
-                return self._node(fault)
+                return [self._node(fault, peers)]
 
     def node_of(self, firing: Firing) -> int:
         """Return the index of the node or launcher that was hit."""
@@ -129,14 +128,20 @@ class Striker:
             self.go_on_later(pid, fault.for_s)
         return [firing]
 
-    def _kill(self, fault: FaultSpec, name: str, pid: int) -> Firing:
-        firing = Firing(fault.kind, f"{name} #{self._index(fault)} (pid {pid})", time.time(), "", 0, self.key)
+    def _agent(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> Firing:
+        index = self._index(fault, peers)
+        pid = self._target.launchers[index].pid
+        firing = Firing(fault.kind, f"launcher #{index} (pid {pid})", time.time(), "", 0, self.key)
         self._send(pid, signal.SIGKILL)
         return firing
 
-    def _index(self, fault: FaultSpec) -> int:
-        count = max(1, len(self._target.nodes))
-        return (fault.node if fault.node is not None else self._rng.randrange(count)) % count
+    def _index(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> int:
+        """Return which node is meant: the one that is named, that of a rank, or any."""
+        nodes = self._target.nodes
+        if fault.ranks and nodes:
+            pid = peers[fault.ranks[0]].pid
+            return next(index for index, node in enumerate(nodes) if pid in node.pids())
+        return fault.node if fault.node is not None else self._rng.randrange(max(1, len(nodes)))
 
     def _fill(self, fault: FaultSpec, record: Record, peers: Sequence[Peer]) -> list[Firing]:
         """Fill the small disk; where none could be mounted, every rank's next writes fail as if it were full."""
@@ -160,8 +165,8 @@ class Striker:
         flip_bits(file)
         return [Firing(fault.kind, f"{newest.name}/{file.name}", time.time(), "", record.newest_step, self.key)]
 
-    def _node(self, fault: FaultSpec) -> list[Firing]:
-        index = self._index(fault)
+    def _node(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> Firing:
+        index = self._index(fault, peers)
         node: Node = self._target.nodes[index]
         firing = Firing(fault.kind, f"{node.name} #{index}", time.time(), "", 0, self.key)
         match fault.kind:
@@ -173,7 +178,7 @@ class Striker:
                 self.later(fault.for_s, node.clear)
             case _:
                 node.power_off()
-        return [firing]
+        return firing
 
     def _send(self, pid: int, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):

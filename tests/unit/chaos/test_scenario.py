@@ -42,6 +42,21 @@ def test_a_scenario_says_what_happens_when_and_to_whom(tmp_path: Path) -> None:
     assert two.text == "kill of ranks 0, 3, then kill of rank 1, then corrupt"
 
 
+def test_a_node_is_named_by_its_number_or_by_a_rank_on_it() -> None:
+    """And the fault is told so."""
+    faults = [
+        {"fault": "lose_node", "node": 1},
+        {"fault": "lose_node", "rank": 0},
+        {"fault": "kill_agent", "rank": 3},
+        {"fault": "lose_node"},
+    ]
+    scenario = parse_scenario({"faults": faults, "nodes": 2}, "here")
+    told = ["node 1", "the node of rank 0", "the node of rank 3", "node random"]
+    assert [fault.text.partition(" of ")[2] for fault in scenario.faults] == told
+    with pytest.raises(ConfigError, match="lose_node of node 2, got nodes: 2; wanted a node from 0 to 1"):
+        parse_scenario({"faults": [{"fault": "lose_node", "node": 2}], "nodes": 2}, "here")
+
+
 def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
     """No kind of the list needs a field that a scenario cannot have."""
     for name, kind in KINDS.items():
@@ -68,6 +83,10 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
         ({"fault": "kill", "then": [{"fault": "kill", "event": "lunch"}]}, "then 1 \\(kill\\): event is 'lunch'"),
         ({"fault": "kill", "then": [{"fault": "kill", "then": []}]}, "a `then` within a `then`"),
         ({"fault": "partition", "for_s": 2}, "needs several nodes, got nodes: 0"),
+        ({"fault": "kill_agent", "node": 1}, "kill_agent of node 1, got nodes: 0; wanted a node from 0 to 0"),
+        ({"fault": "kill_agent", "node": 0, "rank": 1}, "node and rank: wanted one of them"),
+        ({"fault": "kill_agent", "rank": [0, 1]}, r"rank is \[0, 1\]: wanted a whole number from 0"),
+        ({"fault": "kill_agent", "count": 2}, "it hits no rank"),
         ({"fault": "fill_disk", "for_s": 2}, "got small_disk_mib: 0"),
         ({"fault": "kill", "after_s": float("nan")}, "after_s is nan: wanted a number from 0"),
         ({"fault": "stop", "for_s": float("inf")}, "for_s is inf: wanted a number from 0"),

@@ -1,0 +1,95 @@
+"""Who is hit is who is told of: launchers and nodes, named, of a rank, or drawn; and where nodes cannot be made it is said why."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ttp.chaos.cli import USAGE, main
+from ttp.chaos.control import Peer
+from ttp.chaos.scenario import parse_scenario
+from ttp.chaos.strike import Striker
+from ttp.chaos.target import Target
+from ttp.chaos.watch import Record
+
+NODES = 3
+
+
+class FakeNode:
+    """A node on which one rank runs."""
+
+    def __init__(self, name: str, rank_pid: int) -> None:
+        self.name = name
+        self.done: list[str] = []
+        self._rank_pid = rank_pid
+
+    def pids(self) -> list[int]:
+        return [self._rank_pid]
+
+    def unplug(self) -> None:
+        self.done.append("unplug")
+
+    def plug(self) -> None:
+        self.done.append("plug")
+
+
+@pytest.fixture
+def target() -> Iterator[Any]:
+    """A job of three nodes whose launchers are real processes; rank r runs on node 2 - r."""
+    launchers = [subprocess.Popen(["sleep", "1000"]) for _ in range(NODES)]
+    nodes = [FakeNode(f"node-{'abc'[number]}", 1000 + NODES - 1 - number) for number in range(NODES)]
+    yield SimpleNamespace(nodes=nodes, launchers=launchers)
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+
+
+def peers() -> dict[int, Peer]:
+    return {rank: cast(Peer, SimpleNamespace(rank=rank, pid=1000 + rank)) for rank in range(NODES)}
+
+
+def blow(target: Any, seed: int, **fault: Any) -> tuple[Striker, int, str]:
+    """Strike; return the striker, the index of the node that was told, and what was told."""
+    (spec,) = parse_scenario({"faults": [fault], "nodes": NODES}, "here").faults
+    striker = Striker(cast(Target, target), random.Random(seed))
+    (firing,) = striker.elsewhere(spec, Record(), peers())
+    return striker, striker.node_of(firing), firing.whom
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_launcher_that_is_told_is_the_one_that_was_killed(target: Any, seed: int) -> None:
+    """Also when chance draws it: the harness starts the launcher of that node again."""
+    _, index, whom = blow(target, seed, fault="kill_agent")
+    killed = target.launchers[index]
+    assert killed.wait(30) == -signal.SIGKILL and f"(pid {killed.pid})" in whom
+    assert [launcher.poll() for launcher in target.launchers].count(None) == NODES - 1
+
+
+def test_a_node_of_a_rank_is_where_that_rank_runs(target: Any) -> None:
+    """Ranks are not in the order of the nodes."""
+    for rank in range(NODES):
+        striker, index, whom = blow(target, 0, fault="partition", rank=rank, for_s=5)
+        node = target.nodes[index]
+        assert index == NODES - 1 - rank and whom == f"{node.name} #{index}"
+        assert node.done == ["unplug"]
+        striker.undo(float("inf"))
+        assert node.done == ["unplug", "plug"], "the cable is put back, whatever happens"
+
+
+def test_a_scenario_of_nodes_is_refused_with_the_reason_where_none_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is started; the status is that of wrong usage."""
+    monkeypatch.setattr("ttp.chaos.campaign.why_not", lambda: "not root: network namespaces need it")
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("{name: far, nodes: 2, faults: [{fault: lose_node}]}")
+    assert main(["run", str(scenario), "--output", str(tmp_path / "out"), "--", "true"]) == USAGE
+    told = capsys.readouterr().out
+    assert "'far': nodes: 2: not root: network namespaces need it; leave nodes out, or run it elsewhere" in told
