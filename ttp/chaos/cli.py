@@ -110,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("output/chaos-matrix"))
+    parser.add_argument("--output", type=Path, help="default: output/chaos-matrix, with --nodes output/chaos-nodes")
+    parser.add_argument("--nodes", action="store_true", help="the faults of nodes, on two nodes of network namespaces")
     parser.add_argument("--repeat", type=int, default=2, help="how often every cell is run")
     parser.add_argument("--per-job", type=int, default=8, help="cells that one job takes, one after the other")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th (0 to N-1)")
@@ -217,13 +218,13 @@ def _check(console: Console, path: Path) -> int:
 
 
 def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> int:
-    output = args.output.resolve()
+    output = (args.output or Path("output/chaos-nodes" if args.nodes else "output/chaos-matrix")).resolve()
     if args.table:
-        print(matrix.table(matrix.read_lines(output)))
+        print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
         return GOOD
     plan = _plan(args, output)
     todo = len(matrix.open_cells(plan))
-    console.print(f"{len(matrix.cells())} cells, {todo} to run now; output {output}")
+    console.print(f"{len(matrix.cells(nodes=args.nodes))} cells, {todo} to run now; output {output}")
     good, beginning = True, matrix.read_lines(output)
     with Screen(console) as screen:
         for campaign in matrix.run_matrix(plan, screen.told, patience):
@@ -236,7 +237,7 @@ def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> i
     console.print(
         f"{sum(line['happened'] for line in run)} of {todo} cells were run, {sum(line['blows'] for line in run)} blows"
     )
-    print(matrix.table(matrix.read_lines(output)))
+    print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
     return GOOD if good else BAD
 
 
@@ -245,7 +246,7 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
     if match is None or not int(match[1]) < int(match[2]):
         raise ConfigError(f"--shard is {args.shard!r}: wanted I/N with I from 0 to N - 1")
     kinds = tuple(args.kinds.split(",")) if args.kinds else ()
-    known = dict.fromkeys(cell.kind for cell in matrix.cells())
+    known = dict.fromkeys(cell.kind for cell in matrix.cells(nodes=args.nodes))
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"--kinds has {unknown[0]!r}: wanted some of {', '.join(known)}")
     for name, value in (("--repeat", args.repeat), ("--per-job", args.per_job)):
@@ -260,6 +261,7 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
         until_monotonic_s=time.monotonic() + args.minutes * 60 if args.minutes else float("inf"),
         kinds=kinds,
         seed=args.seed,
+        nodes=args.nodes,
     )
 
 

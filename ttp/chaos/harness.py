@@ -133,6 +133,7 @@ class Harness:
             if key > self._striker.key:
                 self._striker.key, self._peers = key, {}
             self._peers[peer.rank] = peer
+            self._striker.met(peer)
             mine = [order for rank, order in self._standing if rank == peer.rank and key > self._armed_key]
             self._standing = [entry for entry in self._standing if entry[1] not in mine]
             peer.give(mine)

@@ -1,6 +1,7 @@
 """The matrix: every kind of fault in every phase to every role of rank that can occur, on the bundled trainer's gpt_tiny.
 
     ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]
+    ttp chaos matrix --nodes ...         the faults of nodes instead, on two nodes of network namespaces
     ttp chaos matrix --table             only print what has been run so far, as the table of docs/chaos.md
 
 A job takes several cells, one after the other. What was run is kept, a line a cell, in DIR/cells.jsonl: a run that was ended
@@ -15,16 +16,19 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ttp.chaos.campaign import Campaign, run_campaign
+from ttp.chaos.cell import Cell, labelled
 from ttp.chaos.harness import Told
 from ttp.chaos.incident import NOT_REACHED
 from ttp.chaos.inject import POINTS, START_POINTS
 from ttp.chaos.job import read_jsonl
 from ttp.chaos.judge import VIOLATED
+from ttp.chaos.node_cells import NODES, RANKS_PER_NODE, node_cells
+from ttp.chaos.nodes_job import RENDEZVOUS
 from ttp.chaos.patience import Patience
 from ttp.chaos.result import write_result
 from ttp.chaos.scenario import FaultSpec, Moment, Scenario
@@ -43,24 +47,11 @@ ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20"}
 """A hang is found soon although the job's pace is not known yet: that takes eight seconds, and the faults come sooner."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One entry of the matrix."""
-
-    kind: str
-    phase: str
-    role: str
-    fault: FaultSpec
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}/{self.phase}/{self.role}"
-
-
-def cells() -> tuple[Cell, ...]:
-    """Return every cell that can occur on one node."""
-    made = [*_in_step(), *_in_dump(), *_in_start(), *_mild(), *_elsewhere(), *_disk()]
-    return tuple(replace(cell, fault=replace(cell.fault, label=cell.name)) for cell in made)
+def cells(*, nodes: bool = False) -> tuple[Cell, ...]:
+    """Return every cell that can occur on one node, or those of `node_cells.py`."""
+    if nodes:
+        return node_cells()
+    return labelled((*_in_step(), *_in_dump(), *_in_start(), *_mild(), *_elsewhere(), *_disk()))
 
 
 def _soon() -> Moment:
@@ -165,12 +156,14 @@ class Plan:
     until_monotonic_s: float = float("inf")
     kinds: tuple[str, ...] = ()
     seed: int = 0
+    nodes: bool = False
+    """The cells of two nodes."""
 
 
 def ordered(plan: Plan) -> list[Cell]:
     """Return this shard's cells in their order: shuffled, one of each kind first, then the rest; again for each repeat."""
     rng = random.Random(plan.seed)
-    wanted = [cell for cell in cells() if not plan.kinds or cell.kind in plan.kinds]
+    wanted = [cell for cell in cells(nodes=plan.nodes) if not plan.kinds or cell.kind in plan.kinds]
     rng.shuffle(wanted)
     seen: set[str] = set()
     first = [cell for cell in wanted if not (cell.kind in seen or seen.add(cell.kind))]  # type: ignore[func-returns-value]
@@ -199,9 +192,13 @@ def read_lines(output: Path) -> list[dict[str, Any]]:
     return [line for path in sorted(output.glob("cells*.jsonl")) for line in read_jsonl(path)]
 
 
-def command() -> list[str]:
+def command(*, nodes: bool = False) -> list[str]:
+    """Return the job's command, on one node or on each of two."""
+    count = RANKS_PER_NODE if nodes else RANKS
+    places = ("--nnodes", "{nodes}", "--rdzv-backend", "c10d", "--rdzv-id", "matrix", "--rdzv-endpoint", "{endpoints}")
     return [
-        *(sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
+        *(sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(count), "--max-restarts", "1000"),
+        *((*places, "--rdzv-conf", RENDEZVOUS) if nodes else ()),
         *("--ttp-futile-starts", "0", "-m", "ttp.trainer", "--config", "gpt_tiny"),
         *("--training_config.output_dir", "{output}", "--training_config.training_iters", str(STEPS)),
         *("--training_config.log_interval", "100"),
@@ -222,11 +219,14 @@ def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | No
             faults=tuple(c.fault for c in batch),
             environ=ENVIRON,
             deadline_s=240.0,
+            nodes=NODES if plan.nodes else 0,
         )
         unbroken = plan.output / "unbroken.json"
         folder = plan.output / f"job_{number}"
         given = unbroken if unbroken.exists() else None
-        *_, campaign = run_campaign(scenario, command(), folder, unbroken=given, told=told, patience=patience)
+        *_, campaign = run_campaign(
+            scenario, command(nodes=plan.nodes), folder, unbroken=given, told=told, patience=patience
+        )
         if given is None:
             (folder / "unbroken.json").replace(unbroken)
         write_result(campaign)
@@ -259,10 +259,10 @@ def _put_down(output: Path, job: int, batch: Sequence[Cell], campaign: Campaign)
             file.write(json.dumps(line) + "\n")
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
+def table(lines: Sequence[dict[str, Any]], *, nodes: bool = False) -> str:
     """Return the summary of what has been run, in Markdown."""
     kinds: dict[str, int] = {}
-    for cell in cells():
+    for cell in cells(nodes=nodes):
         kinds[cell.kind] = kinds.get(cell.kind, 0) + 1
     rows = [
         "| fault | cells | run of them | blows | what became of it | unexpected | first new step, median s |",

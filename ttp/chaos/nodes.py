@@ -34,6 +34,8 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 SUBNET = "10.77.0"
+NAMESPACES = Path("/run/netns")
+"""Where `ip netns` keeps them."""
 NAME_FILES = Path("/etc/netns")
 """`ip netns exec` puts the files of a folder here, named as the namespace, in the place of those in /etc."""
 KILL_S = 10.0
@@ -111,6 +113,13 @@ class Node:
     def pids(self) -> list[int]:
         """Return all processes of this node."""
         return [int(word) for word in _ip("netns", "pids", self._namespace).split()]
+
+    def holds(self, pid: int) -> bool:
+        """Say whether a process runs on this node."""
+        try:
+            return os.stat(f"/proc/{pid}/ns/net").st_ino == (NAMESPACES / self._namespace).stat().st_ino
+        except OSError:
+            return False  # it has ended
 
     def kill_all(self) -> None:
         """SIGKILL every process of this node; return when all are gone."""

@@ -20,7 +20,7 @@ from ttp.chaos.hook import NOW, Order
 from ttp.chaos.incident import Firing
 from ttp.chaos.inject import Fault
 from ttp.chaos.job import marked
-from ttp.chaos.nodes import Node
+from ttp.chaos.nodes import Node, NodesError
 from ttp.chaos.scenario import KINDS, FaultSpec
 from ttp.chaos.target import Target
 from ttp.chaos.watch import Key, Record
@@ -46,6 +46,8 @@ class Striker:
         self._rng = rng
         self._order_count = 0
         self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._places: dict[int, int] = {}
+        """The node of each rank."""
         self.key: Key = (0, 0)
         """The start that is hit."""
 
@@ -61,6 +63,12 @@ class Striker:
         self._undo = [entry for entry in self._undo if entry[0] > now_monotonic_s]
         for act in due:
             act()
+
+    def met(self, peer: Peer) -> None:
+        """Note on which node a rank runs, while it lives."""
+        for index, node in enumerate(self._target.nodes):
+            if node.holds(peer.pid):
+                self._places[peer.rank] = index
 
     def later(self, after_s: float, act: Callable[[], None]) -> None:
         self._undo.append((time.monotonic() + after_s, act))
@@ -101,13 +109,13 @@ class Striker:
             case "controller":
                 return self._controller(fault, record)
             case "agent":
-                return [self._agent(fault, peers)]
+                return [self._agent(fault)]
             case "disk":
                 return self._fill(fault, record, list(peers.values()))
             case "checkpoint":
                 return self._corrupt(fault, record)
             case _:
-                return [self._node(fault, peers)]
+                return [self._node(fault)]
 
     def node_of(self, firing: Firing) -> int:
         """Return the index of the node or launcher that was hit."""
@@ -128,19 +136,23 @@ class Striker:
             self.go_on_later(pid, fault.for_s)
         return [firing]
 
-    def _agent(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> Firing:
-        index = self._index(fault, peers)
+    def _agent(self, fault: FaultSpec) -> Firing:
+        index = self._index(fault)
         pid = self._target.launchers[index].pid
         firing = Firing(fault.kind, f"launcher #{index} (pid {pid})", time.time(), "", 0, self.key)
         self._send(pid, signal.SIGKILL)
         return firing
 
-    def _index(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> int:
+    def _index(self, fault: FaultSpec) -> int:
         """Return which node is meant: the one that is named, that of a rank, or any."""
         nodes = self._target.nodes
         if fault.ranks and nodes:
-            pid = peers[fault.ranks[0]].pid
-            return next(index for index, node in enumerate(nodes) if pid in node.pids())
+            rank = fault.ranks[0]
+            if rank not in self._places:
+                raise NodesError(
+                    f"{fault.text}: rank {rank} runs on none of the {len(nodes)} nodes; does the command start it elsewhere?"
+                )
+            return self._places[rank]
         return fault.node if fault.node is not None else self._rng.randrange(max(1, len(nodes)))
 
     def _fill(self, fault: FaultSpec, record: Record, peers: Sequence[Peer]) -> list[Firing]:
@@ -165,8 +177,8 @@ class Striker:
         flip_bits(file)
         return [Firing(fault.kind, f"{newest.name}/{file.name}", time.time(), "", record.newest_step, self.key)]
 
-    def _node(self, fault: FaultSpec, peers: Mapping[int, Peer]) -> Firing:
-        index = self._index(fault, peers)
+    def _node(self, fault: FaultSpec) -> Firing:
+        index = self._index(fault)
         node: Node = self._target.nodes[index]
         firing = Firing(fault.kind, f"{node.name} #{index}", time.time(), "", 0, self.key)
         match fault.kind:

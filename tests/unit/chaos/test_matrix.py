@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from ttp.chaos.cell import Cell
 from ttp.chaos.cli import main
 from ttp.chaos.inject import POINTS
-from ttp.chaos.matrix import IN_STEP, ROLES, Cell, Plan, cells, open_cells, ordered, read_lines, table
+from ttp.chaos.matrix import IN_STEP, ROLES, Plan, cells, command, open_cells, ordered, read_lines, table
+from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
 
 
 def put_down(output: Path, cell: Cell, **fields: Any) -> None:
@@ -26,6 +28,25 @@ def test_every_cell_is_there_once_and_run_twice_makes_at_least_five_hundred_faul
     assert len(names) == len(set(names)) and 2 * len(names) >= 500
     wanted = {f"{kind}/{point}/{role}" for kind in IN_STEP for point in POINTS for role in ROLES}
     assert wanted <= set(names)
+
+
+def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:
+    """Every fault of a node in training and at each stage of a dump, to the node with rank 0 and to the other; the neighbour that
+    dies first is on the node that is hit, so that the other node can save."""
+    made = cells(nodes=True)
+    names = [cell.name for cell in made]
+    assert len(names) == len(set(names)) == 4 * 2 * (1 + 6)
+    assert {cell.fault.kind for cell in made} == {"kill", *FIELDS} and not set(names) & {cell.name for cell in cells()}
+    for cell in made:
+        (hit,) = [fault for fault in (cell.fault, *cell.fault.then) if fault.kind in FIELDS]
+        assert hit.ranks == ((0,) if cell.role == "first" else (3,))
+        if cell.fault.then:
+            assert cell.fault.ranks[0] // RANKS_PER_NODE == hit.ranks[0] // RANKS_PER_NODE
+    words = command(nodes=True)
+    assert words[words.index("--nproc-per-node") + 1] == "2" and "{endpoints}" in words
+    assert "{endpoints}" not in command()
+    assert ordered(Plan(output=Path(), nodes=True))[0] in made
+    assert "| lose_node in a dump | 12 | 0 |" in table([], nodes=True)
 
 
 def test_the_first_cells_are_one_of_each_kind() -> None:

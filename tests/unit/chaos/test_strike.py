@@ -14,6 +14,7 @@ import pytest
 
 from ttp.chaos.cli import USAGE, main
 from ttp.chaos.control import Peer
+from ttp.chaos.nodes import NodesError
 from ttp.chaos.scenario import parse_scenario
 from ttp.chaos.strike import Striker
 from ttp.chaos.target import Target
@@ -30,8 +31,8 @@ class FakeNode:
         self.done: list[str] = []
         self._rank_pid = rank_pid
 
-    def pids(self) -> list[int]:
-        return [self._rank_pid]
+    def holds(self, pid: int) -> bool:
+        return pid == self._rank_pid
 
     def unplug(self) -> None:
         self.done.append("unplug")
@@ -59,6 +60,8 @@ def blow(target: Any, seed: int, **fault: Any) -> tuple[Striker, int, str]:
     """Strike; return the striker, the index of the node that was told, and what was told."""
     (spec,) = parse_scenario({"faults": [fault], "nodes": NODES}, "here").faults
     striker = Striker(cast(Target, target), random.Random(seed))
+    for peer in peers().values():
+        striker.met(peer)
     (firing,) = striker.elsewhere(spec, Record(), peers())
     return striker, striker.node_of(firing), firing.whom
 
@@ -81,6 +84,13 @@ def test_a_node_of_a_rank_is_where_that_rank_runs(target: Any) -> None:
         assert node.done == ["unplug"]
         striker.undo(float("inf"))
         assert node.done == ["unplug", "plug"], "the cable is put back, whatever happens"
+
+
+def test_a_rank_that_runs_on_no_node_is_told(target: Any) -> None:
+    """The command may start its ranks elsewhere."""
+    (spec,) = parse_scenario({"faults": [{"fault": "lose_node", "rank": 0}], "nodes": NODES}, "here").faults
+    with pytest.raises(NodesError, match="rank 0 runs on none of the 3 nodes"):
+        Striker(cast(Target, target), random.Random(0)).elsewhere(spec, Record(), peers())
 
 
 def test_a_scenario_of_nodes_is_refused_with_the_reason_where_none_can_be_made(
