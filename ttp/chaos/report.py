@@ -22,6 +22,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 1120px;
 h1 { margin-bottom: 0; } h2 { margin-top: 2em; border-bottom: 1px solid #d5dae1; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 3px 8px; border-bottom: 1px solid #e6e9ee; vertical-align: top; }
+table.claims td:nth-child(-n+3) { white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .good { color: #1b7f4b; } .bad { color: #b3261e; font-weight: 600; } .open { color: #946200; }
 .banner { padding: .6em 1em; border-radius: 6px; font-size: 18px; } .banner.good { background: #e3f5ea; }
@@ -113,7 +114,7 @@ def _verdicts(verdicts: Sequence[Values]) -> str:
             colour = {HELD: "good", VIOLATED: "bad"}.get(verdict["state"], "open")
             laps = f"lap {verdict['lap']}" if wrong else f"{count} of {len(mine)}"
             rows.append([name, _span(colour, verdict["state"]), laps, html.escape(verdict["text"])])
-    return _table(["claim", "", "laps", "what was seen"], rows)
+    return _table(["claim", "", "laps", "what was seen"], rows, name="claims")
 
 
 def _kinds(incidents: Sequence[Values]) -> str:
@@ -178,12 +179,12 @@ def _faults(incidents: Sequence[Values]) -> str:
     return f'<div class="scroll">{_table(head, rows, {0, 1, 5, 6, 7, 8, 9, 10})}</div>'
 
 
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = (), name: str = "") -> str:
     right = set(numbers)
     lines = ["".join(f'<th class="n">{n}</th>' if i in right else f"<th>{n}</th>" for i, n in enumerate(head))]
     for row in rows:
         lines.append("".join(f'<td class="n">{c}</td>' if i in right else f"<td>{c}</td>" for i, c in enumerate(row)))
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    return f'<table class="{name}">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _span(colour: str, text: str) -> str:
