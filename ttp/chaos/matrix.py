@@ -224,11 +224,13 @@ def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | No
         unbroken = plan.output / "unbroken.json"
         folder = plan.output / f"job_{number}"
         given = unbroken if unbroken.exists() else None
-        *_, campaign = run_campaign(
-            scenario, command(nodes=plan.nodes), folder, unbroken=given, told=told, patience=patience
-        )
-        if given is None:
+        asked = command(nodes=plan.nodes)
+        laps = run_campaign(scenario, asked, folder, unbroken=given, told=told, patience=patience)
+        campaign = next(laps)
+        if given is None:  # at once: a run that is interrupted now need not make it again
             (folder / "unbroken.json").replace(unbroken)
+        for _ in laps:
+            pass
         write_result(campaign)
         _put_down(plan.output, number, batch, campaign)
         yield campaign

@@ -11,7 +11,7 @@ import pytest
 from ttp.chaos.cell import Cell
 from ttp.chaos.cli import main
 from ttp.chaos.inject import POINTS
-from ttp.chaos.matrix import IN_STEP, ROLES, Plan, cells, command, open_cells, ordered, read_lines, table
+from ttp.chaos.matrix import IN_STEP, ROLES, Plan, cells, command, open_cells, ordered, read_lines, run_matrix, table
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
 
 
@@ -54,6 +54,25 @@ def test_the_first_cells_are_one_of_each_kind() -> None:
     kinds = {cell.kind for cell in cells()}
     first = ordered(Plan(output=Path()))[: len(kinds)]
     assert {cell.kind for cell in first} == kinds
+
+
+def test_an_interrupted_run_keeps_its_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run of the matrix compares with it, and makes none."""
+    given = []
+
+    def interrupted(scenario: object, words: object, folder: Path, *, unbroken: Path | None, **_: object) -> Any:
+        given.append(unbroken)
+        folder.mkdir()
+        if unbroken is None:
+            (folder / "unbroken.json").write_text("{}")
+        yield None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ttp.chaos.matrix.run_campaign", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            list(run_matrix(Plan(output=tmp_path, limit=1)))
+    assert given == [None, tmp_path / "unbroken.json"]
 
 
 def test_shards_are_parts_of_one_whole() -> None:
