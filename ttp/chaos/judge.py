@@ -236,7 +236,7 @@ def _late(run: Run, fired: Sequence[Incident]) -> list[str]:
 def _bytes(run: Run) -> Verdict:
     name = "I3 same bytes"
     if run.unbroken is None:
-        return Verdict(name, UNSEEN, "no unbroken run to compare with (the command has no {output})")
+        return Verdict(name, UNSEEN, "no unbroken run to compare with (--no-compare, or no {output} in the command)")
     wrong = [*differences(run.record, run.unbroken), *(run.final or ())]
     if wrong:
         return _verdict(name, wrong, "", {})
