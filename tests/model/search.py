@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.model.claims import judge
-from tests.model.situation import CLOSED, Action, Situation, is_stale
+from tests.model.situation import CLOSED, SUPERSEDED, Action, Situation, is_stale
 from tests.model.world import World
 from tests.simulation.garbage import seldom_collected
 from ttp.controller.rounds import has_culprit
@@ -130,7 +130,10 @@ class Search:
                     return steps
         ordinary = world.ordinary(situation)
         found.crossings += 1
-        steps = [*world.faults(situation), *world.possible(situation), *ordinary]
+        possible = world.possible(situation)
+        if self.reduced and ordinary:
+            possible = [action for action in possible if not self._can_go_on_later(situation, action)]
+        steps = [*world.faults(situation), *possible, *ordinary]
         if not ordinary:
             later = world.wait(situation)
             if later is None:
@@ -144,6 +147,16 @@ class Search:
             else:
                 steps.append(("wait",))
         return steps
+
+    def _can_go_on_later(self, situation: Situation, action: Action) -> bool:
+        """True for a stopped controller's going on that concerns nobody who runs: no rank that runs has a stream to it or looks for
+        one, and no launcher would turn to it with news that another controller waits for."""
+        if action[0] != "controller resume":
+            return False
+        place, views = action[1], map(self.world.views.__getitem__, situation.ranks)
+        if any(to > place and rank != SUPERSEDED for to, rank in situation.exits):
+            return False
+        return not any(view.running and view.link in (place, -1) for view in views)
 
     def _nothing_new(self, situation: Situation) -> list[Action] | None:
         """Return the hearing of what the controller knows of already, or the receiving of what changes no gate."""

@@ -65,6 +65,30 @@ def test_the_reduction_loses_no_outcome(kind: str) -> None:
     assert reduced.states < whole.states
 
 
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.long)])
+def test_a_stopped_controller_that_nobody_speaks_to_may_go_on_later(kind: str) -> None:
+    """Two faults in a job of two ranks, the controller being stopped one of them: the reduction for it loses no outcome either."""
+    shape = Shape(steps=1, faults=2, kinds=(kind, "controller stop"), each_once=True, holders=((0, 1),))
+    whole, reduced = searched(shape, reduced=False), searched(shape)
+    assert whole.complete and reduced.complete
+    assert whole.endings == reduced.endings
+    assert reduced.states < whole.states
+
+
+def test_asking_a_stopped_controller_again_and_again_leaves_nothing() -> None:
+    """Else there would be no end of situations: one more for every time that a rank gave up a stream that was not answered."""
+    shape = Shape(faults=3, peer_errors=0, holders=((0, 1),))
+    world = World(shape)
+    situation = world.start()
+    for fault in (("controller stop", 0), ("controller kill", 1), ("kill", 0)):
+        situation = world.apply(situation, fault)
+    for _ in range(100):
+        while ordinary := world.ordinary(situation):
+            situation = world.apply(situation, ordinary[0])
+        situation = world._pass_time(situation, world._next_moment(situation))
+    assert world.views[situation.ranks[1]].alive and max(map(len, situation.up)) < 8
+
+
 def test_a_pair_is_named_in_whichever_order() -> None:
     """So that a search that takes long can be run in parts."""
     assert named_pair("hang+kill") == named_pair("kill+hang") == ("kill", "hang")

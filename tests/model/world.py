@@ -144,7 +144,9 @@ class World(Possibilities):
             return
         index = rank * len(draft.controllers) + place
         draft.down[index] = ()
-        if not self.controller(draft, place).gone:
+        if draft.up[index][-1:] == (HELLO,):
+            draft.up[index] = draft.up[index][:-1]  # a stream that was asked for and given up is none, however often
+        elif not self.controller(draft, place).gone:
             self._append(draft.up, index, CLOSED)
         self._on_rank(draft, rank, ranks.let_go)
 
