@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ttp.launch.streams import replace_lost
+
 
 class Tool(NamedTuple):
     module: str
@@ -25,10 +27,24 @@ TOOLS = {
     "ckpt": Tool("ttp.checkpoint.cli", "look at checkpoints, compare, export and prune them"),
 }
 USAGE = 2
+UNREAD = 1
+"""As rich ends a program whose reader has gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the rest of the command line to the tool named first; return its exit status."""
+    """Hand the rest of the command line to the tool named first; return its exit status: 1 where nobody reads what it prints
+    (`| head`)."""
+    try:
+        status = _do(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not replace_lost():  # it was another pipe
+            raise
+        return UNREAD
+
+
+def _do(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in TOOLS:
         run = importlib.import_module(TOOLS[words[0]].module).main

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import IO
 
 from rich.console import Console
@@ -10,12 +12,21 @@ UNCUT = 10_000
 """Columns of a file: wider than any table here."""
 
 
-def open_console(file: IO[str] | None = None, *, soft_wrap: bool = True) -> Console:
+class _Raising(Console):
+    """A console whose lost reader is an error like others. rich ends the program there, which is right for a command only."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def open_console(file: IO[str] | None = None, *, soft_wrap: bool = True, ends_program: bool = True) -> Console:
     """Return a console for `file` (default: stdout).
 
     soft_wrap: lines go on over a terminal's edge; without it, and where there are tables with long cells, they are folded.
+    ends_program: where nobody reads any more the program ends with 1; else that is a BrokenPipeError.
     """
-    console = Console(file=file, highlight=False, soft_wrap=soft_wrap)
+    kind = Console if ends_program else _Raising
+    console = kind(file=file, highlight=False, soft_wrap=soft_wrap)
     if not console.is_terminal:
         console.width = UNCUT
     return console

@@ -31,6 +31,7 @@ from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import SHUTDOWN_S, USAGE_ERROR, Launching, Round
 from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
+from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.progress import progress_key
 
@@ -138,6 +139,8 @@ class HoldAgent(LocalElasticAgent):
             signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         ):  # see __main__; torch's handler follows, unless told otherwise
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name in replace_lost():
+            log.warning("nobody reads %s any more: what the workers print there is lost from now on", name)
         before = set(children_leading_sessions())
         begun_unix_s = time.time()
         nodes = worker_group.group_world_size or 1

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,13 @@ class Chronicle:
             if self._down_since_unix_s is not None:
                 self._lost_s += now - self._down_since_unix_s
                 self._down_since_unix_s = None
-            summary = self._summary(result, now)
-            self._print(summary_lines(summary))
+            try:
+                summary = self._summary(result, now)
+            except _UNREADABLE as error:
+                log.warning("how the job went cannot be summed up: %s: %s", type(error).__name__, error)
+                return
             self._write("end", asdict(summary))
+            self._print(summary_lines(summary))
 
     # --- with the lock held ---
 
@@ -156,12 +162,9 @@ class Chronicle:
 
     def _earlier(self) -> Earlier:
         """Read what other launchers told of the starts that were not told here; nothing where their file is not on this node."""
-        lines: list[Line] = []
         if self._story_path is not None and not self._told.issuperset(range(self._number + 1)):
             try:
-                with open(self._story_path, encoding="utf-8") as file:
-                    lines = [json.loads(line) for line in file if line.endswith("\n")]
-                return earlier(lines, self._told, self._number)
+                return earlier(_read_story(self._story_path), self._told, self._number)
             except FileNotFoundError:
                 pass
             except _UNREADABLE as error:
@@ -200,6 +203,8 @@ class Chronicle:
         pids = {str(line["fields"]["rank"]): line["fields"]["pid"] for line in lines if line["event"] == "registered"}
         standbys = len(fields["standbys"])
         behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+        shown = ("world_size", "survives", "standbys", "warnings", "rows")
+        self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
         if fault_of(start.number, lines, {}) is not None:  # it came between two of the courier's looks
             self._print([f"start {start.number} as it was before its fault, which came before this could be told:"])
         self._print(
@@ -210,10 +215,8 @@ class Chronicle:
         )
         if fields["rows"] != self._rows:  # a restart of the same ranks needs no second table
             self._rows = fields["rows"]
-            open_console(sys.stderr, soft_wrap=False).print(start_table(fields["rows"], pids))
+            self._show(start_table(fields["rows"], pids), soft_wrap=False)
         self._print([f"warning: {text}" for text in fields["warnings"]])
-        shown = ("world_size", "survives", "standbys", "warnings", "rows")
-        self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
         return True
 
     def _end(self, start: Start, ending: Ending, introduce: bool) -> None:
@@ -232,12 +235,17 @@ class Chronicle:
         story = replace(story, next=ending.next)
         self._stories.append(story)
         self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s
-        self._print(fault_lines(story))
         self._write("fault", asdict(story))
+        self._print(fault_lines(story))
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:
-            open_console(sys.stderr).print("\n".join(lines), markup=False)
+            self._show("\n".join(lines))
+
+    def _show(self, what: str | Table, *, soft_wrap: bool = True) -> None:
+        """Print on stderr, after the same was written for machines. A console that is lost costs what is printed, no more."""
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
 
     def _write(self, event: str, fields: Mapping[str, Any]) -> None:
         if self._story_path is None:
@@ -257,9 +265,27 @@ class Chronicle:
 
 
 def _append(path: Path, text: str) -> None:
+    """Append a line, after the end of one that was cut off: the disk was full, or its writer was lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "ab") as file:
+        file.write((b"\n" if _is_cut_off(path) else b"") + text.encode())
+
+
+def _is_cut_off(path: Path) -> bool:
+    if not path.is_file():  # a pipe, which cannot be read
+        return False
+    with open(path, "rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+
+
+def _read_story(path: Path) -> list[Line]:
+    """Return a story file's lines but for those that were cut off. Raises OSError."""
+    found: list[Line] = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
 
 
 def _kept(fault: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -185,10 +185,12 @@ def launch(
         events.record(agent.get_event_failed(), event_log)
         raise
     finally:
-        if launching.chronicle is not None:
-            launching.chronicle.finish(ended)
-        if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
-            handler.shutdown(why)
+        try:
+            if launching.chronicle is not None:
+                launching.chronicle.finish(ended)
+        finally:  # a signal may have come there
+            if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
+                handler.shutdown(why)
 
 
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +48,28 @@ def test_help_lists_the_tools_and_succeeds(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["--help"]) == 0
     assert "ttp ckpt" in capsys.readouterr().out
     assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("words", [("--help",), ("chaos", "faults"), ("chaos", "matrix", "--table")])
+def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """`ttp ... | head`: also where Python writes the last of it at its end."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ttp.cli", *words], stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_another_broken_pipe_is_an_error_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stdout has its reader: what broke was something else."""
+
+    def broken(argv: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_do", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main([])

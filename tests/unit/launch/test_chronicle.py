@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +253,81 @@ def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp
     assert [line["event"] for line in written(tmp_path / "was first" / "story.jsonl")] == ["start", "fault"]
     assert [line["event"] for line in written(places[1] / "story.jsonl")] == ["start", "fault", "end"]
     assert written(places[1] / "story.jsonl")[-1]["faults"] == 2
+
+
+class Lost(io.StringIO):
+    """A stream that fails at every write."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError(32, "Broken pipe"),
+        OSError(28, "No space left on device"),
+        ValueError("I/O operation on closed file"),
+    ],
+)
+def test_a_console_that_is_lost_costs_no_line_of_the_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Nothing is raised, above all not rich's SystemExit; what is for machines was written before."""
+    monkeypatch.setattr(sys, "stderr", Lost(error))
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    assert chronicle.watch(put("killed", tmp_path), tmp_path)
+    chronicle.end(Start(number=0, begun_unix_s=0.0), ending(tmp_path, rank_2="signal SIGKILL"))
+    chronicle.finish("succeeded")
+    assert [line["event"] for line in written(tmp_path / "story.jsonl")] == ["start", "fault", "end"]
+
+
+def test_a_line_is_for_machines_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is interrupted as it prints has written already."""
+    lines: list[int] = []
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            path = tmp_path / "story.jsonl"
+            lines.append(len(written(path)) if path.exists() else 0)
+            return len(text)
+
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    start, end = put("killed", tmp_path), ending(tmp_path)
+    acts: list[Callable[[], object]] = [
+        lambda: chronicle.watch(start, tmp_path),
+        lambda: chronicle.end(start, end),
+        lambda: chronicle.finish("succeeded"),
+    ]
+    for count, act in enumerate(acts, 1):
+        lines.clear()
+        monkeypatch.setattr(sys, "stderr", Watched())
+        act()
+        assert set(lines) == {count}
+
+
+def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
+    """The disk was full: the next line begins anew, and a later launcher still reads what the earlier one told."""
+    path = tmp_path / "story.jsonl"
+    first = Chronicle(clock=lambda: KILLED_AT_S)
+    first.begin(here=True)
+    first.end(put("killed", tmp_path), ending(tmp_path))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"unix_s": 17')
+    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    later.begin(here=True, number=1)
+    later.end(put("killed", tmp_path, 1), ending(tmp_path))
+    later.finish("succeeded")
+    texts = path.read_text().splitlines()
+    assert texts[2] == '{"unix_s": 17' and [json.loads(text)["event"] for text in texts[3:]] == [
+        "start",
+        "fault",
+        "end",
+    ]
+    assert json.loads(texts[-1])["faults"] == 2

@@ -56,3 +56,27 @@ def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     assert main.launch(config, "true", [], launching) == {0: None}
     assert f"result  {result}\n" in capsys.readouterr().err
+
+
+def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal may come while it is told: the rendezvous is closed all the same."""
+    told: list[str] = []
+    meeting: Any = Meeting("")
+    meeting.shutdown = told.append
+
+    class Interrupted(Chronicle):
+        def finish(self, result: str) -> None:
+            raise KeyboardInterrupt
+
+    agent: Any = Ended()
+    monkeypatch.setattr(main, "make_rendezvous", lambda config: meeting)
+    monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
+    monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
+    nobody: Any = None
+    launching = Launching(
+        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, chronicle=Interrupted()
+    )
+    config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
+    with pytest.raises(KeyboardInterrupt):
+        main.launch(config, "true", [], launching)
+    assert told == [""]
