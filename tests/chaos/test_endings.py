@@ -15,6 +15,7 @@ from tests.chaos.conftest import STEPS, arguments
 from tests.chaos.launching import TORCHRUN, Launch
 from tests.chaos.test_launch import free_port
 from ttp.chaos.job import read_jsonl
+from ttp.launch.signals import SAME_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -144,6 +145,7 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
         job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
         job.process.send_signal(signal.SIGINT)
         job.until(lambda: "telling ranks 0-1 to leave (SIGTERM)" in job.text, "notice")
+        time.sleep(3 * SAME_S)  # one that comes sooner is the same notice
         assert job.process.poll() is None
         began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
@@ -151,6 +153,57 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
         assert time.monotonic() - began < 60, "it waited for the ranks"
         assert "second signal: ending the workers at once" in job.text
         job.assert_nothing_left()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: signal.Signals) -> None:
+    """As systemd sends them, and schedulers that send SIGTERM again: at once and in the middle of a slow step, which is saved all the
+    same."""
+    output = tmp_path / "output"
+    trainer = (*arguments(), "--training_config.output_dir", str(output))
+    environ = {"TTP_FAULTS": "slow:rank=1,step=5,point=backward,for=8"}
+    script = TRAINER + "_run_as_program()"
+    with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
+        metrics = output / "metrics.jsonl"
+        job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
+        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(second)
+        job.until(lambda: "telling ranks 0-1 to leave (SIGTERM)" in job.text, "notice")
+        time.sleep(1.0)  # any moment of the seconds that the step takes
+        for number in (second, signal.SIGTERM, second):
+            job.process.send_signal(number)
+        assert job.wait() == 1
+        assert job.text.count("noted; the workers leave already, and keep their time") == 1, job.text
+        assert "second signal" not in job.text and "killed" not in job.text
+        job.assert_nothing_left()
+    *_, fault, end = read_jsonl(output / "log" / "story.jsonl")
+    assert fault["kind"] == "preempted" and fault["saved"]["step"] >= 4 and fault["steps_lost"] == 0
+    assert fault["next"].startswith("none here: the launcher was told to end (SIG")
+    assert end["result"].startswith("ended by SIG") and end["faults"] == 1
+
+
+NOHUP = """
+import runpy, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.argv[0] = "ttprun"
+runpy.run_module("ttp.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.long
+def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
+    """`nohup ttprun ...` goes on when the terminal goes, though torch would take the signal."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(NOHUP)
+    with Launch(tmp_path, "note('begun')\nawait_file('go')", program=[str(driver)]) as job:
+        job.await_notes("begun-0-0")
+        job.process.send_signal(signal.SIGHUP)
+        ignored = int(re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{job.process.pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
+        assert ignored >> (signal.SIGHUP - 1) & 1
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.text
 
 
 @pytest.mark.timeout(600)

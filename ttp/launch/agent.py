@@ -29,6 +29,7 @@ from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import SHUTDOWN_S, USAGE_ERROR, Launching, Round
+from ttp.launch.signals import Notices
 from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
@@ -79,6 +80,7 @@ class HoldAgent(LocalElasticAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
         self._round: Round | None = None
+        self._notices = Notices()
         self._lost_starts: list[tuple[str, str]] = []
         """Of each of the last starts in a row that a lost node has ended: which node, and whether its store was never reached
         from here."""
@@ -173,6 +175,7 @@ class HoldAgent(LocalElasticAgent):
         """Let torch start them. Raises NotStarted for a program that is not there, or that may not be run."""
         try:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
+            self._notices.install()
         except (FileNotFoundError, PermissionError) as error:
             program = worker_group.spec.entrypoint
             if error.filename != program:
@@ -301,28 +304,40 @@ class HoldAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
 
-        Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. A second
-        signal to the launcher ends them at once. Versions of torch differ in what follows the signal; it is handed on.
+        Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. Who insists (a second
+        Ctrl-C) ends them at once. Versions of torch differ in what follows the signal; it is handed on.
         """
-        round_, self._round = self._round, None
+        noticed, patient = bool(self._notices.name), True
+        round_, came = self._round, None
         if round_ is None:
-            super()._shutdown(death_sig, *args, **kwargs)
+            with self._notices.leaving():
+                super()._shutdown(death_sig, *args, **kwargs)
             return
-        patient = True
         try:
-            if round_.had_controller and round_.living():
-                round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
-            else:
-                round_.end_unled(death_sig, kwargs.get("timeout", SHUTDOWN_S))
-        except (SignalException, KeyboardInterrupt):
-            log.warning("second signal: ending the workers at once")
-            patient = False
-            round_.end_workers(signal.SIGKILL, 0.0)
+            with self._notices.leaving():
+                self._round = None
+                self._end_start(round_, death_sig, kwargs.get("timeout", SHUTDOWN_S))
+        except (SignalException, KeyboardInterrupt) as signalled:
+            came, patient = signalled, False
+            if round_.living():
+                log.warning("second signal: ending the workers at once")
+                round_.end_workers(signal.SIGKILL, 0.0)
         finally:
             try:
                 super()._shutdown(death_sig, *args, **kwargs)
             finally:  # a signal may have come there too
                 round_.close(patient)
+        if came is not None and not noticed:
+            raise came  # else it is lost: this was the end of one start, and the next would follow
+
+    def _end_start(self, round_: Round, death_sig: signal.Signals, timeout_s: float) -> None:
+        """Let the workers leave, or end those that have never had a controller."""
+        if name := self._notices.name:
+            round_.told_to_end(name)
+        if round_.living() and round_.led_by_now():
+            round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
+        else:
+            round_.end_unled(death_sig, timeout_s)
 
     # --- telling ---
 

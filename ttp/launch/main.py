@@ -42,6 +42,7 @@ from ttp.launch.courier import Link
 from ttp.launch.moving import MovingRendezvous
 from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
 from ttp.launch.round import Launching
+from ttp.launch.signals import without_ignored
 from ttp.launch.stores import Endpoint, Stores, parse_endpoints
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
@@ -140,7 +141,7 @@ def launch(
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
     if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
         handler = make_rendezvous(config)
     except ValueError as error:

@@ -166,6 +166,12 @@ class Round:
         """Say whether the workers of this start ever published a controller."""
         return self._courier.entry is not None
 
+    def led_by_now(self) -> bool:
+        """Say whether the workers have a controller, looking once more where none was known: they may have told just now."""
+        if not self.had_controller:
+            self._courier.look_now(ASK_AGAIN_S)
+        return self.had_controller
+
     @property
     def neighbours(self) -> Neighbours | None:
         """The way to the other nodes' launchers; None where there is one node only."""
@@ -336,6 +342,10 @@ class Round:
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
+    def told_to_end(self, name: str) -> None:
+        """Take in that nothing follows this start here: the launcher got that signal."""
+        self.next = f"none here: the launcher was told to end ({name})"
+
     def end_unled(self, death_signal: signal.Signals, grace_s: float) -> None:
         """End workers that never had a controller: they are starting, and have nothing to save, or have no session.
 
@@ -395,7 +405,7 @@ class Round:
             with signals_held_back():
                 name = signal_name(signalled)
                 log.warning("%s: ending this start's controllers on this node at once", name)
-                self.next = f"none here: the launcher was told to end ({name})"
+                self.told_to_end(name)
                 self._watch.stop()
                 self._courier.close()
                 if self._neighbours is not None:

@@ -1,16 +1,32 @@
-"""Signals to the launcher itself: their names, and a short while in which they must not interrupt.
+"""Signals to the launcher itself: what they mean, their names, and a short while in which they must not interrupt.
 
-Once torch's agent has installed its handlers, a signal comes out as an exception wherever the main thread is.
+torch's agent installs handlers as it starts workers, from which every signal comes out as an exception wherever the main thread is.
+Notices takes their place: schedulers send several signals for one end, and only a person who presses Ctrl-C again wants no more to be saved.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
+
+log = logging.getLogger("ttp.launch")
+
+SAME_S = 0.1
+"""Signals that come so soon after the first are the same notice: a wrapper hands on what the terminal has sent already."""
+
+TAKEN_S = 1.0
+"""So soon after the first signal the launcher has begun to end, unless somebody has caught the exception: then the next raises again."""
+
+INSISTENT = (signal.SIGINT, signal.SIGQUIT)
+"""What a person at a terminal sends. After a notice they end all at once; any other signal is the same notice once more."""
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -37,3 +53,89 @@ def signals_held_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def without_ignored(names: str) -> str:
+    """Return a list of signals' names without SIGHUP where it is ignored (`nohup`): torch would have it end the job. One that names nothing
+    else is left as it is."""
+    kept = [name for name in names.split(",") if name.strip() != "SIGHUP"]
+    return ",".join(kept) if kept and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else names
+
+
+class Notices:
+    """The signals to one launcher: the first is a notice, SIGINT or SIGQUIT after it insists, and any other changes nothing."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: signal.Signals | None = None
+        self._first_s = 0.0
+        self._taken = self._leaving = self._postponed = self._said = False
+        self._words: SimpleQueue[str] = SimpleQueue()
+        self._speaker: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        """The first signal's name; empty: none has come."""
+        return self._first.name if self._first is not None else ""
+
+    def install(self) -> None:
+        """Take the place of torch's handlers, whichever it has installed. On another thread there are none."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.valid_signals():
+            if getattr(signal.getsignal(number), "__module__", None) == SignalException.__module__:
+                if self._speaker is None:
+                    self._speaker = threading.Thread(target=self._speak, name="ttp-signals", daemon=True)
+                    self._speaker.start()
+                signal.signal(number, self._handle)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Let the workers leave: only who insists interrupts that. A first notice that comes meanwhile raises SignalException when
+        they have left."""
+        self.install()
+        self._taken = self._first is not None
+        self._leaving = True
+        try:
+            yield
+        except BaseException:
+            self._postponed = False
+            raise
+        finally:
+            self._leaving = False
+        if self._postponed and self._first is not None:
+            self._postponed = False
+            raise _exception(self._first)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        told, now_s = signal.Signals(number), self._clock()
+        if self._first is None:
+            self._first, self._first_s = told, now_s
+            if not self._leaving:
+                raise _exception(told)
+            self._postponed = True
+            self._say(told)
+        elif now_s - self._first_s < SAME_S:
+            return
+        elif told in INSISTENT:
+            raise _exception(told)
+        elif self._taken or self._leaving:
+            self._say(told)
+        elif now_s - self._first_s >= TAKEN_S:
+            raise _exception(told)
+
+    def _say(self, told: signal.Signals) -> None:
+        """Have it logged, once, by another thread: the main one may be interrupted in the middle of a line."""
+        if not self._said:
+            self._said = True
+            self._words.put(
+                f"{told.name}: noted; the workers leave already, and keep their time. Ctrl-C ends all at once"
+            )
+
+    def _speak(self) -> None:
+        while True:
+            log.info("%s", self._words.get())
+
+
+def _exception(told: signal.Signals) -> SignalException:
+    return SignalException(f"the launcher got signal: {told.value} ({told.name})", sigval=told)

@@ -1,0 +1,228 @@
+"""What the launcher makes of several signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from tests.unit.launch.test_agent import make_agent
+from ttp.launch.agent import HoldAgent
+from ttp.launch.signals import SAME_S, TAKEN_S, Notices, without_ignored
+
+DEADLINE_S = 30.0
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def torchs_handlers() -> Iterator[None]:
+    """torch's agent has installed its handlers in this process."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("torch's own handler was called")
+
+    handler.__module__ = SignalException.__module__
+    before = {name: signal.signal(getattr(signal, name), handler) for name in NAMES}
+    yield
+    for name, kept in before.items():
+        signal.signal(getattr(signal, name), kept)
+
+
+@pytest.fixture
+def clock(torchs_handlers: None) -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def notices(clock: Clock) -> Notices:
+    made = Notices(clock)
+    made.install()
+    return made
+
+
+def send(*names: str) -> None:
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+def given(notices: Notices, name: str) -> None:
+    with pytest.raises(SignalException) as raised:
+        send(name)
+    assert raised.value.sigval.name == notices.name == name
+
+
+def await_words(caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while "noted; the workers leave already" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("first", NAMES)
+def test_signals_that_schedulers_send_are_one_notice_and_said_once(
+    notices: Notices, clock: Clock, caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    """SIGTERM twice, SIGTERM and SIGHUP, SIGINT and later SIGTERM: the workers leave in peace."""
+    caplog.set_level(logging.INFO, "ttp.launch")
+    given(notices, first)
+    with notices.leaving():
+        for _ in range(3):
+            clock.now_s += 5.0
+            send("SIGTERM", "SIGHUP")
+    clock.now_s += 5.0
+    send("SIGTERM")
+    await_words(caplog)
+    assert caplog.text.count("noted; the workers leave already") == 1 and notices.name == first
+
+
+@pytest.mark.parametrize("first", NAMES)
+@pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
+def test_who_insists_at_a_terminal_is_obeyed(notices: Notices, clock: Clock, first: str, second: str) -> None:
+    """After whatever notice: a person is there who wants no more."""
+    given(notices, first)
+    clock.now_s += 2 * SAME_S
+    with pytest.raises(SignalException) as raised, notices.leaving():
+        send(second)
+    assert raised.value.sigval.name == second
+
+
+@pytest.mark.parametrize("second", NAMES)
+def test_two_signals_at_once_are_one_whichever_they_are(notices: Notices, clock: Clock, second: str) -> None:
+    """Two equal ones may be one to the kernel as well; before and after the launcher has begun to end."""
+    given(notices, "SIGINT")
+    send(second)
+    clock.now_s += SAME_S / 2
+    with notices.leaving():
+        send(second)
+
+
+def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: Notices, clock: Clock) -> None:
+    """Nobody has begun to end the job: the next signal raises, whichever it is."""
+    given(notices, "SIGTERM")
+    clock.now_s += TAKEN_S / 2
+    send("SIGTERM")
+    clock.now_s += TAKEN_S
+    with pytest.raises(SignalException):
+        send("SIGTERM")
+
+
+def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: Notices) -> None:
+    """They leave in peace, and the launcher ends instead of starting anew."""
+    done = []
+    with pytest.raises(SignalException) as raised, notices.leaving():
+        send("SIGTERM")
+        done.append("the workers have left")
+    assert done and raised.value.sigval is signal.SIGTERM
+    with notices.leaving():
+        send("SIGTERM")
+
+
+def test_nohup_keeps_its_promise() -> None:
+    """A SIGHUP that was ignored when the launcher began stays so, unless it is all that is to be handled."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert without_ignored("SIGTERM,SIGINT,SIGHUP,SIGQUIT") == "SIGTERM,SIGINT,SIGQUIT"
+        assert without_ignored("SIGHUP") == "SIGHUP"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert without_ignored("SIGTERM,SIGHUP") == "SIGTERM,SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Leaving:
+    """Stands in for a round whose workers take their time, in which signals come."""
+
+    fault = None
+
+    def __init__(self, come: Callable[[], None]) -> None:
+        self.come = come
+        self.done: list[str] = []
+
+    def living(self) -> list[int]:
+        return [0, 1]
+
+    def led_by_now(self) -> bool:
+        return True
+
+    def told_to_end(self, name: str) -> None:
+        self.done.append(f"told to end by {name}")
+
+    def take_leave(self) -> None:
+        self.come()
+        self.done.append("left")
+
+    def end_workers(self, number: signal.Signals, grace_s: float) -> None:
+        self.done.append(number.name)
+
+    def close(self, patient: bool) -> None:
+        self.done.append("closed" if patient else "closed at once")
+
+
+@pytest.fixture
+def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAgent, Leaving], None]:
+    """Return what torch does at a start's end; signals are `later` than the first by more than a moment."""
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, *args, **kwargs: None)
+
+    def end(agent: HoldAgent, round_: Any) -> None:
+        agent._round = round_
+        agent._shutdown(signal.SIGTERM)
+        assert agent._round is None
+
+    return end
+
+
+def noticed(clock: Clock) -> HoldAgent:
+    agent = make_agent()
+    agent._notices = Notices(clock)
+    agent._notices.install()
+    given(agent._notices, "SIGTERM")
+    clock.now_s += 1.0
+    return agent
+
+
+def test_a_second_notice_does_not_end_workers_that_are_saving(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
+) -> None:
+    """SIGHUP follows SIGTERM where systemd ends a session."""
+    round_ = Leaving(lambda: send("SIGHUP", "SIGTERM"))
+    shut_down(noticed(clock), round_)
+    assert round_.done == ["told to end by SIGTERM", "left", "closed"]
+
+
+def test_ctrl_c_after_a_notice_ends_workers_at_once(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch raises its first signal again by itself."""
+    round_ = Leaving(lambda: send("SIGINT"))
+    shut_down(noticed(clock), round_)
+    assert round_.done == ["told to end by SIGTERM", "SIGKILL", "closed at once"]
+    assert "second signal: ending the workers at once" in caplog.text
+
+
+def test_a_notice_at_a_starts_end_is_not_lost(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next start would follow."""
+    agent = make_agent()
+    agent._notices = Notices(clock)
+    agent._notices.install()
+    round_ = Leaving(lambda: send("SIGTERM"))
+    round_.living = lambda: [] if "left" in round_.done else [0]  # type: ignore[method-assign]
+    with pytest.raises(SignalException):
+        shut_down(agent, round_)
+    assert round_.done == ["left", "closed at once"] and "second signal" not in caplog.text
