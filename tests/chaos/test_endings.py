@@ -184,6 +184,26 @@ def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: sig
     assert end["result"].startswith("ended by SIG") and end["faults"] == 1
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_a_notice_while_survivors_are_held_changes_neither_the_fault_nor_what_is_saved(tmp_path: Path) -> None:
+    """Rank 1 is killed, and rank 0 writes to a slow disk when the launcher gets SIGTERM: nothing follows, and one rank is at fault."""
+    output = tmp_path / "output"
+    trainer = (*arguments(), "--training_config.output_dir", str(output))
+    faults = "kill:rank=1,step=5,point=updating;slowdisk:rank=0,step=5,point=write,for=3"
+    script = TRAINER + "_run_as_program()"
+    with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ={"TTP_FAULTS": faults}) as job:
+        job.until(lambda: "; holding rank 0 for up to" in job.text, "hold", within_s=200)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 1
+        assert "next    none here: the launcher was told to end (SIGTERM)" in job.text, job.text
+        job.assert_nothing_left()
+    *_, fault, end = read_jsonl(output / "log" / "story.jsonl")
+    assert [culprit["rank"] for culprit in fault["culprits"]] == [1] and fault["kind"] == "exited"
+    assert fault["saved"]["step"] == 5 and fault["next"] == "none here: the launcher was told to end (SIGTERM)"
+    assert end["result"] == "ended by SIGTERM"
+
+
 NOHUP = """
 import runpy, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)

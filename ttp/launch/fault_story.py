@@ -6,7 +6,7 @@ Pure: journal lines in, a FaultStory out; no clock, no files. `story_text.py` sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _NEVER_DECIDED = "the controllers ended before a decision"
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover_began"})
 """A takeover after which training goes on ends, like any other false alarm, with a thaw."""
 _PEER = "peer_error"
+_NOTICE = "preempted"
 _EXITING = "exiting"
 
 
@@ -196,6 +197,7 @@ def _kind(fault: Sequence[Line], ended: set[int]) -> str:
 def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, str]) -> tuple[Culprit, ...]:
     """Return the ranks that died, raised, hung or were told to leave, in the order seen; peers' errors are not their own."""
     found: dict[int, Culprit] = {}
+    told_to_leave: set[int] = set()
     for line in fault:
         fields = line["fields"]
         if line["event"] == "hung":
@@ -206,7 +208,11 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
             place = {name: fields[name] for name in ("phase", "step", "heard_s") if name in fields}
             cause = known.cause if known.cause and fields["text"] == _EXITING else fields["text"]
             found[fields["rank"]] = replace(known, cause=cause, **place)
+        elif line["event"] == "fault_reported" and fields["kind"] == _NOTICE and _has_begun(found, told_to_leave):
+            continue  # the launcher was told to end in the middle of a fault, and has told those that are held
         elif line["event"] == "fault_reported" and fields["kind"] != _PEER:
+            if fields["kind"] == _NOTICE:
+                told_to_leave.add(fields["rank"])
             trace = trace_end(fields.get("detail", ""))
             found[fields["rank"]] = Culprit(rank=fields["rank"], cause=fields["text"], trace=trace)
     if not found:
@@ -217,6 +223,11 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
     told = (_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
     ready = _ready_on_all_ranks(fault)
     return tuple(_advanced(culprit, ready) for culprit in told)
+
+
+def _has_begun(found: Mapping[int, Culprit], told_to_leave: Collection[int]) -> bool:
+    """Say whether the fault was another than a notice before this line."""
+    return any(rank not in told_to_leave for rank in found)
 
 
 def _ready_on_all_ranks(fault: Sequence[Line]) -> int:

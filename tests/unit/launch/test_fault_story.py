@@ -189,3 +189,40 @@ def test_a_controller_lost_before_the_job_had_assembled_is_told() -> None:
     ]
     told = fault_of(0, lines, {})
     assert told is not None and told.kind == "controller_lost" and "before the job had assembled" in told.not_saved
+
+
+def test_a_survivor_that_is_told_to_leave_in_the_middle_of_a_fault_is_no_culprit() -> None:
+    """The launcher got SIGTERM while it held the survivors: the fault stays the kill, and the notice is nobody's."""
+    lines = journal("killed")
+    sent = next(number for number, one in enumerate(lines) if one["event"] == "write_sent")
+    notice: dict[str, Any] = {
+        "rank": 0,
+        "kind": "preempted",
+        "text": "SIGTERM; no step is in flight here",
+        "detail": "",
+    }
+    at_s = float(lines[sent]["unix_s"])
+    told = fault_of(0, [*lines[: sent + 1], line(at_s, "fault_reported", **notice), *lines[sent + 1 :]], {})
+    whole = fault_of(0, lines, {})
+    assert told is not None and told == whole
+
+
+def test_a_rank_that_dies_after_the_notice_is_told_with_those_that_had_it() -> None:
+    """The fault began as a notice: both are what happened."""
+    lines = journal("told_to_leave")
+    place = next(number for number, one in enumerate(lines) if one["event"] == "fault_reported")
+    at_s = float(lines[place]["unix_s"])
+    fields: dict[str, Any] = {
+        "kind": "exited",
+        "text": "signal SIGKILL",
+        "host": "vm",
+        "pid": 7,
+        "phase": "READY",
+        "step": 420,
+    }
+    told = fault_of(0, [*lines[: place + 1], line(at_s, "death_seen", rank=0, **fields), *lines[place + 1 :]], {})
+    assert (
+        told is not None
+        and {1: "SIGTERM; step 420 is finished", 0: "signal SIGKILL"}.items()
+        <= {culprit.rank: culprit.cause for culprit in told.culprits}.items()
+    )
