@@ -68,6 +68,39 @@ def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
             job.assert_nothing_left()
 
 
+LEAVES = """
+note("begun", os.getpid())
+if start == "0":
+    for peer in range(4):
+        await_file(f"begun-{peer}-0")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    victim = int((out / "begun-2-0").read_text())
+    while running(victim):
+        time.sleep(0.01)
+    sys.exit(75)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(tmp_path: Path, backend: str) -> None:
+    """The summary of rank 0's node does not say that nothing happened: the other node's launcher has said what did."""
+    port, both = free_port(), []
+    with contextlib.ExitStack() as stack:
+        for node in range(2):
+            story = ("--nproc-per-node", "2", "--ttp-story", str(tmp_path / f"story-{node}.jsonl"))
+            launch = Launch(tmp_path, LEAVES, *two_nodes(backend, port, node), *story, name=f"node{node}")
+            both.append(stack.enter_context(launch))
+        assert [job.wait() for job in both] == [0, 0], "".join(job.text for job in both)
+    (path,) = [path for path in tmp_path.glob("story-*.jsonl") if '"end"' in path.read_text()]
+    *_, fault, end = [line for line in read_jsonl(path) if line["event"] in ("fault", "end")]
+    assert fault["kind"] == "elsewhere" and "signal SIGKILL" in fault["elsewhere"] and "rank 2" in fault["elsewhere"]
+    assert (end["faults"], end["unknown_losses"]) == (1, 1)
+    job = both[int(path.stem.removeprefix("story-"))]
+    assert "--- fault in start 0: another node failed ---" in job.text and "lost    nothing" not in job.text
+
+
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

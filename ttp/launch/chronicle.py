@@ -58,6 +58,8 @@ class Ending:
     pids: Mapping[int, int]
     """Of this node's workers, by rank."""
     one_node: bool = True
+    elsewhere: str | None = ""
+    """What ended the start on another node, in the words of that one's launcher; None: something has, and it is not known what."""
 
 
 class Chronicle:
@@ -185,8 +187,8 @@ class Chronicle:
 
     def _guarded_end(self, start: Start, ending: Ending, *, introduce: bool) -> None:
         try:
-            self._end(start, ending, introduce)
-            self._told.add(start.number)
+            if self._end(start, ending, introduce):
+                self._told.add(start.number)
         except _UNREADABLE as error:
             log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
 
@@ -219,7 +221,8 @@ class Chronicle:
         self._print([f"warning: {text}" for text in fields["warnings"]])
         return True
 
-    def _end(self, start: Start, ending: Ending, introduce: bool) -> None:
+    def _end(self, start: Start, ending: Ending, introduce: bool) -> bool:
+        """Tell a start's fault, if it had one; say whether it is known how it ended."""
         lines = read_start(ending.log_dir, start) if ending.log_dir is not None else []
         if ending.log_dir is not None:
             if introduce:  # a short start, that ended before the courier looked
@@ -227,16 +230,19 @@ class Chronicle:
             self._story_beside(ending.log_dir)
         self._false_alarms += false_alarms(lines)
         seen = (ending.exits, ending.first_exit_unix_s)
-        story = fault_of(start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node)
+        story = fault_of(
+            start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node, elsewhere=ending.elsewhere or ""
+        )
         if story is None:
-            return
+            return bool(lines) or ending.elsewhere is not None
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
-        story = replace(story, next=ending.next)
+        story = replace(story, next=ending.next, began_unix_s=story.began_unix_s or self._clock())
         self._stories.append(story)
         self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s
         self._write("fault", asdict(story))
         self._print(fault_lines(story))
+        return True
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:

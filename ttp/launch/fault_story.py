@@ -78,7 +78,7 @@ class FaultStory:
     start: int
     began_unix_s: float
     kind: str
-    """exited, silent, exception, hung, preempted, ...; `unled` when no controller led the ranks."""
+    """exited, silent, exception, hung, preempted, ...; `unled` when no controller led the ranks; `elsewhere`: see there."""
     culprits: tuple[Culprit, ...]
     survivors: tuple[Place, ...] = ()
     saved: Saved | None = None
@@ -95,6 +95,8 @@ class FaultStory:
     stacks: str = ""
     """Of a hang: the file with the stacks of all ranks, suspects first."""
     next: str = ""
+    elsewhere: str = ""
+    """What another node's launcher said of a fault that no journal on this node tells."""
 
 
 def leading_lines(lines: Sequence[Line]) -> list[Line]:
@@ -116,21 +118,27 @@ def fault_of(
     *,
     pids: Mapping[int, int] | None = None,
     one_node: bool = False,
+    elsewhere: str = "",
 ) -> FaultStory | None:
     """Tell the fault of a start from all its controllers' lines; None if there was none.
 
     `exits`: how workers on this node ended that failed by themselves, as the launcher saw it; `first_exit_unix_s`: when it
-    saw the first of them. pids: of this node's workers. one_node: no other node has a journal of this start.
+    saw the first of them. pids: of this node's workers. one_node: no other node has a journal of this start. elsewhere: what
+    ended it on another node, as that one's launcher said.
     """
     lines = leading_lines(lines)
     fault = _lines_of_the_fault(lines)
     if not fault:
-        if not exits:
+        if not exits and not elsewhere:
             return None
         culprits = tuple(Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in sorted(exits))
-        why = "the journal tells of no fault" if lines else "no controller on this node led the ranks"
         return FaultStory(
-            start=start, began_unix_s=first_exit_unix_s or 0.0, kind="unled", culprits=culprits, not_saved=why
+            start=start,
+            began_unix_s=first_exit_unix_s or 0.0,
+            kind="unled" if exits else "elsewhere",
+            culprits=culprits,
+            not_saved="the journal tells of no fault" if lines else "no controller on this node led the ranks",
+            elsewhere="" if exits else elsewhere,
         )
     culprits = _culprits(lines, fault, exits)
     began = float(fault[0]["unix_s"])

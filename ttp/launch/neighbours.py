@@ -138,6 +138,12 @@ class Neighbours:
             return self._heard.get(_RESTARTS, "")
 
     @property
+    def failure(self) -> str:
+        """Say what ended this start on a node, in the words of its launcher, or which one was lost; empty: nobody has told."""
+        with self._lock:
+            return next((words for key in (_RESTARTS, FAILED, _LOST) if (words := self._heard.get(key, ""))), "")
+
+    @property
     def over(self) -> str:
         """Say why nothing more is to come from the others: the job has failed on a node, or the store cannot be asked."""
         with self._lock:

@@ -120,6 +120,7 @@ class Round:
         self._chronicle = launching.chronicle
         if self._chronicle is not None:
             self._chronicle.begin(hosts_rank_zero, self._start.number)
+        self._told_to_end = False
         self.next = ""
         """What follows this start, in words, once it is known."""
         self.raised: dict[int, list[str]] = {}
@@ -344,6 +345,7 @@ class Round:
 
     def told_to_end(self, name: str) -> None:
         """Take in that nothing follows this start here: the launcher got that signal."""
+        self._told_to_end = True
         self.next = f"none here: the launcher was told to end ({name})"
 
     def end_unled(self, death_signal: signal.Signals, grace_s: float) -> None:
@@ -432,8 +434,15 @@ class Round:
             next=self.next or (self._fault.cause if self._fault is not None else ""),
             pids=self.processes,
             one_node=self._nodes == 1,
+            elsewhere=self._elsewhere(),
         )
         self._chronicle.end(self._start, ending)
+
+    def _elsewhere(self) -> str | None:
+        """Say what ended this start on another node; None: something must have, and it is not known what."""
+        if self._neighbours is None:
+            return ""
+        return self._neighbours.failure or ("" if self._told_to_end or self.succeeded() else None)
 
     def _begin(self, why: str) -> Fault:
         if self._fault is None:

@@ -27,6 +27,7 @@ _KINDS = {
     "controller_lost": "the controllers were lost",
     "peer_error": "a failed collective, nobody known to be at fault",
     "unled": "workers failed",
+    "elsewhere": "another node failed",
 }
 
 
@@ -55,8 +56,8 @@ class Summary:
 def fault_lines(story: FaultStory) -> list[str]:
     """Say a fault in labelled lines, under a heading."""
     found = [
-        ("who", _who(story.culprits)),
-        ("cause", _cause(story.culprits)),
+        ("who", "another node" if story.elsewhere else _who(story.culprits)),
+        ("cause", story.elsewhere or _cause(story.culprits)),
         *(("", text) for culprit in story.culprits[:1] for text in culprit.trace[:-1]),
         ("where", _where(story)),
         *(("" if place else "stood", text) for place, text in enumerate(_stood(story))),

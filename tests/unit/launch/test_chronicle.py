@@ -21,7 +21,7 @@ from ttp.processor.voice import Voice
 START_KEYS = ["unix_s", "event", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
 FAULT_KEYS = [
     "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
-    "steps_lost", "took_over", "took_ms", "stacks", "next",
+    "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere",
 ]  # fmt: skip
 CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached"]
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]

@@ -404,6 +404,44 @@ def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_pat
     assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
 
 
+@pytest.mark.parametrize("words", ["b has failed (rank 2: signal SIGKILL) and starts again", ""])
+def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(
+    short_times: None, tmp_path: Path, words: str
+) -> None:
+    """Ranks without a session leave here when others die there: not `no fault`, though nothing failed here and no journal tells. Where
+    nobody has told either, it is not known."""
+    path = tmp_path / "story.jsonl"
+    chronicle = Chronicle(path)
+    start = Start(60.0, controller=False, chronicle=chronicle, nodes=2)
+    other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    try:
+        assert start.round.neighbours is not None
+        other.start()
+        if words:
+            other.tell_restart(words)
+        deadline = time.monotonic() + DEADLINE_S
+        while start.round.neighbours.failure != words:
+            assert time.monotonic() < deadline, "it was not heard"
+            time.sleep(0.005)
+        start.leave(75, rank=0)
+        start.leave(75, rank=1)
+        start.held.start()
+        start.held.join(DEADLINE_S)
+        start.round.next = "restart 1 of 3"
+    finally:
+        start.close()
+        other.close()
+    chronicle.finish("succeeded")
+    *faults, end = [json.loads(line) for line in path.read_text().splitlines()]
+    if not words:
+        assert not faults and (end["faults"], end["untold_starts"]) == (0, [0])
+        return
+    (fault,) = faults
+    assert (fault["kind"], fault["elsewhere"], fault["culprits"]) == ("elsewhere", words, [])
+    assert fault["next"] == "restart 1 of 3" and fault["began_unix_s"] > 0 and fault["steps_lost"] is None
+    assert (end["faults"], end["unknown_losses"], end["untold_starts"]) == (1, 1, [])
+
+
 def raise_signal(number: int, frame: object) -> None:
     raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.launch.journals import story
-from ttp.launch.fault_story import Culprit, FaultStory, Place, Saved
+from ttp.launch.fault_story import Culprit, FaultStory, Place, Saved, fault_of
 from ttp.launch.story_text import Summary, fault_lines, summary_lines
 
 KILL = FaultStory(
@@ -130,3 +130,15 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
     assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
     calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
     assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
+
+
+def test_a_fault_of_another_node_is_told_in_that_nodes_words() -> None:
+    """No rank here is at fault, and what was lost is not known."""
+    told = fault_of(3, [], {}, elsewhere="b has failed (rank 2: signal SIGKILL) and starts again")
+    assert told is not None
+    assert fault_lines(told) == [
+        "--- fault in start 3: another node failed ---",
+        "who     another node",
+        "cause   b has failed (rank 2: signal SIGKILL) and starts again",
+        "saved   nothing: no controller on this node led the ranks",
+    ]
