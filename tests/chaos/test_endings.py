@@ -101,6 +101,23 @@ def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(
     assert "--- fault in start 0: another node failed ---" in job.text and "lost    nothing" not in job.text
 
 
+@pytest.mark.long
+def test_a_job_without_a_session_is_told_to_machines_too(tmp_path: Path) -> None:
+    """Its starts, its faults and why it has failed; and a program that is not there, for which there was no start."""
+    story = ("--ttp-story", str(tmp_path / "story.jsonl"))
+    with Launch(tmp_path, "note('begun'); sys.exit(3)", "--max-restarts", "1", *story) as job:
+        assert job.wait() == 1
+    lines = read_jsonl(tmp_path / "story.jsonl")
+    assert [line["event"] for line in lines] == ["start", "fault", "start", "fault", "end"], job.text
+    assert lines[-1]["result"] == "failed" and lines[-1]["why"].startswith("rank 0: exit code 3")
+    assert lines[0]["world_size"] == 1 and list(lines[0]["pids"]) == ["0"]
+    assert "why     rank 0: exit code 3" in job.text
+    with Launch(tmp_path, "", "--no-python", "./nosuch", *story) as job:
+        assert job.wait() == 1
+    left = read_jsonl(tmp_path / "story.jsonl")[-1]
+    assert left["event"] == "left" and "'./nosuch' (no such file or directory)" in left["why"]
+
+
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

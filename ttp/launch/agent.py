@@ -159,6 +159,7 @@ class HoldAgent(LocalElasticAgent):
                 node=worker_group.group_rank or 0,
                 hosts_rank_zero=0 in pids,
                 begun_unix_s=begun_unix_s,
+                world_size=worker_group.workers[0].world_size,
             )
         except BaseException:
             # torch forgets those that it had started before the one that failed; or a signal came before all were watched.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 log = logging.getLogger("ttp.launch")
 
 STORY_NAME = "story.jsonl"
+_NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """What a journal that is missing, cut off or altered may raise."""
 
@@ -42,6 +44,8 @@ class Start:
 
     number: int
     begun_unix_s: float
+    world_size: int = 0
+    """0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,10 @@ class Chronicle:
 
     def __init__(self, story_path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first start, or of a later one
-        whose journals are elsewhere, when it can be written no more)."""
+        whose journals are elsewhere, when it can be written no more). Lines wait for a place, or for room."""
         self._story_path = story_path
         self._next_story_path: Path | None = None
+        self._unwritten: list[str] = []
         self._clock = clock
         self._begun_unix_s = clock()
         self._lock = threading.Lock()  # guards all below
@@ -120,17 +125,21 @@ class Chronicle:
             else:
                 self._untold = (start, ending)
 
-    def finish(self, result: str) -> None:
-        """The job has ended on this node."""
+    def finish(self, result: str, why: str = "") -> None:
+        """The job has ended on this node, for a reason that is in `why` if it is not in `result`. A launcher that is not rank 0's
+        has a line for machines only, and none of a success."""
         with self._lock:
             if not self._here:
+                if not result.startswith("succeeded"):
+                    said = {"node": socket.gethostname(), "result": result, "why": why, "starts": self._starts}
+                    self._write("left", said)
                 return
             now = self._clock()
             if self._down_since_unix_s is not None:
                 self._lost_s += now - self._down_since_unix_s
                 self._down_since_unix_s = None
             try:
-                summary = self._summary(result, now)
+                summary = replace(self._summary(result, now), why=why)
             except _UNREADABLE as error:
                 log.warning("how the job went cannot be summed up: %s: %s", type(error).__name__, error)
                 return
@@ -228,6 +237,8 @@ class Chronicle:
             if introduce:  # a short start, that ended before the courier looked
                 self._introduce(start, ending.log_dir, lines)
             self._story_beside(ending.log_dir)
+        if introduce and self._introduced != start.number:
+            self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
         seen = (ending.exits, ending.first_exit_unix_s)
         story = fault_of(
@@ -253,16 +264,31 @@ class Chronicle:
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
 
-    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _write_unprotected(self, start: Start, ending: Ending) -> None:
+        """Write the line of a start of which no journal here says that all ranks were protected: nothing was told as it began."""
+        self._introduced = start.number
+        pids = {str(rank): pid for rank, pid in ending.pids.items()}
+        nothing = {"survives": "", "standbys": [], "warnings": [_NEVER_ASSEMBLED], "rows": []}
+        fields = {"start": start.number, "world_size": start.world_size, **nothing, "pids": pids}
+        self._write("start", fields, start.begun_unix_s)
+
+    def _write(self, event: str, fields: Mapping[str, Any], unix_s: float | None = None) -> None:
+        now = unix_s if unix_s is not None else self._clock()
+        self._unwritten.append(json.dumps({"unix_s": now, "event": event, **fields}) + "\n")
+        self._write_out()
+
+    def _write_out(self) -> None:
         if self._story_path is None:
             return
         try:
-            _append(self._story_path, json.dumps({"unix_s": self._clock(), "event": event, **fields}) + "\n")
+            while self._unwritten:
+                _append(self._story_path, self._unwritten[0])
+                self._unwritten.pop(0)
         except OSError as error:
             log.warning("the story could not be written to %s: %s", self._story_path, error)
             if self._next_story_path not in (None, self._story_path):
                 self._story_path, self._next_story_path = self._next_story_path, None
-                self._write(event, fields)
+                self._write_out()
 
     def _story_beside(self, log_dir: Path) -> None:
         """A start has its journals there: the story goes there if it has no other place, or cannot stay where it is."""

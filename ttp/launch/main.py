@@ -151,7 +151,7 @@ def launch(
         ) from error
     agent = make_agent(config, entrypoint, args, handler, launching)
     event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
-    here, over, why, ended = socket.gethostname(), False, "", "failed"
+    here, over, why, ended, reason = socket.gethostname(), False, "", "failed", ""
     try:
         metrics.initialize_metrics(
             metrics.MetricsConfig(config.metrics_cfg)  # type: ignore[attr-defined]
@@ -163,7 +163,8 @@ def launch(
             return {}
         over = True
         if result.is_failed():
-            why = f"{here}: the job has failed: {agent.last_words}"
+            reason = agent.last_words
+            why = f"{here}: the job has failed: {reason}"
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
         values: dict[int, Any] = result.return_values
         elsewhere = handler.failed_elsewhere()
@@ -179,16 +180,18 @@ def launch(
         raise
     except RendezvousClosedError as error:
         log.error("%s", error)
+        reason = str(error)
         events.record(agent.get_event_failed(), event_log)
         raise
     except Exception as error:
-        handler.leave(f"{here}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        handler.leave(f"{here}: {reason}")
         events.record(agent.get_event_failed(), event_log)
         raise
     finally:
         try:
             if launching.chronicle is not None:
-                launching.chronicle.finish(ended)
+                launching.chronicle.finish(ended, reason)
         finally:  # a signal may have come there
             if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
                 handler.shutdown(why)

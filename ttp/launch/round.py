@@ -103,6 +103,7 @@ class Round:
         hosts_rank_zero: bool,
         node: int = 0,
         begun_unix_s: float = 0.0,
+        world_size: int = 0,
     ) -> None:
         """`pids` by global rank. `nodes`: how many nodes take part, this one is number `node`. `start_id`: TTP_START_ID of these
         workers.
@@ -116,7 +117,7 @@ class Round:
         self._hosts_rank_zero = hosts_rank_zero
         self._fault: Fault | None = None
         self._ended: set[int] = set()
-        self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s)
+        self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
         self._chronicle = launching.chronicle
         if self._chronicle is not None:
             self._chronicle.begin(hosts_rank_zero, self._start.number)

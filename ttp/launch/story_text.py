@@ -49,6 +49,8 @@ class Summary:
     lasted_s: float
     untold_starts: tuple[int, ...] = ()
     """Starts of which it is not known here how they ended: another node's launcher was to tell them."""
+    why: str = ""
+    """Why it failed, where `result` does not say it."""
     lasted_since: int = 0
     """The start with which `lasted_s` begins: this launcher was not there before, and nobody's story is."""
 
@@ -85,6 +87,7 @@ def summary_lines(summary: Summary) -> list[str]:
     since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
     found = [
         ("result", summary.result),
+        ("why", summary.why),
         ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),

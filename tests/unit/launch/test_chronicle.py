@@ -27,7 +27,7 @@ CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "tr
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
-    "lost_s", "lasted_s", "untold_starts", "lasted_since",
+    "lost_s", "lasted_s", "untold_starts", "why", "lasted_since",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
@@ -178,6 +178,42 @@ def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytes
         and "cause   exit code 1" in told
         and "saved   nothing: no controller on this node led the ranks" in told
     )
+
+
+def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(tmp_path: Path) -> None:
+    """The first start died in an import; the second one's ranks said where its journals are."""
+    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
+    chronicle.begin(here=True)
+    chronicle.end(Start(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
+    assert not list(tmp_path.iterdir())
+    chronicle.begin(here=True)
+    chronicle.end(put("killed", tmp_path, 1), ending(tmp_path))
+    chronicle.finish("failed", "rank 2: signal SIGKILL")
+    lines = written(tmp_path / "story.jsonl")
+    assert [line["event"] for line in lines] == ["start", "fault", "start", "fault", "end"]
+    assert list(lines[0]) == START_KEYS and (lines[0]["world_size"], lines[0]["unix_s"]) == (4, 5.0)
+    assert lines[0]["pids"] == {"1": 71} and (lines[-1]["result"], lines[-1]["why"]) == (
+        "failed", "rank 2: signal SIGKILL")  # fmt: skip
+
+
+def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that has never begun a start. What the launcher of rank 0 tells in the same file is read as ever."""
+    path = tmp_path / "story.jsonl"
+    Chronicle(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
+    (left,) = written(path)
+    assert list(left) == ["unix_s", "event", "node", "result", "why", "starts"] and left["event"] == "left"
+    assert (left["why"], left["starts"]) == ("NeverMet: 5 starts in a row", 0) and capsys.readouterr().err == ""
+    first = Chronicle(path, clock=lambda: KILLED_AT_S)
+    first.begin(here=True)
+    first.end(put("killed", tmp_path), ending(tmp_path))
+    Chronicle(path).finish("ended by SIGTERM")
+    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    later.begin(here=True, number=1)
+    later.end(put("killed", tmp_path, 1), ending(tmp_path))
+    later.finish("succeeded")
+    assert written(path)[-1]["faults"] == 2
 
 
 def test_a_damaged_journal_costs_a_line_of_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,7 +65,7 @@ def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatc
     meeting.shutdown = told.append
 
     class Interrupted(Chronicle):
-        def finish(self, result: str) -> None:
+        def finish(self, result: str, why: str = "") -> None:
             raise KeyboardInterrupt
 
     agent: Any = Ended()

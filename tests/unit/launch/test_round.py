@@ -398,7 +398,8 @@ def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_pat
         start.round.next = "restart 1 of 3"
     finally:
         start.close()
-    (told,) = [json.loads(line) for line in path.read_text().splitlines()]
+    begun, told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (begun["event"], begun["start"], begun["rows"]) == ("start", 0, []) and len(begun["pids"]) == 2
     (culprit,) = told["culprits"]
     assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
     assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
@@ -432,7 +433,7 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(
         start.close()
         other.close()
     chronicle.finish("succeeded")
-    *faults, end = [json.loads(line) for line in path.read_text().splitlines()]
+    _, *faults, end = [json.loads(line) for line in path.read_text().splitlines()]
     if not words:
         assert not faults and (end["faults"], end["untold_starts"]) == (0, [0])
         return
@@ -478,7 +479,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
         teller.join(DEADLINE_S)
         assert controller.wait(DEADLINE_S) == -signal.SIGTERM
         assert f"controller (pid {controller.pid}): ranks on other nodes may still be writing" in caplog.text
-        (told,) = [json.loads(line) for line in path.read_text().splitlines()]
+        _, told = [json.loads(line) for line in path.read_text().splitlines()]
         assert told["next"] == "none here: the launcher was told to end (SIGTERM)"
         assert signal.getsignal(signal.SIGTERM) is raise_signal
     finally:
