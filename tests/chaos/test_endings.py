@@ -112,7 +112,7 @@ def test_a_job_without_a_session_is_told_to_machines_too(tmp_path: Path) -> None
     assert lines[-1]["result"] == "failed" and lines[-1]["why"].startswith("rank 0: exit code 3")
     assert lines[0]["world_size"] == 1 and list(lines[0]["pids"]) == ["0"]
     assert "why     rank 0: exit code 3" in job.text
-    with Launch(tmp_path, "", "--no-python", "./nosuch", *story) as job:
+    with Launch(tmp_path, "", *story, "--no-python", "./nosuch") as job:
         assert job.wait() == 1
     left = read_jsonl(tmp_path / "story.jsonl")[-1]
     assert left["event"] == "left" and "'./nosuch' (no such file or directory)" in left["why"]

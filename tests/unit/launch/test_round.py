@@ -30,6 +30,8 @@ from ttp.launch.round import Launching, Round
 from ttp.meeting import controller_key
 
 DEADLINE_S = 30.0
+START_ID = f"none-of-the-kind-{os.getpid()}"
+"""Another run of these tests on this machine has its own controllers."""
 
 
 class LineToController:
@@ -77,7 +79,7 @@ class Start:
             ),
             job_id="job",
             job_store=JobStore("127.0.0.1", port or self.store.port, 0),
-            start_id="none-of-the-kind",
+            start_id=START_ID,
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=nodes,
             hosts_rank_zero=chronicle is not None,
@@ -454,7 +456,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
     monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
     path = tmp_path / "story.jsonl"
     code = "import time; print(flush=True); time.sleep(600)"
-    environ = {**os.environ, START_VARIABLE: "none-of-the-kind"}
+    environ = {**os.environ, START_VARIABLE: START_ID}
     controller = subprocess.Popen(
         [sys.executable, "-c", code, "ttp.controller"], env=environ, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -59,7 +59,7 @@ class Shells:
             ),
             job_id="job",
             job_store=JobStore("127.0.0.1", self.store.port, 0),
-            start_id="none-of-the-kind",
+            start_id=f"none-of-the-kind-{os.getpid()}",
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=1,
             hosts_rank_zero=False,
