@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.launch import controllers, deathwatch, given_up
+from ttp.launch import deathwatch, given_up
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
-from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
@@ -405,90 +403,6 @@ def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_pat
     (culprit,) = told["culprits"]
     assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
     assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
-
-
-@pytest.mark.parametrize("words", ["b has failed (rank 2: signal SIGKILL) and starts again", ""])
-def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(
-    short_times: None, tmp_path: Path, words: str
-) -> None:
-    """Ranks without a session leave here when others die there: not `no fault`, though nothing failed here and no journal tells. Where
-    nobody has told either, it is not known."""
-    path = tmp_path / "story.jsonl"
-    chronicle = Chronicle(path)
-    start = Start(60.0, controller=False, chronicle=chronicle, nodes=2)
-    other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
-    try:
-        assert start.round.neighbours is not None
-        other.start()
-        if words:
-            other.tell_restart(words)
-        deadline = time.monotonic() + DEADLINE_S
-        while start.round.neighbours.failure != words:
-            assert time.monotonic() < deadline, "it was not heard"
-            time.sleep(0.005)
-        start.leave(75, rank=0)
-        start.leave(75, rank=1)
-        start.held.start()
-        start.held.join(DEADLINE_S)
-        start.round.next = "restart 1 of 3"
-    finally:
-        start.close()
-        other.close()
-    chronicle.finish("succeeded")
-    _, *faults, end = [json.loads(line) for line in path.read_text().splitlines()]
-    if not words:
-        assert not faults and (end["faults"], end["untold_starts"]) == (0, [0])
-        return
-    (fault,) = faults
-    assert (fault["kind"], fault["elsewhere"], fault["culprits"]) == ("elsewhere", words, [])
-    assert fault["next"] == "restart 1 of 3" and fault["began_unix_s"] > 0 and fault["steps_lost"] is None
-    assert (end["faults"], end["unknown_losses"], end["untold_starts"]) == (1, 1, [])
-
-
-def raise_signal(number: int, frame: object) -> None:
-    raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
-
-
-def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told(
-    short_times: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Other nodes' ranks might need it for minutes, and the launcher says so; told to end, it leaves nothing behind."""
-    monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
-    path = tmp_path / "story.jsonl"
-    code = "import time; print(flush=True); time.sleep(600)"
-    environ = {**os.environ, START_VARIABLE: START_ID}
-    controller = subprocess.Popen(
-        [sys.executable, "-c", code, "ttp.controller"], env=environ, stdout=subprocess.PIPE, start_new_session=True
-    )
-    start = Start(60.0, controller=False, chronicle=Chronicle(path), nodes=2)
-    before = signal.signal(signal.SIGTERM, raise_signal)
-
-    def tell_to_end() -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while "waiting up to" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    try:
-        assert controller.stdout is not None and controller.stdout.readline()
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        start.round.end_workers(signal.SIGTERM, 5.0)
-        teller = threading.Thread(target=tell_to_end)
-        teller.start()
-        with pytest.raises(SignalException):
-            start.round.close()
-        teller.join(DEADLINE_S)
-        assert controller.wait(DEADLINE_S) == -signal.SIGTERM
-        assert f"controller (pid {controller.pid}): ranks on other nodes may still be writing" in caplog.text
-        _, told = [json.loads(line) for line in path.read_text().splitlines()]
-        assert told["next"] == "none here: the launcher was told to end (SIGTERM)"
-        assert signal.getsignal(signal.SIGTERM) is raise_signal
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        with controller:
-            controller.kill()
-        start.close()
 
 
 @pytest.mark.usefixtures("short_times")
