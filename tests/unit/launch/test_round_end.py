@@ -22,10 +22,9 @@ from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
 
 
+@pytest.mark.usefixtures("short_times")
 @pytest.mark.parametrize("words", ["b has failed (rank 2: signal SIGKILL) and starts again", ""])
-def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(
-    short_times: None, tmp_path: Path, words: str
-) -> None:
+def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_path: Path, words: str) -> None:
     """Ranks without a session leave here when others die there: not `no fault`, though nothing failed here and no journal tells. Where
     nobody has told either, it is not known."""
     path = tmp_path / "story.jsonl"
@@ -64,8 +63,9 @@ def raise_signal(number: int, frame: object) -> None:
     raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
 
 
+@pytest.mark.usefixtures("short_times")
 def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told(
-    short_times: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other nodes' ranks might need it for minutes, and the launcher says so; told to end, it leaves nothing behind."""
     monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
