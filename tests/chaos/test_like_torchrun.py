@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
+from tests.chaos.test_launch import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -58,7 +59,7 @@ main()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One command line; `{out}` stands for the run's folder."""
+    """One command line; `{out}` stands for the run's folder, `{port}` for a free port."""
 
     options: Sequence[str]
     worker: str = WORKER
@@ -70,6 +71,7 @@ class Case:
 
 
 LOGGED = ("--log-dir", "{out}/logs")
+C10D = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "0")
 CASES = {
     "-m, --standalone, --role, --tee, --local-ranks-filter": Case(
         options=(
@@ -86,6 +88,15 @@ CASES = {
     "--nproc-per-node auto, @record": Case(
         options=("--nproc-per-node=auto", *LOGGED, "-r", "3", "-t", "1:2", "--max_restarts=0"), worker=RECORDED
     ),
+    "--rdzv-backend c10d in a file": Case(
+        options=(*C10D, "--rdzv-endpoint", "{out}/store", "--rdzv-conf", "store_type=file", *LOGGED),
+    ),
+    "ENABLE_TTP=False, --rdzv-backend c10d in a file": Case(
+        options=(*C10D, "--rdzv-endpoint", "{out}/store", "--rdzv-conf", "store_type=file", *LOGGED),
+        environ={"ENABLE_TTP": "False"},
+        own_variables=False,
+    ),
+    "--rdzv-backend c10d at a port": Case(options=(*C10D, "--rdzv-endpoint", "localhost:{port}", *LOGGED)),
     "ENABLE_TTP=False, with a restart": Case(
         options=("--nproc-per-node", "2", *LOGGED, "-t", "3", "--max-restarts", "1"),
         end="fail",
@@ -95,7 +106,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = tuple(name for name in CASES if "c10d" in name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])
 def test_the_same_command_line_gives_the_same_job(tmp_path: Path, name: str) -> None:
     """Exit code, error files, log layout and contents, what the console shows of the workers, arguments and environment."""
     case = CASES[name]
@@ -137,7 +151,7 @@ def observe(out: Path, case: Case, program: Sequence[str]) -> dict[str, Any]:
         "TORCHELASTIC_ERROR_FILE": str(out / "error.json"),
         "PYTHONPATH": f"{out}:{os.environ.get('PYTHONPATH', '')}",
     }
-    options = [option.format(out=out) for option in case.options]
+    options = [option.format(out=out, port=free_port()) for option in case.options]
     form = "module" if case.as_module else "program" if case.without_python else "script"
     with Launch(
         out, case.worker, *options, program=program, environ=environ, arguments=[case.end, "--lr", "1"], form=form

@@ -26,10 +26,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.config import Settings, enabled, unknown_variables
@@ -39,11 +36,10 @@ from ttp.launch.arguments import make_parser
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
-from ttp.launch.moving import MovingRendezvous
-from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
+from ttp.launch.handlers import make_rendezvous, plain_endpoint
+from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import Launching
 from ttp.launch.signals import without_ignored
-from ttp.launch.stores import Endpoint, Stores, parse_endpoints
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
@@ -65,12 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             _warn_of_unknown_variables()
         if args.rank_table_file is not None:
             apply_rank_table(args, explicit_arguments(make_parser, argv))
-        if args.rdzv_backend == "c10d" and args.rdzv_endpoint:
-            places = parse_endpoints(args.rdzv_endpoint)  # a bad one is refused here
-            if not use_ttp and len(places) > 1:
-                log.warning("with ENABLE_TTP=False the nodes meet at %s alone: torchrun knows one place", places[0])
-                args.rdzv_endpoint = str(places[0])
         if not use_ttp:
+            args.rdzv_endpoint = plain_endpoint(args)
             torchrun.run(args)  # type: ignore[no-untyped-call]
             return
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
@@ -144,6 +136,8 @@ def launch(
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
         handler = make_rendezvous(config)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             f"{error} (--rdzv-backend {config.rdzv_backend}, --rdzv-endpoint {config.rdzv_endpoint!r}, --rdzv-conf"
@@ -195,70 +189,6 @@ def launch(
         finally:  # a signal may have come there
             if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
                 handler.shutdown(why)
-
-
-def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
-    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store."""
-    if has_places(config.rdzv_backend, config.rdzv_endpoint, config.rdzv_configs.get("store_type", "tcp")):
-        return FreshStoreRendezvous(
-            make_moving(config), store_host(config), same_keys_every_round=False, waits_for=_nodes_text(config)
-        )
-    static = config.rdzv_backend == "static"
-    inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
-    return FreshStoreRendezvous(
-        inner,
-        store_host(config),
-        same_keys_every_round=static,
-        waits_for=_nodes_text(config),
-        join_timeout_s=float(config.rdzv_configs.get("timeout", JOIN_S)),
-    )
-
-
-def _nodes_text(config: LaunchConfig) -> str:
-    """Say for how many nodes a rendezvous waits, and where they meet; empty for one node by itself."""
-    least, most = config.min_nodes, config.max_nodes
-    if most == 1:
-        return ""
-    count = f"{most} nodes" if least == most else f"{least} to {most} nodes"
-    return f"{count} to meet at {config.rdzv_endpoint} (this is one of them)"
-
-
-def has_places(backend: str, endpoint: str, store_type: str) -> bool:
-    """Say whether the nodes meet in a c10d store at a place that all know. One node by itself has a free port, `:0`."""
-    return backend == "c10d" and store_type == "tcp" and bool(endpoint) and not endpoint.endswith(":0")
-
-
-def make_moving(config: LaunchConfig) -> MovingRendezvous:
-    """Make the handler that survives the loss of its store. Raises ConfigError for a bad list of endpoints."""
-    hosting = str(config.rdzv_configs.get("is_host", "1")).lower() not in ("0", "false", "f", "no", "n")
-    stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
-
-    def make(place: Endpoint) -> RendezvousHandler:
-        return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
-
-    join_timeout_s = float(config.rdzv_configs.get("join_timeout", 600))
-    return MovingRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
-
-
-def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **{**config.rdzv_configs, **changed},
-    )
-
-
-def store_host(config: LaunchConfig) -> str:
-    """Return the name under which the workers reach a store in this process, should this node get rank 0."""
-    if config.local_addr:
-        return config.local_addr
-    if config.rdzv_backend == "static":
-        return parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)[0]
-    return "127.0.0.1" if config.max_nodes == 1 else socket.getfqdn()
 
 
 def make_agent(

@@ -15,7 +15,8 @@ from torch.distributed import run as torchrun
 from ttp import meeting
 from ttp.launch import topology
 from ttp.launch.arguments import make_parser
-from ttp.launch.main import main, store_host
+from ttp.launch.handlers import store_host
+from ttp.launch.main import main
 from ttp.launch.topology import choose_rendezvous
 
 OWN_FLAGS = [
@@ -311,6 +312,19 @@ def test_plain_torchrun_gets_the_first_of_several_places(monkeypatch: pytest.Mon
     monkeypatch.setattr(torchrun, "run", lambda args: seen.append(args.rdzv_endpoint))
     main(["--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29400,node-b:29400", "train.py"])
     assert seen == ["node-a:29400"]
+
+
+@pytest.mark.parametrize("conf", ["store_type=file", "read_timeout=3, store_type = FILE"])
+def test_plain_torchrun_gets_the_path_of_a_file_store_as_it_stands(
+    conf: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a c10d store in a file the endpoint is a path; it may have a comma."""
+    seen: list[str] = []
+    monkeypatch.setenv("ENABLE_TTP", "False")
+    monkeypatch.setattr(torchrun, "run", lambda args: seen.append(args.rdzv_endpoint))
+    path = str(tmp_path / "a,b")
+    main(["--rdzv-backend", "c10d", "--rdzv-endpoint", path, "--rdzv-conf", conf, "train.py"])
+    assert seen == [path]
 
 
 def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
