@@ -77,13 +77,16 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 class Stores:
     """The job's places for a store, seen from one agent."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool = True) -> None:
-        """`hosting`: keep a store at the places that are here."""
+    def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool | None = None) -> None:
+        """`hosting`: keep a store at the places that have this machine's address (None), at the first one as well whatever its
+        address (True), or at none (False)."""
         self.endpoints = tuple(endpoints)
         self.epoch = 0
         """The highest number that this agent has met under; 0: none yet."""
         self._hosting = hosting
         self._servers: dict[Endpoint, TCPStore] = {}
+        self._refused: set[Endpoint] = set()
+        """Where this agent has said that it can keep no store."""
         self._serve()
         self._windows = {place: Window(place) for place in self.endpoints}
 
@@ -110,9 +113,19 @@ class Stores:
 
     def _serve(self) -> None:
         """Keep a store at the places that are here, where there is none yet."""
-        for place in self.endpoints if self._hosting else ():
-            if place not in self._servers and (server := _serve(place)) is not None:
-                self._servers[place] = server
+        for place in self.endpoints if self._hosting is not False else ():
+            told = bool(self._hosting) and place == self.endpoints[0]
+            if place in self._servers or not (told or is_own_address(place.host)):
+                continue
+            try:
+                # A store listens on all addresses. Its own client goes to the one given, and may not get there where it is not ours.
+                host = "127.0.0.1" if told else place.host
+                self._servers[place] = TCPStore(host, place.port, is_master=True, wait_for_workers=False)
+            except RuntimeError as error:
+                if place not in self._refused:
+                    self._refused.add(place)
+                    why = str(error).splitlines()[0]
+                    log.info("no store of this agent's own at %s (%s): another one's is used", place, why)
 
     def look(self, place: Endpoint) -> int | None:
         """Return a place's number, 0 where it is not in use, None where no store answers."""
@@ -137,17 +150,6 @@ class Stores:
 
     def close(self) -> None:
         self._servers.clear()
-
-
-def _serve(place: Endpoint) -> TCPStore | None:
-    """Keep a store at a place of this machine; None where the place is another's, or already served from here."""
-    if not is_own_address(place.host):
-        return None
-    try:
-        return TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        log.info("no store of this agent's own at %s (%s): another one's is used", place, str(error).splitlines()[0])
-        return None
 
 
 class Window:

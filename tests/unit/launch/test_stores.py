@@ -24,9 +24,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.errors import ConfigError
-from ttp.launch import moving, partings
+from ttp.launch import handlers, moving, partings
 from ttp.launch import stores as stores_module
 from ttp.launch.moving import MovingRendezvous
 from ttp.launch.stores import Endpoint, Stores, parse_endpoints
@@ -92,6 +93,42 @@ def test_a_place_whose_name_is_known_late_is_served_then(monkeypatch: pytest.Mon
     known[0] = True
     until(lambda: own.find(patient=True) == place)
     own.close()
+
+
+@pytest.mark.parametrize(("hosting", "keeps"), [(None, False), (True, True), (False, False)])
+def test_is_host_says_who_keeps_the_store_of_an_address_that_is_not_its_own(hosting: bool | None, keeps: bool) -> None:
+    """The address may be a virtual one, or a container's published port: it leads here all the same."""
+    place = Endpoint("198.51.100.2", free_place().port)
+    own = Stores((place,), hosting=hosting)
+    assert (agent(Endpoint("127.0.0.1", place.port)).look(Endpoint("127.0.0.1", place.port)) == 0) is keeps
+    own.close()
+
+
+def test_is_host_is_about_the_first_place_alone() -> None:
+    """The others are kept by those whose address they are."""
+    first, second = Endpoint("198.51.100.2", free_place().port), Endpoint("198.51.100.1", free_place().port)
+    own = Stores((first, second, here := free_place()), hosting=True)
+    seen = [Endpoint("127.0.0.1", place.port) for place in (first, second, here)]
+    assert [agent(place).look(place) for place in seen] == [0, None, 0]
+    own.close()
+
+
+@pytest.mark.parametrize(("given", "hosting"), [("1", True), ("no", False), (None, None)])
+def test_is_host_is_read_as_torchrun_reads_it(given: str | None, hosting: bool | None) -> None:
+    configs = {} if given is None else {"is_host": given}
+    place = free_place()
+    config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
+    made = handlers.make_moving(config)
+    assert made._stores._hosting is hosting
+    made.shutdown()
+
+
+def test_a_bad_word_for_is_host_is_refused() -> None:
+    config = LaunchConfig(
+        1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint="a:1", rdzv_configs={"is_host": "maybe"}
+    )
+    with pytest.raises(ValueError, match="'is_host' does not represent a valid boolean value"):
+        handlers.make_moving(config)
 
 
 def test_the_first_place_is_opened_and_all_meet_there() -> None:
