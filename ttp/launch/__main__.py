@@ -18,14 +18,37 @@ def main() -> None:
     from ttp.launch.streams import make_streams_last
 
     make_streams_last()
+    from ttp.launch.aside import calls_under_way, end_despite_calls
+
+    try:
+        _run()
+    except SystemExit as ended:
+        end_despite_calls(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
+    except BaseException:
+        if calls_under_way():
+            sys.excepthook(*sys.exc_info())
+            end_despite_calls(1)
+        raise
+    end_despite_calls(0)
+
+
+def _run() -> None:
+    """Run the job; errors that say all themselves end it in a line, with the exit code that torchrun's traceback has."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+
     from ttp.launch.agent import NotStarted
     from ttp.launch.main import main as run
 
     try:
         run()
-    except NotStarted as error:
-        print(f"ttprun: error: {error}", file=sys.stderr)
-        sys.exit(1)  # as after the traceback that torchrun leaves
+    except RendezvousClosedError:
+        sys.exit(1)  # why, the log has said
+    except (NotStarted, RendezvousError) as error:
+        because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
+        print(f"ttprun: error: {error}{because}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
 """Calls that may hang for good, on a thread of their own: a store behind a pulled cable never answers.
 
-Never ends such a call: it is left to itself.
+Never ends such a call: it is left to itself. An interpreter that ends unwinds its thread in the middle of torch's C++, which aborts
+the process: `end_despite_calls` is for that.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_MAY_HANG = ("ttp-", "RendezvousKeepAlive")
+"""Names of the launcher's own threads, and of torch's heartbeats to a rendezvous, begin so."""
 
 
 class Aside(Generic[T]):
@@ -36,8 +43,31 @@ class Aside(Generic[T]):
     def succeeded(self) -> bool:
         return self._over.is_set() and self._error is None
 
+    @property
+    def trouble(self) -> str:
+        """What the call has failed with, in a line; empty while it is under way, and when it has not failed."""
+        return (str(self._error) or type(self._error).__name__).splitlines()[0] if self._error is not None else ""
+
     def result(self) -> T:
         """Return what the call returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._value[0]
+
+
+def calls_under_way() -> bool:
+    """Say whether a call may still be under way on another thread."""
+    return any(thread.daemon and thread.name.startswith(_MAY_HANG) for thread in threading.enumerate())
+
+
+def end_despite_calls(code: int) -> None:
+    """End the process at once, with this code, if a call may still be under way on another thread; else return."""
+    if not calls_under_way():
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or nobody reads it: the code still counts
+            continue
+    os._exit(code)

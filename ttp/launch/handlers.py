@@ -6,6 +6,7 @@ handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 from argparse import Namespace
@@ -15,28 +16,49 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from ttp.errors import ConfigError
 from ttp.launch.moving import MovingRendezvous
-from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous
-from ttp.launch.stores import Endpoint, Stores, parse_endpoints
+from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous, no_trouble
+from ttp.launch.stores import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
 
 log = logging.getLogger("ttp.launch")
 
 
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
-    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store."""
+    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store. Raises ConfigError,
+    ValueError (torch's, for values that it does not take), RendezvousError."""
     if has_places(config.rdzv_backend, config.rdzv_endpoint, str(config.rdzv_configs.get("store_type", "tcp"))):
+        moving = make_moving(config)
         return FreshStoreRendezvous(
-            make_moving(config), store_host(config), same_keys_every_round=False, waits_for=_nodes_text(config)
+            moving,
+            store_host(config),
+            same_keys_every_round=False,
+            waits_for=_nodes_text(config),
+            trouble=moving.trouble,
         )
     static = config.rdzv_backend == "static"
-    inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
+    try:
+        inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
+    except ImportError as error:
+        raise ConfigError(
+            f"--rdzv-backend is {config.rdzv_backend!r}, and its client cannot be loaded ({error}): install that (for etcd, the"
+            " package python-etcd), or take --rdzv-backend c10d, which needs none"
+        ) from error
     return FreshStoreRendezvous(
         inner,
         store_host(config),
         same_keys_every_round=static,
         waits_for=_nodes_text(config),
+        trouble=functools.partial(_static_trouble, config.rdzv_endpoint) if static else no_trouble,
         join_timeout_s=float(config.rdzv_configs.get("timeout", JOIN_S)),
     )
+
+
+def _static_trouble(endpoint: str) -> str:
+    """Say why node 0's store takes no connection; empty when it does."""
+    place = Endpoint(*parse_rendezvous_endpoint(endpoint, default_port=-1))
+    why = why_not_reached(place, CONNECT_S)
+    return f"{place}: {why}" if why else ""
 
 
 def _nodes_text(config: LaunchConfig) -> str:

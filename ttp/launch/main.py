@@ -173,8 +173,8 @@ def launch(
         events.record(agent.get_event_failed(), event_log)
         raise
     except RendezvousClosedError as error:
-        log.error("%s", error)
-        reason = str(error)
+        reason = str(error) or "the rendezvous was closed: the job is over"
+        log.error("%s", reason)
         events.record(agent.get_event_failed(), event_log)
         raise
     except Exception as error:

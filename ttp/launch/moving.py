@@ -7,6 +7,7 @@ call that may hang is made on the agent's own thread without a limit.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ LOST_LOOKS = 3
 FIRST_PATIENCE_S = 30.0
 """How long the first place of the list is waited for, at a job's start, before another one is opened."""
 CLOSE_S = 10.0
+"""How long the store may take for each of the last words; one that has not answered is asked no more."""
 
 
 class MovingRendezvous(RendezvousHandler):
@@ -63,12 +65,12 @@ class MovingRendezvous(RendezvousHandler):
             left_s = began + self._join_timeout_s - time.monotonic()
             if left_s <= 0:
                 where = ", ".join(map(str, self._stores.endpoints))
+                why = self._stores.trouble() or "all of these answer; were as many nodes started?"
                 raise RendezvousTimeoutError(
-                    f"too few nodes met within {self._join_timeout_s:.0f} s at {where}: are those nodes up, and can they be"
-                    " reached from here?"
+                    f"too few nodes met within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}"
                 )
             first = self._stores.epoch == 0
-            place = self._stores.find(patient=first and time.monotonic() - began < FIRST_PATIENCE_S)
+            place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
             joined = self._join(place, left_s) if place is not None else None
             if joined is not None:
                 assert self._inner is not None
@@ -83,8 +85,8 @@ class MovingRendezvous(RendezvousHandler):
             if self._place is not None:
                 log.warning("the rendezvous moves from %s to %s", self._place, place)
             self._place, self._inner = place, None
-        kept = self._inner
-        self._hear(place)
+        kept, until = self._inner, time.monotonic() + left_s
+        self._hear(place, left_s)
         self._heard_before = self._heard.get(place, 0)
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
@@ -92,13 +94,14 @@ class MovingRendezvous(RendezvousHandler):
             return inner, inner.next_rendezvous()
 
         attempt = Aside(run)
-        until, unanswered = time.monotonic() + left_s, 0
+        unanswered = 0
         while not attempt.wait(ROUND_S):
-            unanswered = unanswered + 1 if self._stores.look(place) is None else 0
-            self._hear(place)
+            left_s = until - time.monotonic()
+            unanswered = unanswered + 1 if self._stores.look(place, left_s) is None else 0
+            self._hear(place, left_s)
             if unanswered >= LOST_LOOKS:
-                why = "is lost"
-            elif (other := self._stores.newer_than(place)) is not None:
+                why = f"is lost ({self._stores.trouble()})"
+            elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is left: the job meets at {other}"
             elif time.monotonic() > until:
                 why = "had too few nodes in time"
@@ -124,10 +127,10 @@ class MovingRendezvous(RendezvousHandler):
         if self._inner is lost:
             self._inner = None
 
-    def _hear(self, place: Endpoint) -> None:
+    def _hear(self, place: Endpoint, within_s: float = math.inf) -> None:
         """Log what nodes say that have left, but for those that had done so before this one came."""
         before = self._heard.get(place)
-        words = self._stores.ask(place, lambda store: partings.left_after(store, self._run_id, before or 0))
+        words = self._stores.ask(place, lambda store: partings.left_after(store, self._run_id, before or 0), within_s)
         if words is None:
             return
         self._heard[place] = (before or 0) + len(words)
@@ -148,7 +151,11 @@ class MovingRendezvous(RendezvousHandler):
             return self._waiting.over
         if self._place is None:
             return ""
-        return self._stores.ask(self._place, lambda store: partings.over(store, self._run_id)) or ""
+        return self._stores.ask(self._place, lambda store: partings.over(store, self._run_id), CLOSE_S) or ""
+
+    def trouble(self) -> str:
+        """Say which places do not answer, and why."""
+        return self._stores.trouble()
 
     def num_nodes_waiting(self) -> int:
         """How many nodes want to join; a node that has left without its ranks' word makes the others meet again as well. 0
@@ -181,8 +188,8 @@ class MovingRendezvous(RendezvousHandler):
     def leave(self, why: str) -> None:
         """Tell the others, if the store can be reached, why this node goes, and leave the rendezvous open for them."""
         self._stop_asking()
-        if self._place is not None:
-            self._stores.ask(self._place, lambda store: partings.tell_left(store, self._run_id, why))
+        if self._place is not None and not self._stores.hangs(self._place):
+            self._stores.ask(self._place, lambda store: partings.tell_left(store, self._run_id, why), CLOSE_S)
             self._stores.linger(self._place)
         self._inner = None
 
@@ -192,14 +199,15 @@ class MovingRendezvous(RendezvousHandler):
         self._stop_asking()
         inner, self._inner = self._inner, None
         closed = False
-        if self._place is not None and self._stores.look(self._place) is not None:
+        place = self._place
+        if place is not None and not self._stores.hangs(place) and self._stores.look(place, CLOSE_S) is not None:
             if why:
-                self._stores.ask(self._place, lambda store: partings.tell_over(store, self._run_id, why))
+                self._stores.ask(place, lambda store: partings.tell_over(store, self._run_id, why), CLOSE_S)
             if inner is not None:
                 closing = Aside(inner.shutdown)
                 closed = closing.wait(CLOSE_S) and closing.succeeded
             if why:
-                self._stores.linger(self._place)
+                self._stores.linger(place)
         self._stores.close()
         return closed
 

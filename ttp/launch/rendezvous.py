@@ -13,12 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from ttp.errors import ConfigError
 from ttp.launch import partings, tickets
@@ -62,16 +63,26 @@ class JobStore:
         return cls(host, int(port), int(round_number))
 
 
+def no_trouble() -> str:
+    """Say that nothing is known to be wrong."""
+    return ""
+
+
 @contextlib.contextmanager
-def telling(waits_for: str) -> Iterator[None]:
-    """Say now and then that what goes on within takes long, and what it waits for."""
+def telling(waits_for: str, trouble: Callable[[], str] = no_trouble) -> Iterator[None]:
+    """Say now and then that what goes on within takes long, what it waits for, and what is known to be wrong; a new trouble is
+    told as soon as it is known."""
     over = threading.Event()
 
     def tell() -> None:
-        begun_s, pause_s = time.monotonic(), FIRST_WORD_S
-        while not over.wait(pause_s):
-            log.info("waiting for %s (%.0f s so far)", waits_for, time.monotonic() - begun_s)
-            pause_s = NEXT_WORD_S
+        begun_s, next_s, told = time.monotonic(), 0.0, {""}
+        while not over.wait(FIRST_WORD_S):
+            why, waited_s = trouble(), time.monotonic() - begun_s
+            if over.is_set() or (waited_s < next_s and why in told):
+                continue
+            log.info("waiting for %s (%.0f s so far)%s", waits_for, waited_s, f"; {why}" if why else "")
+            told.add(why)
+            next_s = waited_s + NEXT_WORD_S
 
     if not waits_for:
         yield
@@ -81,8 +92,7 @@ def telling(waits_for: str) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
-        thread.join()
+        over.set()  # the thread is not waited for: it may be asking a name server
 
 
 class FreshStoreRendezvous(RendezvousHandler):
@@ -99,15 +109,18 @@ class FreshStoreRendezvous(RendezvousHandler):
         *,
         same_keys_every_round: bool,
         waits_for: str = "",
+        trouble: Callable[[], str] = no_trouble,
         join_timeout_s: float = JOIN_S,
     ) -> None:
         """`waits_for`: how many nodes meet, and where, in words for one who wonders why nothing happens; empty: not told.
+        trouble: says why the place is not reached, as far as it is known.
         join_timeout_s: how long nodes are waited for where the handler itself does not wait (`static`)."""
         self._inner = inner
         self._host = host
         self._join_timeout_s = join_timeout_s
         self._collected = tickets.Collected(join_timeout_s) if same_keys_every_round else None
         self._waits_for = waits_for
+        self._trouble = trouble
         self._meets_again = False
         self._next_round = 0
         self._server: TCPStore | None = None
@@ -136,8 +149,9 @@ class FreshStoreRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; called by the agent at every start of the workers, when those of the last are dead."""
-        with telling(self._waits_for):
+        """Join the next round; called by the agent at every start of the workers, when those of the last are dead. Raises
+        RendezvousError when this node does not meet the others: in too long a time, or as the job is over."""
+        with telling(self._waits_for, self._trouble):
             return self._meet()
 
     def _meet(self) -> RendezvousInfo:
@@ -200,11 +214,21 @@ class FreshStoreRendezvous(RendezvousHandler):
         os.environ[_NO_SHARED_STORE] = "1"
         try:
             return self._inner.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise error if str(error) else RendezvousTimeoutError(self._not_met()) from None
+        except DistError as error:
+            if self._collected is None:
+                raise
+            raise RendezvousConnectionError(self._not_met()) from error  # node 0's store: without it there is no job
         finally:
             if before is None:
                 del os.environ[_NO_SHARED_STORE]
             else:
                 os.environ[_NO_SHARED_STORE] = before
+
+    def _not_met(self) -> str:
+        why = self._trouble()
+        return f"this node waited for {self._waits_for or 'itself'}, and they have not met in time{': ' if why else ''}{why}"
 
     def get_backend(self) -> str:
         return self._inner.get_backend()

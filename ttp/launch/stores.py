@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -40,6 +41,8 @@ CONNECT_S = 3.0
 ANSWER_S = 30.0
 """How long a place that takes connections has to answer: a client looks its own name up first, and a name server that does
 not answer costs it five seconds, again and again."""
+LEAST_S = 1.0
+"""A question has at least so long, however little is left."""
 ROUND_S = 1.0
 """Between two looks at all places while a rendezvous waits."""
 
@@ -90,12 +93,14 @@ class Stores:
         self._serve()
         self._windows = {place: Window(place) for place in self.endpoints}
 
-    def find(self, patient: bool) -> Endpoint | None:
+    def find(self, patient: bool, within_s: float = math.inf) -> Endpoint | None:
         """Return where the job meets, opening a place if none is in use; None: look again later.
 
-        `patient`: where nothing is in use, wait for the first place of the list.
+        `patient`: where nothing is in use, wait for the first place of the list. within_s: ask no longer than this.
         """
-        epochs = {place: epoch for place in self.endpoints if (epoch := self.look(place)) is not None}
+        until_s = time.monotonic() + within_s
+        found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
+        epochs = {place: epoch for place, epoch in found.items() if epoch is not None}
         in_use = [place for place, epoch in epochs.items() if epoch >= max(1, self.epoch)]
         if in_use:
             chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
@@ -127,29 +132,54 @@ class Stores:
                     why = str(error).splitlines()[0]
                     log.info("no store of this agent's own at %s (%s): another one's is used", place, why)
 
-    def look(self, place: Endpoint) -> int | None:
-        """Return a place's number, 0 where it is not in use, None where no store answers."""
-        return self._windows[place].look()
+    def look(self, place: Endpoint, within_s: float = math.inf) -> int | None:
+        """Return a place's number, 0 where it is not in use, None where no store answers in time."""
+        return self._windows[place].look(within_s)
 
-    def ask(self, place: Endpoint, question: Callable[[TCPStore], T]) -> T | None:
-        """Ask the store at a place anything; None where it does not answer."""
-        return self._windows[place].ask(question)
+    def ask(self, place: Endpoint, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
+        """Ask the store at a place anything; None where it does not answer in time."""
+        return self._windows[place].ask(question, within_s)
+
+    def hangs(self, place: Endpoint) -> bool:
+        """Say whether the last question there was left without an answer, though the place takes connections."""
+        return self._windows[place].hangs
+
+    def trouble(self) -> str:
+        """Say which places do not answer, and why; empty when all do, or none was asked yet."""
+        return "; ".join(f"{place}: {window.trouble}" for place, window in self._windows.items() if window.trouble)
 
     def linger(self, place: Endpoint) -> None:
         """Where the store is this agent's own, keep it until the others have looked: what they are told goes with it."""
         if place in self._servers:
             time.sleep(3 * ROUND_S)
 
-    def newer_than(self, place: Endpoint) -> Endpoint | None:
+    def newer_than(self, place: Endpoint, within_s: float = math.inf) -> Endpoint | None:
         """Return a place that the job meets in rather than in `place`, if there is one."""
         mine = (self.epoch, -self.endpoints.index(place))
         for number, other in enumerate(self.endpoints):
-            if other != place and (epoch := self.look(other)) and (epoch, -number) > mine:
+            if other != place and (epoch := self.look(other, within_s)) and (epoch, -number) > mine:
                 return other
         return None
 
     def close(self) -> None:
         self._servers.clear()
+
+
+def why_not_reached(place: Endpoint, within_s: float) -> str:
+    """Try to connect to a place; say why it takes no connection, empty when it does."""
+    try:
+        socket.create_connection((place.host, place.port), within_s).close()
+    except socket.gaierror as error:
+        return f"the name {place.host!r} does not resolve ({error.strerror})"
+    except ConnectionRefusedError:
+        return "connection refused: nothing listens there"
+    except TimeoutError:
+        return f"no connection within {within_s:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError as error:
+        return f"no name of a host: {error}"
+    return ""
 
 
 class Window:
@@ -158,36 +188,42 @@ class Window:
     def __init__(self, place: Endpoint) -> None:
         self._place = place
         self._client: TCPStore | None = None
+        self.hangs = False
+        """Whether the last question was left without an answer, though the place took a connection."""
+        self.trouble = ""
+        """Why the last question was not answered; empty when it was."""
 
-    def look(self) -> int | None:
+    def look(self, within_s: float = math.inf) -> int | None:
         """Return the place's number, 0 where it is not in use, None where no store answers."""
-        return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0)
+        return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0, within_s)
 
     def open(self, before: int, epoch: int) -> int | None:
         """Take the place into use under a number; return the number that it has now: another agent may have been faster."""
         return self.ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
 
-    def ask(self, question: Callable[[TCPStore], T]) -> T | None:
+    def ask(self, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
         """Ask the store; None where none answers. A question that hangs is left to itself."""
-        try:
-            socket.create_connection((self._place.host, self._place.port), CONNECT_S).close()
-        except OSError:
-            self._client = None
+        answer_s = max(LEAST_S, min(ANSWER_S, within_s))
+        self.hangs = False
+        if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):
+            self._client, self.trouble = None, trouble
             return None
         kept = self._client
-        asked = Aside(lambda: self._answer(kept, question))
-        if asked.wait(ANSWER_S) and asked.succeeded:
-            self._client, answer = asked.result()
+        asked = Aside(lambda: self._answer(kept, question, answer_s))
+        if asked.wait(answer_s) and asked.succeeded:
+            (self._client, answer), self.trouble = asked.result(), ""
             return answer
-        self._client = None
+        self.hangs = not asked.trouble
+        silence = f"it takes connections, but no store has answered within {answer_s:.0f} s"
+        self._client, self.trouble = None, asked.trouble or silence
         return None
 
-    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T]) -> tuple[TCPStore, T]:
+    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T], within_s: float) -> tuple[TCPStore, T]:
         """Ask through the kept connection, or through a new one: the store may have been started again."""
         if kept is not None:
             with contextlib.suppress(RuntimeError):
                 return kept, question(kept)
-        timeout = timedelta(seconds=ANSWER_S)
+        timeout = timedelta(seconds=within_s)
         store = TCPStore(self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return store, question(store)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import LaunchConfig
 
 from ttp import meeting
-from ttp.launch import topology
+from ttp.errors import ConfigError
+from ttp.launch import handlers, topology
 from ttp.launch.arguments import make_parser
 from ttp.launch.handlers import store_host
 from ttp.launch.main import main
@@ -325,6 +327,18 @@ def test_plain_torchrun_gets_the_path_of_a_file_store_as_it_stands(
     path = str(tmp_path / "a,b")
     main(["--rdzv-backend", "c10d", "--rdzv-endpoint", path, "--rdzv-conf", conf, "train.py"])
     assert seen == [path]
+
+
+def test_a_backend_whose_client_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imports it when the handler is made."""
+
+    def load(parameters: object) -> None:
+        raise ModuleNotFoundError("No module named 'etcd'")
+
+    monkeypatch.setattr(handlers, "get_rendezvous_handler", load)
+    config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="etcd-v2", rdzv_endpoint="a:2379")
+    with pytest.raises(ConfigError, match=r"'etcd-v2', and its client cannot be loaded \(No module named 'etcd'\)"):
+        handlers.make_rendezvous(config)
 
 
 def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

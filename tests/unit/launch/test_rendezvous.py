@@ -9,7 +9,11 @@ import threading
 import pytest
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from tests.unit.launch.test_neighbours import until
 from ttp.errors import ConfigError
@@ -221,4 +225,58 @@ def test_a_later_starts_store_that_is_not_reached_is_no_wrong_command_line(monke
     handler.next_rendezvous()
     monkeypatch.setattr(rendezvous, "TCPStore", unreached)
     with pytest.raises(StoreNotReached, match="--local-addr"):
+        handler.next_rendezvous()
+
+
+def test_what_is_known_to_be_wrong_is_told_as_soon_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each reason once, whatever comes between; what is waited for now and then."""
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 0.01)
+    caplog.set_level("INFO", "ttp.launch")
+    reasons = iter(["", "a: connection refused", "a: connection refused", "a: no route", "a: connection refused"])
+    asked = threading.Event()
+
+    def trouble() -> str:
+        reason = next(reasons, None)
+        if reason is None:
+            asked.set()
+        return reason or ""
+
+    with rendezvous.telling("2 nodes", trouble):
+        assert asked.wait(30)
+    lines = [re.sub(r"[\d.]+ s so far", "0 s so far", line) for line in caplog.messages]
+    assert lines == [
+        f"waiting for 2 nodes (0 s so far){why}" for why in ("", "; a: connection refused", "; a: no route")
+    ]
+
+
+class NeverMeets(FixedNodes):
+    """A handler that fails to meet anybody."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(HashStore(), 0, 2)
+        self.error = error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "static", "kind", "words"),
+    [
+        (RendezvousTimeoutError(), False, RendezvousTimeoutError, "waited for 2 nodes, .* in time: a: no route"),
+        (RendezvousTimeoutError("too few"), False, RendezvousTimeoutError, "^too few$"),
+        (DistNetworkError("no"), True, RendezvousConnectionError, "waited for 2 nodes, .* in time: a: no route"),
+        (DistNetworkError("no"), False, DistNetworkError, "^no$"),
+    ],
+)
+def test_nodes_that_do_not_meet_end_with_words(
+    error: Exception, static: bool, kind: type[Exception], words: str
+) -> None:
+    """torch's own timeout has none. A static job's store that is not reached is no round that breaks: it is not tried again."""
+    handler = FreshStoreRendezvous(
+        NeverMeets(error), "127.0.0.1", same_keys_every_round=static, waits_for="2 nodes", trouble=lambda: "a: no route"
+    )
+    with pytest.raises(kind, match=words):
         handler.next_rendezvous()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from ttp.errors import ConfigError
 from ttp.launch import handlers, moving, partings
 from ttp.launch import stores as stores_module
 from ttp.launch.moving import MovingRendezvous
-from ttp.launch.stores import Endpoint, Stores, parse_endpoints
+from ttp.launch.stores import Endpoint, Stores, parse_endpoints, why_not_reached
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +187,52 @@ def test_a_lone_place_that_comes_back_empty_is_opened_again() -> None:
     assert one.find(patient=False) == place and one.epoch == 2
 
 
+@contextlib.contextmanager
+def deaf() -> Iterator[Endpoint]:
+    """A place that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield Endpoint("127.0.0.1", server.getsockname()[1])
+
+
+def test_why_a_place_does_not_answer_is_known() -> None:
+    """A dead host, a mistyped name, one that is no name at all, and a store that answers again."""
+    place = free_place()
+    one = agent(place)
+    assert one.look(place) is None and one.trouble() == f"{place}: connection refused: nothing listens there"
+    server = serve(place)
+    assert one.look(place) == 0 and one.trouble() == "" and server
+    assert "'nosuch.invalid' does not resolve (" in why_not_reached(Endpoint("nosuch.invalid", 1), 1.0)
+    assert why_not_reached(Endpoint("a" * 70, 1), 1.0).startswith("no name of a host: ")
+
+
+def test_a_place_that_never_answers_is_asked_as_long_as_there_is_time() -> None:
+    """An answer may take 30 s, but not longer than what is left."""
+    with deaf() as place:
+        one = agent(place)
+        began = time.monotonic()
+        assert one.find(patient=False, within_s=0.1) is None
+        assert time.monotonic() - began < stores_module.ANSWER_S / 2
+        assert re.fullmatch(
+            rf"{place}: (it takes connections, but no store has answered within 1 s|.*time.*)", one.trouble()
+        )
+
+
+def test_a_launcher_that_ends_asks_a_place_that_hangs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the job has failed elsewhere; to close it there is then nobody."""
+    bench = Bench(place := free_place())
+    asked: list[float] = []
+
+    def hang(window: Any, question: Any, within_s: float) -> None:
+        asked.append(within_s)
+        window.hangs = True
+
+    monkeypatch.setattr(stores_module.Window, "ask", hang)
+    bench.moving._place = place
+    assert bench.moving.failed_elsewhere() == "" and not bench.moving.shutdown("why")
+    bench.moving.leave("why")
+    assert asked == [moving.CLOSE_S]
+
+
 class Handler(RendezvousHandler):
     """Stands in for torch's: joins when it is let, and is asked whether nodes wait."""
 
@@ -332,9 +380,9 @@ def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.
         asked.append(len(looks))
         raise RendezvousConnectionError("gone")
 
-    def look(window: Any, question: Any) -> Any:
+    def look(window: Any, question: Any, within_s: float = 30.0) -> Any:
         looks.append(question)
-        return ask(window, question)
+        return ask(window, question, within_s)
 
     bench.made[0].waiting = lost
     monkeypatch.setattr(stores_module.Window, "ask", look)
@@ -428,7 +476,10 @@ def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.Mon
 def test_too_few_nodes_in_time_is_said_with_the_places() -> None:
     place = free_place()
     bench = Bench(place, join_timeout_s=0.3)
-    with pytest.raises(RendezvousTimeoutError, match=rf"within 0 s at {place}: are those nodes up"):
+    with pytest.raises(
+        RendezvousTimeoutError,
+        match=rf"within 0 s \(--rdzv-conf join_timeout\) at {place}: {place}: connection refused",
+    ):
         bench.moving.next_rendezvous()
 
 
