@@ -1,8 +1,8 @@
 """The controller's process: `python -m ttp.controller --job-id J --world-size W --journal PATH ...`.
 
 Prints one line when it is ready: `ttp-controller listening on HOST:PORT pid N`. Ends by itself when the job has ended or
-nobody is attached any more, on SIGTERM, or when the launcher asks. Ctrl-C of a terminal does not reach it: it has to see
-its ranks through their dying gasp. Loads no torch.
+nobody is attached any more, or when the launcher asks; on SIGTERM only when no rank is attached, for schedulers send that to every
+process of a job, and Ctrl-C of a terminal does not reach it: it has to see its ranks through their dying gasp. Loads no torch.
 
 `--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
 standby that nobody has come to, and so does the end of all its guardians.
@@ -29,7 +29,7 @@ from ttp.errors import ControllerError
 from ttp.proto.transport import grpc, join_address
 
 from .agent_link import request_shutdown
-from .driver import Driver, LeaveIfIdle, StopAsked
+from .driver import Driver, LeaveIfAlone, LeaveIfIdle
 from .events import ControllerSettings
 from .guardians import Guardians
 from .journal import Journal
@@ -148,7 +148,7 @@ async def serve(
     driver = Driver(settings, journal, on_finish, supersede=partial(supersede, settings))
     service = ControlService(settings, driver)
     add_service(server, service)
-    loop.add_signal_handler(signal.SIGTERM, driver.put, StopAsked("SIGTERM"))
+    loop.add_signal_handler(signal.SIGTERM, driver.put, LeaveIfAlone("SIGTERM"))
     loop.add_signal_handler(signal.SIGUSR1, driver.put, LeaveIfIdle("asked to end unless it is needed"))
     await server.start()
     driver.start()

@@ -103,7 +103,15 @@ class LeaveIfIdle:
     reason: str
 
 
-Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle
+@dataclass(frozen=True, slots=True)
+class LeaveIfAlone:
+    """A signal has come that may have been meant for all processes of the job: ranks that are attached need this one to save what
+    they have. It leaves when they have gone."""
+
+    reason: str
+
+
+Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle | LeaveIfAlone
 
 
 class Driver:
@@ -129,6 +137,8 @@ class Driver:
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._state: Any = None
         self._finished = ""
+        self._leaves_when_alone = ""
+        """Why; empty: it was not told to."""
         self._routes: dict[int, Link] = {}
         self._carried: dict[Link, set[int]] = {}  # the routes' inverse
         self._agents: dict[str, Link] = {}
@@ -185,7 +195,10 @@ class Driver:
                 self._drop(link)
             case StatusAsked(reply):
                 reply(job_status(self._state, self._beats, self._published, os.getpid()))
-            case StopAsked(reason):
+            case LeaveIfAlone(reason) if self._routes:
+                self._tell_story("stays", {"reason": f"{reason}, and ranks are attached: {len(self._routes)}"})
+                self._leaves_when_alone = reason
+            case StopAsked(reason) | LeaveIfAlone(reason):
                 self._tell_story("stopped", {"reason": reason})
                 self._finish(reason)
             case LeaveIfIdle(reason):
@@ -265,6 +278,8 @@ class Driver:
             self._step(StreamClosed(ranks), self._clock())
         for host in hosts:
             self._step(StreamClosed((), host), self._clock())
+        if self._leaves_when_alone and not self._routes:
+            self._take(LeaveIfAlone(self._leaves_when_alone))
 
     def _step(self, event: Event, now: float) -> None:
         self._journal.input(now, event)

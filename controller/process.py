@@ -39,7 +39,7 @@ class ControllerProcess:
             return None
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM); harmless when it has."""
+        """Ask it to end (SIGTERM) unless ranks are attached to it; harmless when it has."""
         self.process.terminate()
 
 

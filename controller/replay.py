@@ -21,7 +21,7 @@ from .events import Effect, Event, Journal, Send
 from .journal import Recording, inputs_path, read_inputs, read_story, replay
 from .record import plain_json
 
-BY_THE_DRIVER = frozenset({"stopped", "protocol_error", "machine_failed", "not_sent"})
+BY_THE_DRIVER = frozenset({"stopped", "stays", "protocol_error", "machine_failed", "not_sent"})
 """Lines of the story that are not the machine's."""
 
 

@@ -266,6 +266,20 @@ def test_ctrl_c_leaves_the_controller_alone_and_sigterm_ends_it(new_controller: 
     assert controller.wait(LONG_S) == 0
 
 
+def test_sigterm_ends_a_controller_only_when_its_ranks_have_gone(
+    new_controller: StartController, tmp_path: Path
+) -> None:
+    """A scheduler may tell all processes of a job at once to leave: the ranks need this one to save."""
+    controller = new_controller(world_size=1)
+    rank = Rank(0, 1, lambda: controller.address, str(tmp_path))
+    assert rank.processor.wait_welcomed(LONG_S) is not None
+    controller.terminate()
+    until(lambda: any(line.event == "stays" for line in read_story(tmp_path / "journal0.jsonl")), "its word")
+    assert request_status(controller.address).ranks[0].attached
+    rank.processor.stop()
+    assert controller.wait(LONG_S) == 0
+
+
 def test_a_shutdown_request_ends_the_controller_and_frees_its_port(new_controller: StartController) -> None:
     controller = new_controller()
     request_shutdown(controller.address, reason="the launcher has ended")
@@ -321,7 +335,7 @@ def test_a_controller_of_a_lower_term_is_refused(new_controller: StartController
     assert rank.processor.wait_welcomed(LONG_S) is not None
     reasons = closing_reasons(rank)
     addresses[0] = old.address
-    new.terminate()
+    request_shutdown(new.address, reason="lost")
     assert new.wait(LONG_S) == 0
     until(lambda: any("term 1, but term 2 was seen: it is fenced" in reason for reason in reasons), "a refusal")
     rank.processor.stop()
