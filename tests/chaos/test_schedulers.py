@@ -1,6 +1,7 @@
 """The examples for schedulers really run, on CPU, and what schedulers send before they take a job away saves it.
 
-Slurm is played by a stand-in (`slurm_stand_in.py`): the batch script is the real one, `srun` and `scontrol` are not.
+Slurm is played by a stand-in (`slurm_stand_in.py`): the batch script is the real one, `srun`, `scontrol` and `scancel` are not.
+`test_slurm.py` runs it under Slurm, where that is installed.
 """
 
 from __future__ import annotations
@@ -145,18 +146,16 @@ def test_the_batch_script_names_two_meeting_points(stand_in: Path) -> None:
 @pytest.mark.parametrize("receiver", ["batch shell", "every process of the step"])
 def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, receiver: str) -> None:
     """`scancel --batch` and --signal=B: tell the script alone, which hands it on; preemption and the time limit tell every
-    process of the step, ranks included, at once. The requeued job goes on behind the saved step."""
+    process of the step, ranks and controllers included, at once. The requeued job goes on behind the saved step."""
     output, metrics = stand_in / "out", stand_in / "out" / "metrics.jsonl"
     with slurm(stand_in, output, iters=100_000) as run:
         run.wait_for_step(metrics, 5)
         if receiver == "batch shell":
             os.kill(run.process.pid, signal.SIGTERM)
         else:
-            controllers = "ttp.controller"
-            for pid, command in marked(run.mark):
-                if pid != run.process.pid and controllers not in command:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+            for pid in slurm_stand_in.step_processes(stand_in):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         began = time.monotonic()
         status = run.wait(GRACE_S)
         assert status != 0 and time.monotonic() - began < GRACE_S
