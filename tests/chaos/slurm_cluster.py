@@ -2,12 +2,12 @@
 
     if reason := why_not():
         print("no Slurm here:", reason)
-    with Slurm(folder) as slurm:
-        job = slurm.submit("train.sbatch", "--time=10", ...)
+    with Slurm() as slurm:
+        job = slurm.submit("--time=10", "train.sbatch", ...)
         slurm.run("scancel", job)
 
-All of it, the jobs too, has a namespace of processes whose first one is ended at the `with`'s end: nothing can outlive it. A
-file system namespace gives the nodes `node1` and `node2` their addresses. Nothing of the machine's own Slurm is used or touched but
+All of it, the jobs too, has a namespace of processes whose first one is ended at the `with`'s end, or with this process: nothing can
+outlive it. A file system namespace gives the nodes `node1` and `node2` their addresses. Nothing of the machine's own Slurm is used or touched but
 its programs. Needs root.
 """
 
@@ -37,7 +37,7 @@ PROGRAMS = (
     "squeue",
     "sinfo",
     "unshare",
-    "nsenter",
+    "setpriv",
 )
 NODES = ("node1", "node2")
 READY_S = 120.0
@@ -137,7 +137,7 @@ class Slurm:
         folder.chmod(0o755)  # munge's clients look at the folder of its socket
         with open(folder / "daemons.log", "wb") as log:
             self._init = subprocess.Popen(
-                ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc",
+                ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc",
                  "bash", "-c", INIT.format(folder=folder)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environ({}),
             )  # fmt: skip
@@ -167,7 +167,7 @@ class Slurm:
             if not k.startswith(("SLURM", "SBATCH", "TTP_", "TORCHELASTIC_", "PET_"))
         }
         path = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
-        own = {"PATH": path, "SLURM_CONF": f"{self.folder}/slurm.conf", "TTP_SLURM": str(self.folder)}
+        own = {"PATH": path, "SLURM_CONF": f"{self.folder}/slurm.conf", "CLUSTER_MARK": str(self.folder)}
         return {**clean, **own, "OMP_NUM_THREADS": "1", "TTP_HEARTBEAT_S": "0.2", **more}
 
     def processes(self) -> dict[int, str]:
@@ -175,7 +175,7 @@ class Slurm:
         found = {}
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and f"TTP_SLURM={self.folder}".encode() in (
+                if entry.name.isdigit() and f"CLUSTER_MARK={self.folder}".encode() in (
                     entry / "environ"
                 ).read_bytes().split(b"\0"):
                     found[int(entry.name)] = (
