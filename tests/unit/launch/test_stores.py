@@ -32,7 +32,7 @@ from ttp.errors import ConfigError
 from ttp.launch import handlers, moving, partings
 from ttp.launch import stores as stores_module
 from ttp.launch.moving import MovingRendezvous
-from ttp.launch.stores import Endpoint, Stores, parse_endpoints, why_not_reached
+from ttp.launch.stores import ANSWER_S, Endpoint, Stores, parse_endpoints, why_not_reached
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def agent(*places: Endpoint) -> Stores:
     return Stores(places, hosting=False)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -418,7 +418,9 @@ def test_the_heartbeats_of_a_lost_store_end() -> None:
         assert moving.next_rendezvous().world_size == 1
         assert len(heartbeats()) == 1
         keeper.kill()
-    until(lambda: not heartbeats())
+    until(
+        lambda: not heartbeats(), 3 * ANSWER_S
+    )  # a question that was being asked at that moment is waited for so long
     assert moving.num_nodes_waiting() == 0 and not moving.shutdown()
 
 
