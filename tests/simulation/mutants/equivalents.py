@@ -107,7 +107,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.transitions", "if state.link is not _DOWN and now >= go_on_at(state):", "state.link is not _DOWN and now >= go_on_at(state): without state.link is not _DOWN"),
     ),
     "what is the very object is the same text": (
-        ("controller.rounds", "if known is not record and repr(known) != repr(record):  # by text: a skipped step's norm is NaN", "known is not record and repr(known) != repr(record): without known is not record"),
+        ("controller.rounds", "if known != record and repr(known) != repr(record):  # by text where they differ: a skipped step's norm is NaN", "known != record and repr(known) != repr(record): without known != record"),
     ),
     "steps never go back": (
         ("processor.pace", "if event.step <= state.step and state.step_at > -inf:", "event.step <= state.step and state.step_at > -inf: without state.step_at > -inf"),
