@@ -61,6 +61,7 @@ def test_a_kill_is_survived_when_nobody_reads_any_more(tmp_path: Path, arguments
 
 
 def test_a_log_on_a_full_disk_costs_the_log_alone(tmp_path: Path) -> None:
+    """Nothing that is printed arrives; the job, its restart and its story are as ever."""
     (tmp_path / "go").touch()
     done = shell(tmp_path, '"$@" >/dev/full 2>&1; echo $? >"$S"')
     assert_a_kill_was_survived(tmp_path, done.stdout + done.stderr)

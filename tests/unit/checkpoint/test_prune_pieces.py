@@ -47,6 +47,18 @@ def test_older_whole_steps_go_from_all_nodes(cluster: Cluster, job: Job) -> None
     assert newest(cluster, job) == 30
 
 
+def test_a_folder_under_two_names_is_one(cluster: Cluster, job: Job, tmp_path: Path) -> None:
+    """A link beside its folder: every piece goes once, and is counted once."""
+    for step in (10, 20):
+        cluster.save(job, step)
+    first, second = disks(cluster)
+    (tmp_path / "link").symlink_to(first)
+    told = json.loads(prune(first, tmp_path / "link", second, "--keep", 1, "--json")[1])
+    assert sorted(told["would_remove"]) == [str(disk / "iter_0000010") for disk in (first, second)]
+    assert prune(first, tmp_path / "link", second, "--keep", 1, "--yes")[0] == 0
+    assert [steps(disk) for disk in (first, second)] == [[20], [20]]
+
+
 def test_one_nodes_folder_alone_says_what_it_lacks(cluster: Cluster, job: Job) -> None:
     """Nothing is whole there, so nothing goes, whatever is asked for."""
     for step in (10, 20):

@@ -20,6 +20,7 @@ class Clock:
 
 
 def test_a_stopped_process_is_told_from_one_that_runs_or_is_gone() -> None:
+    """By the state that /proc shows of it."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pids = {3: process.pid, 4: os.getpid(), 5: 2**22 + 1}
         assert stopped(pids) == {}

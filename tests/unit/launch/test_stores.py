@@ -117,6 +117,7 @@ def test_is_host_is_about_the_first_place_alone() -> None:
 
 @pytest.mark.parametrize(("given", "hosting"), [("1", True), ("no", False), (None, None)])
 def test_is_host_is_read_as_torchrun_reads_it(given: str | None, hosting: bool | None) -> None:
+    """Not given: by the address."""
     configs = {} if given is None else {"is_host": given}
     place = free_place()
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
@@ -126,6 +127,7 @@ def test_is_host_is_read_as_torchrun_reads_it(given: str | None, hosting: bool |
 
 
 def test_a_bad_word_for_is_host_is_refused() -> None:
+    """In torch's own words."""
     config = LaunchConfig(
         1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint="a:1", rdzv_configs={"is_host": "maybe"}
     )
