@@ -61,7 +61,9 @@ class Plan:
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """Show what would go and, with --yes, remove it. Raises UsageError, CheckpointError."""
-    folders = list(dict.fromkeys(folder_at(path).resolve() for path in given.path))  # one folder may come under two names
+    folders = list(
+        dict.fromkeys(folder_at(path).resolve() for path in given.path)
+    )  # one folder may come under two names
     if any(entry.state is State.PIECE for folder in folders for entry in list_published(folder)):
         return _run_pieces(folders, given, console)
     if len(folders) > 1:
