@@ -15,8 +15,16 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_MAY_HANG = ("ttp-", "RendezvousKeepAlive")
-"""Names of the launcher's own threads, and of torch's heartbeats to a rendezvous, begin so."""
+_MAY_HANG = (
+    "ttp-rendezvous",
+    "ttp-waiting-nodes",
+    "ttp-waiting-words",
+    "ttp-controller-search",
+    "ttp-neighbours",
+    "RendezvousKeepAlive",
+)
+"""The names of threads that ask a store or a name server begin so: the launcher's own, and torch's heartbeats to a rendezvous. Not those
+that only wait, as one for signals does for as long as the process lives: a launcher ends as any Python program does."""
 
 
 class Aside(Generic[T]):

@@ -138,19 +138,28 @@ class Chronicle:
             if self._down_since_unix_s is not None:
                 self._lost_s += now - self._down_since_unix_s
                 self._down_since_unix_s = None
-            try:
-                summary = replace(self._summary(result, now), why=why)
-            except _UNREADABLE as error:
-                log.warning("how the job went cannot be summed up: %s: %s", type(error).__name__, error)
+            summary = self._sum_up(result, now)
+            if summary is None:  # who waits for the end must still see it
+                self._write("end", {"result": result, "starts": self._first + self._starts, "why": why})
                 return
+            summary = replace(summary, why=why)
             self._write("end", asdict(summary))
             self._print(summary_lines(summary))
 
     # --- with the lock held ---
 
-    def _summary(self, result: str, now: float) -> Summary:
+    def _sum_up(self, result: str, now: float) -> Summary | None:
+        """Sum the job up; where what others told was altered, from what was told here alone. None: that cannot be summed up either."""
+        nothing = earlier([], self._told, self._number)
+        for others, without in ((self._earlier(), ""), (nothing, ", not even without what other launchers told")):
+            try:
+                return self._summary(result, now, others)
+            except _UNREADABLE as error:
+                log.warning("how the job went cannot be summed up%s: %s: %s", without, type(error).__name__, error)
+        return None
+
+    def _summary(self, result: str, now: float, others: Earlier) -> Summary:
         """Sum the job up from what was told here, and by the launchers of other nodes before and in between."""
-        others = self._earlier()
         told = sorted([(story.start, *_kept(asdict(story))) for story in self._stories]
                       + [(int(fault["start"]), *_kept(fault)) for fault in others.faults])  # fmt: skip
         known = {*self._told, *(int(fault["start"]) for fault in others.faults)}

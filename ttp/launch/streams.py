@@ -54,6 +54,15 @@ class _LastingFile(io.FileIO):
         return whole if written is None else written  # None: a pipe that does not block, and is full
 
 
+class _UnkeptWriter(io.BufferedWriter):
+    """Keeps nothing back: `python -u`. Unlike the bare file, that may take a part only, it writes all it is given."""
+
+    def write(self, content: Any) -> int:
+        taken = super().write(content)
+        self.flush()
+        return taken
+
+
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
     """Return a stream like this one to the same descriptor; None stands for one that was closed when Python began."""
     if stream is None:
@@ -69,12 +78,13 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def _text_stream(descriptor: int, encoding: str, errors: str, like: IO[str] | None = None) -> TextIO:
+    unbuffered = bool(getattr(like, "write_through", False))
     return io.TextIOWrapper(
-        io.BufferedWriter(_LastingFile(descriptor)),
+        (_UnkeptWriter if unbuffered else io.BufferedWriter)(_LastingFile(descriptor)),
         encoding=encoding,
         errors=errors,
         line_buffering=bool(getattr(like, "line_buffering", True)),
-        write_through=bool(getattr(like, "write_through", False)),
+        write_through=unbuffered,
     )
 
 

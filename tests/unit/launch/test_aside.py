@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
-import pytest
-
-from ttp.launch.aside import Aside, calls_under_way, end_despite_calls
+from ttp import launch
+from ttp.launch import aside
+from ttp.launch.aside import Aside
 
 
 def test_what_a_call_has_failed_with_is_known_in_a_line() -> None:
@@ -21,11 +22,35 @@ def test_what_a_call_has_failed_with_is_known_in_a_line() -> None:
     assert other.wait(30) and other.trouble == "" and other.result() == 3
 
 
-def test_a_process_without_such_calls_ends_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exit handlers run."""
-    monkeypatch.setattr("threading.enumerate", lambda: [threading.main_thread()])
-    assert not calls_under_way()
-    end_despite_calls(3)
+def test_a_process_without_such_calls_ends_as_ever() -> None:
+    """Its exit handlers run, though the thread that logs notices lives as long as the process."""
+    program = """
+import atexit, signal, sys, threading
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+from ttp.launch.aside import Aside, end_despite_calls
+from ttp.launch.signals import Notices
+signal.signal(signal.SIGTERM, _terminate_process_handler)
+Notices().install()
+assert Aside(lambda: 3).wait(30)
+for thread in threading.enumerate():
+    if thread.name == "ttp-rendezvous":
+        thread.join(30)
+atexit.register(lambda: print(*sorted(thread.name for thread in threading.enumerate())))
+end_despite_calls(3)
+sys.exit(4)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (4, "MainThread ttp-signals\n"), done.stderr
+
+
+def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None:
+    """A new one must be judged: an interpreter that unwinds a call to a store aborts, one that is ended at once runs no exit handlers."""
+    (folder,) = launch.__path__
+    sources = [path.read_text() for path in Path(folder).glob("*.py")]
+    made = [re.findall(r'name="([^"]*)"', call) for text in sources for call in re.findall(r"\bThread\((.*)\)", text)]
+    names = {name for found in made for name in found}
+    assert all(made) and len(made) == sum(text.count("threading.Thread(") for text in sources)
+    assert names == {*aside._MAY_HANG, "ttp-signals", "ttp-death-watch"} - {"RendezvousKeepAlive"}
 
 
 def test_a_process_ends_while_a_call_hangs_in_torch() -> None:

@@ -8,8 +8,9 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -346,6 +347,43 @@ def test_a_line_is_for_machines_first(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(sys, "stderr", Watched())
         act()
         assert set(lines) == {count}
+
+
+def test_an_altered_line_of_an_earlier_launcher_costs_what_that_one_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end comes, with the sum of what was told here, and says which start is not in it."""
+    path = tmp_path / "story.jsonl"
+    first = Chronicle(clock=lambda: KILLED_AT_S)
+    first.begin(here=True)
+    first.end(put("killed", tmp_path), ending(tmp_path))
+    path.write_text(path.read_text().replace('"saved"', '"sawed"'))
+    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    later.begin(here=True, number=1)
+    later.end(put("killed", tmp_path, 1), ending(tmp_path))
+    with caplog.at_level(logging.WARNING, "ttp.launch"):
+        later.finish("failed", "rank 2: signal SIGKILL")
+    assert caplog.messages == ["how the job went cannot be summed up: KeyError: 'saved'"]
+    end = written(path)[-1]
+    assert list(end) == END_KEYS and (end["result"], end["why"]) == ("failed", "rank 2: signal SIGKILL")
+    assert (end["starts"], end["faults"], end["untold_starts"]) == (2, 1, [0])
+    assert "how start 0 ended is not known on this node" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_summed_up_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who reads the lines and waits for it sees how the job ended, and why."""
+    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
+    chronicle.begin(here=True)
+    chronicle.end(put("killed", tmp_path), ending(tmp_path))
+    altered = replace(chronicle._stories[0], steps_lost=cast(int, "many"))
+    monkeypatch.setattr(chronicle, "_stories", [altered])
+    with caplog.at_level(logging.WARNING, "ttp.launch"):
+        chronicle.finish("failed", "rank 2: signal SIGKILL")
+    assert "not even without what other launchers told: TypeError" in caplog.text
+    end = {"event": "end", "result": "failed", "starts": 1, "why": "rank 2: signal SIGKILL"}
+    assert written(tmp_path / "story.jsonl")[-1] == {"unix_s": KILLED_AT_S, **end}
 
 
 def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,6 +83,42 @@ def test_a_file_that_is_full_for_a_while_is_tried_again(monkeypatch: pytest.Monk
     finally:
         for descriptor in (read_end, write_end, full, kept):
             os.close(descriptor)
+
+
+@pytest.mark.parametrize("said", ["-u", "PYTHONUNBUFFERED"])
+def test_an_unbuffered_program_keeps_nothing_back(said: str) -> None:
+    """Neither a text without an end of line nor bytes: all is there when the process is killed a moment later."""
+    program = """
+import os, signal, sys
+from ttp.launch.streams import make_streams_last
+make_streams_last()
+print("a text", end="")
+sys.stdout.buffer.write(b", bytes")
+print("an error", end="", file=sys.stderr)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, *(["-u"] if said == "-u" else []), "-c", program]
+    unset = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    set_ = {"PYTHONUNBUFFERED": "1"} if said != "-u" else {}
+    done = subprocess.run(command, capture_output=True, text=True, env=unset | set_)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "a text, bytes", "an error")
+
+
+def test_an_unbuffered_stream_writes_the_rest_of_what_was_taken_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal in the middle of a long write to a pipe: what is left follows, before the next text."""
+    written: list[bytes] = []
+
+    class Small(streams._LastingFile):
+        def write(self, content: Any) -> int:
+            with memoryview(content) as view:
+                written.append(bytes(view[:4]))
+            return len(written[-1])
+
+    monkeypatch.setattr(streams, "_LastingFile", Small)
+    like = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    stream = streams._text_stream(streams.STDERR, "utf-8", "strict", like)
+    print("one text", end="", file=stream)
+    assert written == [b"one ", b"text"]
 
 
 def test_such_a_stream_is_still_what_it_was() -> None:
