@@ -1,11 +1,11 @@
 """The controller's process: `python -m ttp.controller --job-id J --world-size W --journal PATH ...`.
 
 Prints one line when it is ready: `ttp-controller listening on HOST:PORT pid N`. Ends by itself when the job has ended or
-nobody is attached any more, or when the launcher asks; on SIGTERM only when no rank is attached, for schedulers send that to every
-process of a job, and Ctrl-C of a terminal does not reach it: it has to see its ranks through their dying gasp. Loads no torch.
+nobody is attached any more, or when the launcher asks; on SIGTERM only when no rank has been attached for a lease, for schedulers send
+that to every process of a job, and Ctrl-C of a terminal does not reach it: it has to see its ranks through their dying gasp. Loads no torch.
 
 `--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
-standby that nobody has come to, and so does the end of all its guardians.
+standby that nobody has come to, and so does the end of all its guardians; SIGTERM does not while one of them runs.
 
 Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
 """
@@ -148,11 +148,12 @@ async def serve(
     driver = Driver(settings, journal, on_finish, supersede=partial(supersede, settings))
     service = ControlService(settings, driver)
     add_service(server, service)
-    loop.add_signal_handler(signal.SIGTERM, driver.put, LeaveIfAlone("SIGTERM"))
+    watched = guardians or Guardians(())
+    loop.add_signal_handler(signal.SIGTERM, lambda: driver.put(LeaveIfAlone("SIGTERM", guarded=watched.watch_over())))
     loop.add_signal_handler(signal.SIGUSR1, driver.put, LeaveIfIdle("asked to end unless it is needed"))
     await server.start()
     driver.start()
-    watch = asyncio.create_task(leave_when_alone(driver, guardians or Guardians(()), settings.orphan_timeout_s))
+    watch = asyncio.create_task(leave_when_alone(driver, watched, settings.orphan_timeout_s))
     _announce(f"ttp-controller listening on {host}:{bound} pid {os.getpid()}")
     await over.wait()
     watch.cancel()

@@ -105,10 +105,12 @@ class LeaveIfIdle:
 
 @dataclass(frozen=True, slots=True)
 class LeaveIfAlone:
-    """A signal has come that may have been meant for all processes of the job: ranks that are attached need this one to save what
-    they have. It leaves when they have gone."""
+    """A signal has come that may have been meant for all processes of the job: its ranks need this one to save what they have. It
+    leaves once they have been gone for a lease; a broken stream comes back sooner."""
 
     reason: str
+    guarded: bool = False
+    """The processes that it was started for run: a standby stays, for its ranks may still have to come to it."""
 
 
 Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle | LeaveIfAlone
@@ -139,6 +141,7 @@ class Driver:
         self._finished = ""
         self._leaves_when_alone = ""
         """Why; empty: it was not told to."""
+        self._alone_since = float("-inf")  # nobody has come yet: nobody comes back
         self._routes: dict[int, Link] = {}
         self._carried: dict[Link, set[int]] = {}  # the routes' inverse
         self._agents: dict[str, Link] = {}
@@ -168,12 +171,16 @@ class Driver:
                 self._journal.driver_busy()
                 self._take(item)
             now = self._clock()
+            if now > due + TICK_S:  # stopped itself, or starved: the ranks' lease begins anew
+                self._alone_since = max(self._alone_since, now)
             if now >= due:  # also when messages keep coming
                 next_tick = now + TICK_S
                 self._step(Tick(), now)
             if now >= next_beat:
                 next_beat = now + self._settings.heartbeat_s
                 self._beat()
+            if self._leaves_when_alone and self._is_alone(now):
+                self._stop(self._leaves_when_alone)
             self._flush()
             if self._journal.wants_state:
                 self._journal.starting_state(self._state)
@@ -195,17 +202,36 @@ class Driver:
                 self._drop(link)
             case StatusAsked(reply):
                 reply(job_status(self._state, self._beats, self._published, os.getpid()))
-            case LeaveIfAlone(reason) if self._routes:
-                self._tell_story("stays", {"reason": f"{reason}, and ranks are attached: {len(self._routes)}"})
-                self._leaves_when_alone = reason
-            case StopAsked(reason) | LeaveIfAlone(reason):
-                self._tell_story("stopped", {"reason": reason})
-                self._finish(reason)
+            case LeaveIfAlone():
+                self._leave_if_alone(item)
+            case StopAsked(reason):
+                self._stop(reason)
             case LeaveIfIdle(reason):
                 if self._state.stage is Stage.STANDBY:
                     self._finish(reason)
             case _:
                 assert_never(item)
+
+    def _leave_if_alone(self, told: LeaveIfAlone) -> None:
+        """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
+        if told.guarded and self._state.stage is Stage.STANDBY:
+            self._tell_story("stays", {"reason": f"{told.reason}, and what this standby was started for runs"})
+        elif self._is_alone(self._clock()):
+            self._stop(told.reason)
+        else:
+            self._leaves_when_alone = told.reason
+            ranks = f"ranks are attached: {len(self._routes)}" if self._routes else "ranks were attached a moment ago"
+            self._tell_story("stays", {"reason": f"{told.reason}, and {ranks}"})
+
+    def _is_alone(self, now: float) -> bool:
+        """Say whether no rank needs this controller: one whose stream broke a moment ago may be all that has a shard."""
+        if self._routes:
+            return False
+        return self._state.stage is Stage.STANDBY or now >= self._alone_since + self._settings.lease_s
+
+    def _stop(self, reason: str) -> None:
+        self._tell_story("stopped", {"reason": reason})
+        self._finish(reason)
 
     def _hear_all(self, link: Link, messages: Sequence[Upward]) -> None:
         """What one envelope says, in order; heartbeats that stand side by side are one event."""
@@ -275,11 +301,11 @@ class Driver:
         for host in hosts:
             del self._agents[host]
         if ranks:
+            if not self._routes:
+                self._alone_since = self._clock()
             self._step(StreamClosed(ranks), self._clock())
         for host in hosts:
             self._step(StreamClosed((), host), self._clock())
-        if self._leaves_when_alone and not self._routes:
-            self._take(LeaveIfAlone(self._leaves_when_alone))
 
     def _step(self, event: Event, now: float) -> None:
         self._journal.input(now, event)

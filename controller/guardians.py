@@ -31,6 +31,10 @@ class Guardians:
                     os.close(handle)
         return bool(self._handles) or not self._watched
 
+    def watch_over(self) -> bool:
+        """Say whether there are any, and one of them still runs."""
+        return self._watched and self.alive()
+
 
 def _open(pid: int) -> int | None:
     """Return a descriptor of the process, None where the system has none. Raises ProcessLookupError when it is gone."""

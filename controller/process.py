@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import site
 import subprocess
 import sys
@@ -39,8 +40,12 @@ class ControllerProcess:
             return None
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM) unless ranks are attached to it; harmless when it has."""
+        """Ask it to end (SIGTERM): it does once no rank is attached; a standby that has guardians does not. Harmless when it has."""
         self.process.terminate()
+
+    def dismiss(self) -> None:
+        """Tell a standby that nobody will come to it any more (SIGUSR1): one that has taken over stays. Harmless when it has ended."""
+        self.process.send_signal(signal.SIGUSR1)
 
 
 def start_controller(

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ttp import error_file, meeting
 from ttp.config import Settings
+from ttp.controller.agent_link import request_shutdown
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ConfigError, ControllerError
 from ttp.holder import OptimizerHolder
@@ -138,20 +139,21 @@ class Protection:
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone.
 
-        A standby is told to: whenever a rank may leave, it is settled what becomes of the job. So is the controller of a rank alone.
-        One that other ranks may still need (this one's training has not come to its end) is left to them, and not waited for.
+        A standby is told to when it is settled what becomes of the job. So is the controller of a rank alone, always. One that other
+        ranks may still need (this one's training has not come to its end) is left to them, and not waited for; an idle standby then
+        ends after this process and its launcher.
         """
         settled = self.processor.wait_for_verdict(0.0)
         self._notice.close()
         self.processor.stop()
-        if self._standby is not None:
-            self._standby.terminate()
+        if self._standby is not None and settled:
+            self._standby.dismiss()
             self._standby.wait(CONTROLLER_END_S)
         controller = self._controller
         if controller is None:
             return
         if self._world_size == 1:
-            controller.terminate()
+            self._end_own(controller, settled)
         elif not settled:
             log.debug(
                 "the controller (pid %d) is left to the other ranks, and ends when they have gone", controller.pid
@@ -162,6 +164,16 @@ class Protection:
                 "the controller (pid %d) has not ended within %.0f s of the job's end; look into %s, and end it by SIGTERM",
                 controller.pid, CONTROLLER_END_S, self._log_dir,
             )  # fmt: skip
+
+    def _end_own(self, controller: ControllerProcess, settled: bool) -> None:
+        """End the controller that no other rank can need: by message while it leads, as SIGTERM has it wait for a rank that comes back."""
+        try:
+            if not settled:
+                request_shutdown(controller.address, job_id=self._settings.start_name, reason="its only rank has left")
+                return
+        except ControllerError as error:
+            log.debug("%s; sending SIGTERM", error)
+        controller.terminate()
 
     # --- finding each other ---
 

@@ -21,8 +21,8 @@ log = logging.getLogger("ttp.launch")
 MODULE = "ttp.controller"
 START_VARIABLE = "TTP_START_ID"
 """Set by the launcher for its workers: unique to one start on one node of one job."""
-LEAVE_S = 3.0
-"""Time for a controller to leave when it is asked to."""
+LEAVE_S = 5.0
+"""Time for a controller to leave when it is asked to: longer than the lease (3 s) that it waits, at SIGTERM, for ranks to come back."""
 
 RequestShutdown = Callable[[str], None]
 """`request_shutdown(address)`: ask the controller at `host:port` to leave. May raise: it is killed then."""
@@ -107,14 +107,15 @@ def _remaining(pids: list[int], start_id: str, timeout_s: float) -> list[int]:
 
 
 def _ask(pid: int, start_id: str, published: ControllerEntry | None, request_shutdown: RequestShutdown) -> None:
-    """Ask by message where the address is known, by SIGTERM otherwise."""
+    """Ask by message where the address is known, by SIGTERM otherwise; a standby whose launcher runs knows only SIGUSR1 for one."""
     if published is not None and pid == published.pid:
         try:
             request_shutdown(published.address)
             return
         except Exception as error:  # any transport error: the signal below does as well
             log.debug("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
-    _signal(pid, start_id, signal.SIGTERM)
+    _dismiss_idle_standbys([pid], start_id)
+    _signal(pid, start_id, signal.SIGTERM)  # one that has taken over: it leaves when its ranks have gone
 
 
 def _signal(pid: int, start_id: str, number: signal.Signals) -> None:

@@ -172,6 +172,14 @@ def test_an_unreachable_or_unpublished_controller_gets_sigterm(spawn: Spawn) -> 
     assert published.wait() == -signal.SIGTERM and unknown.wait() == -signal.SIGTERM
 
 
+def test_a_standby_is_asked_as_one_that_its_launcher_guards(spawn: Spawn) -> None:
+    """SIGTERM alone may be meant for every process of the job: a standby does not heed it while its launcher runs."""
+    deaf_to_sigterm = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+    standby = spawn(deaf_to_sigterm, "ttp.controller", "--standby", "1", **{START_VARIABLE: "start-s"})
+    assert end_controllers("start-s", None, Asked()) == []
+    assert standby.wait() == -signal.SIGUSR1
+
+
 def test_only_controllers_of_this_start_are_ended(spawn: Spawn) -> None:
     """Another job's controller, and a worker of this start, are left alone even when their pid was published."""
     # `read`, because a shell that starts a program is for a moment two processes of the same name.

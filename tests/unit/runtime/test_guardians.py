@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ttp.controller.agent_link import request_status
 from ttp.controller.guardians import Guardians
+from ttp.controller.journal import read_story
 
 from .conftest import LONG_S, StartController
 
@@ -53,6 +56,31 @@ def test_without_guardians_nobody_is_ever_gone() -> None:
     """A controller that was started by hand waits as long as it is left."""
     assert Guardians(()).alive()
     assert Guardians((os.getpid(),)).alive()
+
+
+def test_sigterm_does_not_end_a_standby_that_is_guarded(
+    new_controller: StartController, children: list[Child], tmp_path: Path
+) -> None:
+    """A scheduler may send it to every process of a job whose ranks still save; its own rank and launcher dismiss it."""
+    standby = new_controller(standby=1, term=2, guardians=(children[0].pid,))
+    standby.terminate()
+    deadline = time.monotonic() + LONG_S
+    while not any(line.event == "stays" for line in read_story(tmp_path / "journal0.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert request_status(standby.address).stage == "standby"
+    standby.dismiss()
+    assert standby.wait(LONG_S) == 0
+
+
+def test_sigterm_ends_a_standby_whose_guardians_have_gone(
+    new_controller: StartController, children: list[Child]
+) -> None:
+    """Nobody is left who would dismiss it: it need not wait for ranks of other nodes."""
+    standby = new_controller(standby=1, term=2, guardians=(children[0].pid,), options=("--orphan-timeout-s", "600"))
+    end(children[0])
+    standby.terminate()
+    assert standby.wait(LONG_S) == 0
 
 
 def test_an_idle_standby_ends_after_its_guardians(new_controller: StartController, children: list[Child]) -> None:

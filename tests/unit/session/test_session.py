@@ -165,6 +165,9 @@ class AskedController:
     def terminate(self) -> None:
         self.asked.append("terminate")
 
+    def dismiss(self) -> None:
+        self.asked.append("dismiss")
+
 
 class IdleProcessor:
     """A processor of which it is known whether the controller has let it go."""
@@ -191,6 +194,18 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
     protected.close()
     assert asked.asked == (["10 s"] if settled else [])
     assert ("controller (pid 71) has not ended within 10 s" in caplog.text) is settled
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_standby_is_dismissed_only_when_the_job_is_settled(settled: bool) -> None:
+    """The other ranks may still have to come to it, or have come: then it stays."""
+    protected = object.__new__(protection.Protection)
+    standby = AskedController()
+    parts = {"_standby": standby, "processor": IdleProcessor(settled), "_notice": Notice(print), "_controller": None}
+    for name, part in parts.items():
+        setattr(protected, name, part)
+    protected.close()
+    assert standby.asked == (["dismiss", "10 s"] if settled else [])
 
 
 def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_standby_waits_under_its_own_term_and_address(settings: Settings, log_
         assert (status.stage, status.term, status.world_size) == ("standby", term_of(2, 1), 4)
         assert status.pid == standby.pid and (log_dir / "standby_2_1.jsonl").exists()
     finally:
-        standby.terminate()
+        standby.dismiss()
         assert standby.wait(30.0) == 0
 
 
