@@ -82,21 +82,21 @@ class AgentLink:
         with self._lock:
             self._controllers += [address for address in addresses if address not in self._controllers]
 
-    def given_up(self) -> frozenset[int]:
+    def given_up(self) -> frozenset[int] | None:
         """Ask which ranks the controller on the line has taken for dead because they were silent, once it has sent the others away:
-        all is decided then. None where it does not answer within ASK_S, or has not."""
+        all is decided then. None where it has not, or does not answer within ASK_S."""
         with self._lock:
             place = self._controllers[self._place]
         address = place if isinstance(place, str) else place()
         if not address:
-            return frozenset()
+            return None
         try:
             status = request_status(address, job_id=self._job_id, timeout_s=ASK_S)
         except ControllerError as error:
             log.debug("whom the controller has given up is not known: %s", error)
-            return frozenset()
+            return None
         if status.stage != Stage.EXITING.value:
-            return frozenset()
+            return None
         dead = {one.rank: one.cause for one in status.ranks if one.dead}
         return frozenset(rank for rank, cause in dead.items() if cause is not None and cause.kind is CauseKind.SILENT)
 

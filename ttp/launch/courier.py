@@ -61,9 +61,9 @@ class Link(Protocol):
     def add_controllers(self, addresses: Sequence[str]) -> None:
         """Learn of standbys: where to go when the controller is gone."""
 
-    def given_up(self) -> frozenset[int]:
+    def given_up(self) -> frozenset[int] | None:
         """Ask the controller which ranks it has taken for dead because they were silent, once it has sent the others away;
-        none when it does not say so. Takes `agent_link.ASK_S` at most."""
+        None when it does not say that it has. Takes `agent_link.ASK_S` at most."""
 
     def close(self) -> None: ...
 
@@ -159,11 +159,11 @@ class Courier:
             if self._link is not None:
                 self._tell(self._link, death)
 
-    def given_up(self) -> frozenset[int]:
+    def given_up(self) -> frozenset[int] | None:
         """Ask the controller on the line, if there is one, which ranks were silent for too long; see Link."""
         with self._lock:
             link = self._link
-        return link.given_up() if link is not None else frozenset()
+        return link.given_up() if link is not None else None
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the search, after a last look into the store, and the link."""

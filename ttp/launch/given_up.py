@@ -1,13 +1,14 @@
 """Which of the ranks that are still here have nothing left to save, once all is decided: nobody need wait for them.
 
 A stopped process handles neither the controller's word nor SIGTERM. One whose interpreter C code holds looks like any other to the
-system, and only the controller knows that it was silent. Owns the question only: ends nobody.
+system, and only the controller knows that it was silent. That all is decided only the controller knows as well: a rank that has lost
+it may leave with the same exit code. Owns the question only: ends nobody.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from ttp.launch.processes import is_stopped
 
@@ -25,19 +26,29 @@ def stopped(processes: Mapping[int, int]) -> dict[int, str]:
 
 
 class GivenUp:
-    """Looks again and again, from the moment when all is decided on."""
+    """Looks again and again, from the moment when a rank has left on."""
 
-    def __init__(self, ask: Callable[[], frozenset[int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask()`: which ranks the controller has taken for dead because they were silent; may block for a moment."""
+    def __init__(self, ask: Callable[[], frozenset[int] | None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`ask()`: which ranks the controller has taken for dead because they were silent; None: it does not say that all is
+        decided. May block for a moment."""
         self._ask = ask
         self._clock = clock
         self._asked_s = clock()
+        self._asked = False
 
-    def among(self, processes: Mapping[int, int]) -> dict[int, str]:
-        """Return those of these ranks (rank -> process) that are not waited for, each with the reason."""
-        found = stopped(processes)
-        others = processes.keys() - found.keys()
-        if others and self._clock() - self._asked_s >= PATIENCE_S:
-            found |= dict.fromkeys(sorted(self._ask() & others), SILENT)
-            self._asked_s = self._clock()
-        return found
+    def among(self, processes: Mapping[int, int], shells: Set[int] = frozenset()) -> dict[int, str]:
+        """Return those of these ranks (rank -> process) that are not waited for, each with the reason; none while the controller
+        does not say that all is decided: whoever is still here may be needed.
+
+        `shells`: of these ranks only the shells are left that started them, which nobody has heard and nobody has missed.
+        """
+        due = self._clock() - self._asked_s >= PATIENCE_S
+        others = processes.keys() - shells
+        if not ((due and others) or ((due or not self._asked) and stopped(processes))):
+            return {}
+        silent = self._ask()
+        self._asked, self._asked_s = True, self._clock()
+        if silent is None:
+            return {}
+        named = dict.fromkeys(sorted(silent & others), SILENT) if due else {}
+        return named | stopped(processes)

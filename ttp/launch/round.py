@@ -253,10 +253,11 @@ class Round:
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
 
-        That is: the fault's deadline has passed (the first call fixes it); a worker has left on the controller's
-        word, and the others have not followed within LEAVE_GRACE_S (those that cannot are ended at once); or for
-        UNLED_S there has been no controller that could lead them (UNPROTECTED_S, if there never was one). `why` names a
-        cause that is not a death on this node. A signal to the launcher comes out as torch's SignalException.
+        That is: the fault's deadline has passed (the first call fixes it); a worker has left with its state safe, no controller
+        is on the line that has not sent the ranks away, and the others have not followed within LEAVE_GRACE_S (those that
+        cannot are ended at once); or for UNLED_S there has been no controller that could lead them (UNPROTECTED_S, if there
+        never was one). `why` names a cause that is not a death on this node. A signal to the launcher comes out as torch's
+        SignalException.
         """
         first_call = self._fault is None
         fault = self._begin(why)
@@ -302,12 +303,16 @@ class Round:
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"no controller has led the ranks for {unled_s:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
-        if self._stragglers.see_off(grace_s) if persisted(self.deaths()) else self._watch.wait_all(grace_s):
+        if (
+            self._stragglers.see_off(grace_s, self._left_s(fault))
+            if persisted(self.deaths())
+            else self._watch.wait_all(grace_s)
+        ):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
             return f"the ranks have ended, and {LEAVE_GRACE_S:.0f} s have passed: the shells that started them are"
-        if persisted(self.deaths()):
-            return f"the controller has sent the ranks away, {LEAVE_GRACE_S:.0f} s have passed"
+        if persisted(self.deaths()) and self._left_s(fault) > 0:
+            return f"others here have left, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
 
     def _unled_s(self) -> float:

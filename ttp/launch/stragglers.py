@@ -1,6 +1,6 @@
-"""The ranks of one start on this node that are still here when all is decided: seen off, and ended at once where they cannot leave.
+"""The ranks of one start on this node that are still here when another has left: seen off, and ended at once where they cannot leave.
 
-Owns their end by SIGKILL, and that they say where they stand before it. Never judges whether all is decided: the round does.
+Owns their end by SIGKILL, and that they say where they stand before it. Never judges whether all is decided: the controller does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from ttp.launch.courier import Courier
 from ttp.launch.deathwatch import DeathWatch
-from ttp.launch.given_up import GivenUp, stopped
+from ttp.launch.given_up import STOPPED, GivenUp, stopped
 from ttp.launch.hang_stacks import ask
 from ttp.launch.processes import is_stopped, signal_workers
 from ttp.launch.shells import BehindShells
@@ -37,19 +37,35 @@ class Stragglers:
         self._courier = courier
         self._ended = ended
 
-    def see_off(self, grace_s: float) -> bool:
-        """Let the ranks leave: all is decided. Those that cannot are ended at once. Say whether all have ended in time."""
+    def see_off(self, grace_s: float, left_s: float) -> bool:
+        """Let the ranks leave, as one has. Those that cannot are ended as soon as the controller says that all is decided. Say
+        whether all have ended in time.
+
+        The time is `grace_s`; while a controller is on the line that does not say so, it begins anew, up to `left_s`: the rank that
+        has left may have lost it, and the others may be what it needs.
+        """
         given_up = GivenUp(self._courier.given_up)
-        until_s = time.monotonic() + grace_s
+        now_s = time.monotonic()
+        until_s, deadline_s, undecided = now_s + min(grace_s, left_s), now_s + left_s, False
         while not self._watch.wait_all(min(LOOK_S, max(0.0, until_s - time.monotonic()))):
-            if time.monotonic() >= until_s:
-                return False
-            self._end(given_up.among(self._standing()))
+            behind = self._behind_shells.running()
+            if (now_s := time.monotonic()) >= until_s:
+                before, undecided = undecided, now_s < deadline_s and self._undecided()
+                if now_s >= deadline_s or not (undecided or before):
+                    return False
+                until_s = min(time.monotonic() + grace_s, deadline_s)
+            shells = self._behind_shells.pids.keys() - behind.keys()
+            self._end(given_up.among(self._standing(behind), shells), behind)
         return True
 
     def end_stopped(self) -> None:
         """End those that are stopped: no signal but SIGKILL reaches them."""
-        self._end(stopped(self._standing()))
+        behind = self._behind_shells.running()
+        self._end(stopped(self._standing(behind)), behind)
+
+    def _undecided(self) -> bool:
+        """Say whether a controller is on the line that has not sent the ranks away."""
+        return self._courier.connected and self._courier.given_up() is None
 
     def ask_for_stacks(self, ranks: Iterable[int]) -> None:
         """Have these say where they stand, before they are ended."""
@@ -57,24 +73,34 @@ class Stragglers:
             processes = self._pids | self._behind_shells.pids
             ask(log_dir, {rank: processes[rank] for rank in ranks})
 
-    def _standing(self) -> dict[int, int]:
-        """By rank that has neither ended altogether nor been ended: its own process, or the shell's whose rank has ended."""
-        processes = self._pids | self._behind_shells.running()
+    def _standing(self, behind: Mapping[int, int]) -> dict[int, int]:
+        """By rank that has neither ended altogether nor been ended: its own process, or the shell's whose rank has ended.
+        `behind`: the ranks behind shells that run."""
+        processes = self._pids | behind
         return {rank: processes[rank] for rank in self._watch.living() if rank not in self._ended}
 
-    def _end(self, reasons: Mapping[int, str]) -> None:
-        """End ranks that have nothing left to save, each for a reason. A shell that started one sees it end, and leaves, unless it
-        is stopped as well."""
+    def _end(self, found: Mapping[int, str], behind: Mapping[int, int]) -> None:
+        """End ranks that have nothing left to save, each for a reason, which must still hold. A shell that started one sees it end,
+        and leaves, unless it is stopped as well. `behind`: the ranks behind shells that ran when the reasons were found: one that has
+        ended since has left its shell, which may clean up."""
+        if not found:
+            return
+        self.ask_for_stacks(found)  # takes up to `hang_stacks.ASK_S`
+        processes = self._pids | behind
+        ended = behind.keys() - self._behind_shells.running().keys()
+        reasons = {
+            rank: reason
+            for rank, reason in found.items()
+            if (is_stopped(processes[rank]) if reason == STOPPED else rank not in ended)
+        }
         if not reasons:
             return
-        self.ask_for_stacks(reasons)
         told = "; ".join(
             f"{ranks_text(rank for rank in reasons if reasons[rank] == reason)}: {reason}"
             for reason in dict.fromkeys(reasons.values())
         )
         log.warning("%s, and can save nothing any more: killed", told)
         self._ended.update(reasons)
-        behind = self._behind_shells.running()
         self._behind_shells.signal([rank for rank in reasons if rank in behind], signal.SIGKILL)
         alone = [rank for rank in reasons if rank not in behind or is_stopped(self._pids[rank])]
         signal_workers((self._pids[rank] for rank in alone), signal.SIGKILL)

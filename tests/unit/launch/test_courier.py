@@ -30,7 +30,7 @@ class FakeLink:
         self.closed = False
         self.attached = True
 
-    def given_up(self) -> frozenset[int]:
+    def given_up(self) -> frozenset[int] | None:
         return frozenset({len(self.told)})
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
@@ -173,8 +173,8 @@ def test_an_unreachable_controller_is_known_but_not_connected(
 def test_whom_the_controller_has_given_up_is_asked_on_the_line(
     store: TCPStore, switchboard: Switchboard, courier: Courier
 ) -> None:
-    """Without a controller nobody is."""
-    assert courier.given_up() == frozenset()
+    """Without a controller nothing is known to be decided."""
+    assert courier.given_up() is None
     store.set(controller_key(7), "host:8000 12")
     courier.start()
     until(lambda: courier.connected)

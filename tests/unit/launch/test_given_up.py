@@ -51,3 +51,41 @@ def test_the_controller_is_asked_only_about_ranks_that_have_had_a_moment_to_leav
     assert given_up.among(here) == {}
     clock.now_s = 2 * PATIENCE_S
     assert given_up.among(here) == {1: "silent"} and asked == [PATIENCE_S, 2 * PATIENCE_S]
+
+
+def test_a_shell_whose_rank_has_left_is_not_asked_about() -> None:
+    """The controller has missed the rank, which is gone; the shell may clean up."""
+    clock, asked = Clock(), []
+
+    def ask() -> frozenset[int]:
+        asked.append(clock.now_s)
+        return frozenset({0, 1})
+
+    given_up = GivenUp(ask, clock)
+    clock.now_s = PATIENCE_S
+    assert given_up.among({0: os.getpid()}, shells={0}) == {} and asked == []
+    assert given_up.among({0: os.getpid(), 1: os.getpid()}, shells={0}) == {1: "silent"}
+
+
+def test_a_stopped_rank_is_named_at_once_but_only_on_the_controllers_word() -> None:
+    """Neither sooner nor on an older word; and the controller is asked no more often for it."""
+    clock, asked = Clock(), []
+    word: frozenset[int] | None = None
+
+    def ask() -> frozenset[int] | None:
+        asked.append(clock.now_s)
+        return word
+
+    given_up = GivenUp(ask, clock)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        here = {0: process.pid, 1: os.getpid()}
+        assert given_up.among(here) == {} and asked == [0.0]
+        word = frozenset({1})
+        clock.now_s = 0.9 * PATIENCE_S
+        assert given_up.among(here) == {} and asked == [0.0]
+        assert GivenUp(ask, clock).among(here) == {0: "stopped"}
+        clock.now_s = PATIENCE_S
+        assert given_up.among(here) == {0: "stopped", 1: "silent"}
+        process.kill()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp.launch import deathwatch, given_up
+from ttp.launch import deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
 from ttp.launch.chronicle import Chronicle
@@ -38,9 +38,12 @@ class LineToController:
     def __init__(self) -> None:
         self.attached = True
         self.silent: frozenset[int] = frozenset()
+        self.decided = True
+        self.asked = 0
 
-    def given_up(self) -> frozenset[int]:
-        return self.silent
+    def given_up(self) -> frozenset[int] | None:
+        self.asked += 1
+        return self.silent if self.decided else None
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
@@ -264,101 +267,6 @@ def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
     finally:
         start.held.start()
         monkeypatch.undo()
-        start.close()
-
-
-@pytest.fixture
-def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Return a start whose ranks have very long to leave by themselves."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
-    monkeypatch.setattr(given_up, "PATIENCE_S", 0.1)
-    return led
-
-
-def await_stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-
-
-def let_one_leave(start: Start) -> None:
-    """Rank 1 leaves on the controller's word, and rank 0 is held."""
-    start.leave(75, rank=1)
-    deadline = time.monotonic() + DEADLINE_S
-    while not start.round.failed():
-        assert time.monotonic() < deadline, "the end was not seen"
-        time.sleep(0.005)
-    start.held.start()
-
-
-def test_a_stopped_rank_is_ended_at_once_when_another_has_left_on_the_controllers_word(
-    patient: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would not leave by itself, nor at SIGTERM, and has nothing to save: no grace is waited for."""
-    await_stop(patient.workers[0].pid)
-    let_one_leave(patient)
-    patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.living() == []
-    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
-    assert patient.round.outcome().startswith("rank 0: ended by ttprun (signal SIGKILL)")
-
-
-def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:
-    """It may go on, and be the one that holds what is to be saved."""
-    await_stop(patient.workers[0].pid)
-    patient.fail_one()
-    patient.held.join(1.0)
-    assert patient.held.is_alive() and patient.round.living() == [0]
-    os.kill(patient.workers[0].pid, signal.SIGCONT)
-    patient.leave(75)
-    patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
-
-
-def test_a_rank_that_was_silent_is_ended_soon_when_another_has_left_on_the_controllers_word(
-    patient: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The controller says so; C code that holds an interpreter is not seen from outside."""
-    patient.line.silent = frozenset({0, 7})
-    let_one_leave(patient)
-    patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.living() == []
-    assert "rank 0: silent, and can save nothing any more: killed" in caplog.text
-
-
-def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patient: Start) -> None:
-    """Others' silence is nothing to it."""
-    patient.line.silent = frozenset({7})
-    let_one_leave(patient)
-    patient.held.join(1.0)
-    assert patient.held.is_alive() and patient.round.living() == [0]
-    patient.leave(75)
-    patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
-
-
-def test_a_stopped_rank_that_nobody_led_has_no_grace_after_its_hold(
-    led: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SIGTERM would not reach it."""
-    await_stop(led.workers[0].pid)
-    led.line.attached = False
-    led.fail_one()
-    led.held.join(DEADLINE_S)
-    assert not led.held.is_alive()
-    led.round.end_workers(signal.SIGTERM, 2 * DEADLINE_S)
-    assert led.round.living() == []
-    assert "no controller has led the ranks for 1 s" in caplog.text and "rank 0: stopped, and" in caplog.text
-
-
-def test_a_stopped_rank_without_any_protection_keeps_its_grace(short_times: None) -> None:
-    """Its script may save at SIGTERM, as under torchrun, when somebody has it go on."""
-    start = Start(60.0, controller=False)
-    try:
-        await_stop(start.workers[0].pid)
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.round.living() == [0]
-    finally:
         start.close()
 
 

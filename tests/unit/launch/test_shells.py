@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.test_round import DEADLINE_S, LineToController
+from ttp.launch import given_up
 from ttp.launch import round as rounds
 from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.round import Launching, Round
 from ttp.launch.shells import BehindShells
+from ttp.launch.stragglers import Stragglers
 from ttp.meeting import controller_key, process_key, process_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -46,6 +49,7 @@ class Shells:
             for _ in range(2)
         ]
         self.ranks = [int(self.line(rank)) for rank in range(2)]
+        self.controller = LineToController()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
         for rank, pid in enumerate(self.ranks):
@@ -54,7 +58,7 @@ class Shells:
             Launching(
                 total_timeout_s=60.0,
                 poll_s=0.002,
-                open_link=lambda address, job_id, pids: LineToController(),
+                open_link=lambda address, job_id, pids: self.controller,
                 request_shutdown=lambda address: None,
             ),
             job_id="job",
@@ -239,6 +243,73 @@ def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
     shells.thread.join(DEADLINE_S)
     assert not shells.thread.is_alive() and shells.round.living() == []
     assert exit_status(shells.workers[0].pid) == -signal.SIGKILL
+
+
+@pytest.fixture
+def tidy(swept: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Shells]:
+    """Return shells that clean up until they are let go, of ranks that have very long to leave."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(given_up, "PATIENCE_S", 0.05)
+    SHELLS[:] = [Shells(after=f"code=$?; while [ ! -e {tmp_path}/$$ ]; do sleep 0.05; done; exit $code")]
+    yield SHELLS[0]
+    SHELLS[0].close()
+
+
+def let_go(shells: Shells, rank: int, folder: Path) -> None:
+    """Have the shell whose rank has left follow it."""
+    (folder / str(shells.workers[rank].pid)).touch()
+    os.waitid(os.P_PID, shells.workers[rank].pid, os.WEXITED | os.WNOWAIT)
+
+
+def hold_with_one_left(shells: Shells, folder: Path) -> None:
+    """Rank 1 has left with its shell, and rank 0, which the controller names as silent, is held."""
+    shells.controller.silent = frozenset({0})
+    shells.leave(1, 75)
+    let_go(shells, 1, folder)
+    deadline = time.monotonic() + DEADLINE_S
+    while not shells.round.failed():
+        assert time.monotonic() < deadline, "the end was not seen"
+        time.sleep(0.005)
+    shells.run("hold")
+
+
+def test_a_shell_that_cleans_up_after_its_silent_rank_is_left_to_it(tidy: Shells, tmp_path: Path) -> None:
+    """The controller still names the rank, which has ended: the shell is not the one that was silent."""
+    tidy.leave(0, 75)
+    deadline = time.monotonic() + DEADLINE_S
+    while here(tidy.ranks[:1]):
+        assert time.monotonic() < deadline, "the rank does not leave"
+        time.sleep(0.005)
+    hold_with_one_left(tidy, tmp_path)
+    tidy.thread.join(1.0)
+    assert tidy.thread.is_alive() and exit_status(tidy.workers[0].pid) is None
+    let_go(tidy, 0, tmp_path)
+    tidy.thread.join(DEADLINE_S)
+    assert not tidy.thread.is_alive() and exit_status(tidy.workers[0].pid) == 75
+
+
+def test_a_shell_whose_silent_rank_leaves_while_it_is_asked_for_its_stacks_is_left_to_clean_up(
+    tidy: Shells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asking takes up to two seconds, and the rank may have come to itself meanwhile."""
+    asked = threading.Event()
+
+    def leave_now(stragglers: Stragglers, ranks: Iterable[int]) -> None:
+        tidy.leave(0, 75)
+        deadline = time.monotonic() + DEADLINE_S
+        while here(tidy.ranks[:1]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        asked.set()
+
+    monkeypatch.setattr(Stragglers, "ask_for_stacks", leave_now)
+    hold_with_one_left(tidy, tmp_path)
+    assert asked.wait(DEADLINE_S)
+    tidy.thread.join(1.0)
+    assert tidy.thread.is_alive() and exit_status(tidy.workers[0].pid) is None
+    assert "killed" not in caplog.text
+    let_go(tidy, 0, tmp_path)
+    tidy.thread.join(DEADLINE_S)
+    assert not tidy.thread.is_alive() and exit_status(tidy.workers[0].pid) == 75
 
 
 def test_a_shell_that_stays_when_its_rank_has_left_is_ended(

@@ -1,0 +1,200 @@
+"""Ranks that are still here when another has left: by real processes, under a controller that is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.unit.launch.test_round import DEADLINE_S, Start
+from ttp.launch import given_up
+from ttp.launch import round as rounds
+from ttp.launch.stragglers import Stragglers
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    caplog.set_level(logging.INFO, "ttp.launch")
+
+
+@pytest.fixture
+def led(short_times: None) -> Iterator[Start]:
+    start = Start(60.0, controller=True)
+    yield start
+    start.close()
+
+
+@pytest.fixture
+def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return a start whose ranks have very long to leave by themselves."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
+    monkeypatch.setattr(given_up, "PATIENCE_S", 0.1)
+    return led
+
+
+def await_stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def let_one_leave(start: Start) -> None:
+    """Rank 1 leaves on the controller's word, and rank 0 is held."""
+    start.leave(75, rank=1)
+    deadline = time.monotonic() + DEADLINE_S
+    while not start.round.failed():
+        assert time.monotonic() < deadline, "the end was not seen"
+        time.sleep(0.005)
+    start.held.start()
+
+
+def test_a_stopped_rank_is_ended_at_once_when_another_has_left_on_the_controllers_word(
+    patient: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would not leave by itself, nor at SIGTERM, and has nothing to save: no grace is waited for."""
+    await_stop(patient.workers[0].pid)
+    let_one_leave(patient)
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.living() == []
+    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
+    assert patient.round.outcome().startswith("rank 0: ended by ttprun (signal SIGKILL)")
+
+
+def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_away(
+    patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other left with the same exit code because it had lost its controller: the stopped one may be the only holder."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    patient.line.decided = False
+    await_stop(patient.workers[0].pid)
+    let_one_leave(patient)
+    deadline = time.monotonic() + DEADLINE_S
+    while patient.line.asked < 6:  # several graces
+        assert time.monotonic() < deadline, "the controller is not asked"
+        assert patient.held.is_alive()
+        time.sleep(0.005)
+    assert patient.round.living() == [0] and "killed" not in caplog.text
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
+    patient.line.decided = True
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.living() == []
+    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
+
+
+def test_ranks_that_the_controller_has_not_sent_away_are_held_up_to_the_deadline(
+    short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not longer, and the deadline is what is told."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    start = Start(2.0, controller=True)
+    try:
+        start.line.decided = False
+        let_one_leave(start)
+        start.held.join(DEADLINE_S)
+        assert not start.held.is_alive() and start.round.living() == [0]
+        assert "TTP_OT, 2 s, has passed: rank 0 still here" in caplog.text
+    finally:
+        start.close()
+
+
+def test_a_stopped_rank_has_the_others_time_where_no_controller_says_that_all_is_decided(
+    led: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller is gone with its word: the other's exit code alone ends nobody at once."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 1.0)
+    led.line.attached = led.line.decided = False
+    await_stop(led.workers[0].pid)
+    let_one_leave(led)
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive()
+    said = [record.getMessage() for record in caplog.records]
+    passed = next(place for place, text in enumerate(said) if text.startswith("others here have left, 1 s have passed"))
+    killed = said.index("rank 0: stopped, and can save nothing any more: killed")
+    assert passed < killed
+
+
+def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
+    patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was seen two seconds ago is no reason any more."""
+    asked = threading.Event()
+
+    def go_on(stragglers: Stragglers, ranks: Iterable[int]) -> None:
+        os.kill(patient.workers[0].pid, signal.SIGCONT)
+        os.waitid(os.P_PID, patient.workers[0].pid, os.WCONTINUED | os.WNOWAIT)
+        asked.set()
+
+    monkeypatch.setattr(Stragglers, "ask_for_stacks", go_on)
+    await_stop(patient.workers[0].pid)
+    let_one_leave(patient)
+    assert asked.wait(DEADLINE_S)
+    patient.leave(75)
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+    assert "killed" not in caplog.text
+
+
+def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:
+    """It may go on, and be the one that holds what is to be saved."""
+    await_stop(patient.workers[0].pid)
+    patient.fail_one()
+    patient.held.join(1.0)
+    assert patient.held.is_alive() and patient.round.living() == [0]
+    os.kill(patient.workers[0].pid, signal.SIGCONT)
+    patient.leave(75)
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+
+
+def test_a_rank_that_was_silent_is_ended_soon_when_another_has_left_on_the_controllers_word(
+    patient: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller says so; C code that holds an interpreter is not seen from outside."""
+    patient.line.silent = frozenset({0, 7})
+    let_one_leave(patient)
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.living() == []
+    assert "rank 0: silent, and can save nothing any more: killed" in caplog.text
+
+
+def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patient: Start) -> None:
+    """Others' silence is nothing to it."""
+    patient.line.silent = frozenset({7})
+    let_one_leave(patient)
+    patient.held.join(1.0)
+    assert patient.held.is_alive() and patient.round.living() == [0]
+    patient.leave(75)
+    patient.held.join(DEADLINE_S)
+    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+
+
+def test_a_stopped_rank_that_nobody_led_has_no_grace_after_its_hold(
+    led: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM would not reach it."""
+    await_stop(led.workers[0].pid)
+    led.line.attached = False
+    led.fail_one()
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive()
+    led.round.end_workers(signal.SIGTERM, 2 * DEADLINE_S)
+    assert led.round.living() == []
+    assert "no controller has led the ranks for 1 s" in caplog.text and "rank 0: stopped, and" in caplog.text
+
+
+def test_a_stopped_rank_without_any_protection_keeps_its_grace(short_times: None) -> None:
+    """Its script may save at SIGTERM, as under torchrun, when somebody has it go on."""
+    start = Start(60.0, controller=False)
+    try:
+        await_stop(start.workers[0].pid)
+        start.fail_one()
+        start.held.join(DEADLINE_S)
+        assert not start.held.is_alive() and start.round.living() == [0]
+    finally:
+        start.close()
