@@ -86,7 +86,7 @@ class AgentLink:
         """Ask which ranks the controller on the line has taken for dead because they were silent, once it has sent the others away:
         all is decided then. None where it has not, or does not answer within ASK_S."""
         with self._lock:
-            place = self._controllers[self._place]
+            place, fence = self._controllers[self._place], self._fence
         address = place if isinstance(place, str) else place()
         if not address:
             return None
@@ -95,7 +95,7 @@ class AgentLink:
         except ControllerError as error:
             log.debug("whom the controller has given up is not known: %s", error)
             return None
-        if status.stage != Stage.EXITING.value:
+        if status.stage != Stage.EXITING.value or status.term < fence:
             return None
         dead = {one.rank: one.cause for one in status.ranks if one.dead}
         return frozenset(rank for rank, cause in dead.items() if cause is not None and cause.kind is CauseKind.SILENT)

@@ -76,7 +76,7 @@ class Stragglers:
     def _standing(self, behind: Mapping[int, int]) -> dict[int, int]:
         """By rank that has neither ended altogether nor been ended: its own process, or the shell's whose rank has ended.
         `behind`: the ranks behind shells that run."""
-        processes = self._pids | behind
+        processes = {**self._pids, **behind}
         return {rank: processes[rank] for rank in self._watch.living() if rank not in self._ended}
 
     def _end(self, found: Mapping[int, str], behind: Mapping[int, int]) -> None:
@@ -86,7 +86,7 @@ class Stragglers:
         if not found:
             return
         self.ask_for_stacks(found)  # takes up to `hang_stacks.ASK_S`
-        processes = self._pids | behind
+        processes = {**self._pids, **behind}
         ended = behind.keys() - self._behind_shells.running().keys()
         reasons = {
             rank: reason
