@@ -306,28 +306,39 @@ class HoldAgent(LocalElasticAgent):
         """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
 
         Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. Who insists (a second
-        Ctrl-C) ends them at once. Versions of torch differ in what follows the signal; it is handed on.
+        Ctrl-C) ends them at once, and then the controllers on this node, which other nodes' ranks may still need. Versions of torch differ in what follows the signal; it is handed on.
         """
-        noticed, patient = bool(self._notices.name), True
-        round_, came = self._round, None
-        if round_ is None:
-            with self._notices.leaving():
-                super()._shutdown(death_sig, *args, **kwargs)
-            return
         try:
             with self._notices.leaving():
-                self._round = None
-                self._end_start(round_, death_sig, kwargs.get("timeout", SHUTDOWN_S))
+                self._end_all(death_sig, *args, **kwargs)
+        except (SignalException, KeyboardInterrupt):
+            if self._round is None:
+                raise
+            with self._notices.leaving():  # it came before anything was done: a notice, and nobody has told the workers
+                self._end_all(death_sig, *args, **kwargs)
+            raise
+
+    def _end_all(self, death_sig: signal.Signals, *args: Any, **kwargs: Any) -> None:
+        """End the start, while only who insists interrupts it; that comes out at last, unless torch raises the notice itself."""
+        noticed, at_once = bool(self._notices.name), False
+        round_, came = self._round, None
+        if round_ is None:
+            super()._shutdown(death_sig, *args, **kwargs)
+            return
+        try:
+            self._round = None
+            self._end_start(round_, death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt) as signalled:
-            came, patient = signalled, False
-            if round_.living():
+            came = signalled
+            at_once = self._notices.insisted or isinstance(signalled, KeyboardInterrupt)  # Notices did not see that one
+            if at_once and round_.living():
                 log.warning("second signal: ending the workers at once")
                 round_.end_workers(signal.SIGKILL, 0.0)
         finally:
             try:
                 super()._shutdown(death_sig, *args, **kwargs)
-            finally:  # a signal may have come there too
-                round_.close(patient)
+            finally:  # somebody may have insisted there too
+                round_.close(not (at_once or self._notices.insisted), lambda: self._notices.name)
         if came is not None and not noticed:
             raise came  # else it is lost: this was the end of one start, and the next would follow
 

@@ -103,9 +103,9 @@ class KernelLog:
         return pid in self._killed
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None  # first: a signal may have it closed again
+        if file is not None:
+            os.close(file)
 
 
 class OutOfMemory:

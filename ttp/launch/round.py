@@ -395,33 +395,35 @@ class Round:
             log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
         self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
 
-    def close(self, patient: bool = True) -> None:
+    def close(self, patient: bool = True, notice: Callable[[], str] = str) -> None:
         """End the controllers of this start on this node, and the threads. The workers have been ended before.
 
-        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal ends that wait,
-        not the rest; it comes out at last.
+        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal that raises ends
+        that wait, not the rest; it comes out at last. `notice()` names the signal that the launcher got and that did not raise, if any.
         """
         waits_for = self._fault if patient and self._nodes > 1 else None
         try:
-            self._watch.stop()
-            self._memory.close()
-            self._courier.close()
-            if self._neighbours is not None:
-                self._neighbours.close()
-            self._end_controllers(self._left_s(waits_for) if waits_for is not None else 0.0)
+            self._close_all(self._left_s(waits_for) if waits_for is not None else 0.0)
         except (SignalException, KeyboardInterrupt) as signalled:
             with signals_held_back():
                 name = signal_name(signalled)
                 log.warning("%s: ending this start's controllers on this node at once", name)
                 self.told_to_end(name)
-                self._watch.stop()
-                self._courier.close()
-                if self._neighbours is not None:
-                    self._neighbours.close()
-                self._end_controllers(0.0)
+                self._close_all(0.0)
                 self._tell()
             raise
+        if name := notice():
+            self.told_to_end(name)
         self._tell()
+
+    def _close_all(self, patience_s: float) -> None:
+        """End the threads, then the controllers; done again where a signal came in between."""
+        self._watch.stop()
+        self._memory.close()
+        self._courier.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._end_controllers(patience_s)
 
     def _end_controllers(self, patience_s: float) -> None:
         published = self._courier.entry if self._hosts_rank_zero else None

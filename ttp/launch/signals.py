@@ -69,7 +69,7 @@ class Notices:
         self._clock = clock
         self._first: signal.Signals | None = None
         self._first_s = 0.0
-        self._taken = self._leaving = self._postponed = self._said = False
+        self._taken = self._leaving = self._postponed = self._said = self._insisted = False
         self._words: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
@@ -77,6 +77,11 @@ class Notices:
     def name(self) -> str:
         """The first signal's name; empty: none has come."""
         return self._first.name if self._first is not None else ""
+
+    @property
+    def insisted(self) -> bool:
+        """Say whether SIGINT or SIGQUIT has come after a notice that the launcher obeys already."""
+        return self._insisted
 
     def install(self) -> None:
         """Take the place of torch's handlers, whichever it has installed. On another thread there are none."""
@@ -93,10 +98,10 @@ class Notices:
     def leaving(self) -> Iterator[None]:
         """Let the workers leave: only who insists interrupts that. A first notice that comes meanwhile raises SignalException when
         they have left."""
-        self.install()
         self._taken = self._first is not None
-        self._leaving = True
+        self._leaving = True  # before all that takes time
         try:
+            self.install()
             yield
         except BaseException:
             self._postponed = False
@@ -113,11 +118,12 @@ class Notices:
             self._first, self._first_s = told, now_s
             if not self._leaving:
                 raise _exception(told)
-            self._postponed = True
+            self._postponed = self._taken = True  # it comes out when they have left, and the launcher ends
             self._say(told)
         elif now_s - self._first_s < SAME_S:
             return
         elif told in INSISTENT:
+            self._insisted = self._insisted or self._taken or self._leaving
             raise _exception(told)
         elif self._taken or self._leaving:
             self._say(told)

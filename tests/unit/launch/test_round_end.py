@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.unit.launch.test_round import DEADLINE_S, START_ID, Start, short_times  # noqa: F401
+from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from ttp.launch import controllers
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.signals import SAME_S, Notices
 
 
 @pytest.mark.usefixtures("short_times")
@@ -101,6 +104,66 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
         assert signal.getsignal(signal.SIGTERM) is raise_signal
     finally:
         signal.signal(signal.SIGTERM, before)
+        with controller:
+            controller.kill()
+        start.close()
+
+
+@pytest.mark.usefixtures("short_times")
+@pytest.mark.parametrize("insists", [False, True])
+def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insists_does_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    clock: Clock,  # noqa: F811
+    insists: bool,
+) -> None:
+    """Ranks on other nodes may be saving under it, as SIGTERM to every launcher of a job comes; Ctrl-C after that ends it."""
+    monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
+    path = tmp_path / "story.jsonl"
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    controller = subprocess.Popen(
+        [sys.executable, "-c", code, "ttp.controller"],
+        env={**os.environ, START_VARIABLE: START_ID},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    start = Start(60.0, controller=False, chronicle=Chronicle(path), nodes=2)
+    notices = Notices(clock)
+    notices.install()
+
+    def until(met: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not met() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def tell_to_end() -> None:
+        until(lambda: "waiting up to" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: notices.name == "SIGTERM")
+        clock.now_s += 2 * SAME_S
+        if insists:
+            os.kill(os.getpid(), signal.SIGINT)
+        elif controller.stdin is not None:
+            controller.stdin.close()
+
+    teller = threading.Thread(target=tell_to_end)
+    try:
+        assert controller.stdout is not None and controller.stdout.readline()
+        start.fail_one()
+        start.held.join(DEADLINE_S)
+        start.round.end_workers(signal.SIGTERM, 5.0)
+        teller.start()
+        with pytest.raises(SignalException) as raised, notices.leaving():
+            start.round.close(True, lambda: notices.name)
+        teller.join(DEADLINE_S)
+        name = "SIGINT" if insists else "SIGTERM"
+        assert raised.value.sigval.name == name
+        assert controller.wait(DEADLINE_S) == (-signal.SIGTERM if insists else 0)
+        _, told = [json.loads(line) for line in path.read_text().splitlines()]
+        assert told["next"] == f"none here: the launcher was told to end ({name})"
+    finally:
         with controller:
             controller.kill()
         start.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -132,6 +133,42 @@ def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwa
         send("SIGTERM")
 
 
+def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: Notices, clock: Clock) -> None:
+    """The scheduler's second SIGTERM comes while the launcher is on its way out; only who insists interrupts that."""
+    with pytest.raises(SignalException), notices.leaving():
+        send("SIGTERM")
+    clock.now_s += 2 * TAKEN_S
+    send("SIGTERM", "SIGHUP")
+    assert not notices.insisted
+    with pytest.raises(SignalException):
+        send("SIGINT")
+    assert notices.insisted
+
+
+def test_a_first_notice_as_leaving_begins_waits_until_the_workers_have_left(
+    notices: Notices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers for all signals are looked through first: that is long enough for one to come."""
+    monkeypatch.setattr(notices, "install", lambda: send("SIGTERM"))
+    done = []
+    with pytest.raises(SignalException), notices.leaving():
+        done.append("the workers have left")
+    assert done and not notices.insisted
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
+def test_a_notice_alone_insists_on_nothing_and_neither_do_two_at_once(
+    notices: Notices, clock: Clock, second: str
+) -> None:
+    """Ctrl-C once, or twice as one, ends no worker that saves; a later one does."""
+    with pytest.raises(SignalException) as raised, notices.leaving():
+        send("SIGINT", second)
+        assert not notices.insisted
+        clock.now_s += 2 * SAME_S
+        send(second)
+    assert notices.insisted and raised.value.sigval.name == second
+
+
 def test_nohup_keeps_its_promise() -> None:
     """A SIGHUP that was ignored when the launcher began stays so, unless it is all that is to be handled."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -149,8 +186,8 @@ class Leaving:
 
     fault = None
 
-    def __init__(self, come: Callable[[], None]) -> None:
-        self.come = come
+    def __init__(self, come: Callable[[], None], come_late: Callable[[], None] = lambda: None) -> None:
+        self.come, self.come_late = come, come_late
         self.done: list[str] = []
 
     def living(self) -> list[int]:
@@ -169,8 +206,11 @@ class Leaving:
     def end_workers(self, number: signal.Signals, grace_s: float) -> None:
         self.done.append(number.name)
 
-    def close(self, patient: bool) -> None:
-        self.done.append("closed" if patient else "closed at once")
+    def close(self, patient: bool, notice: Callable[[], str]) -> None:
+        try:
+            self.come_late()
+        finally:
+            self.done.append(f"closed{'' if patient else ' at once'}{notice() and ', ' + notice()}")
 
 
 @pytest.fixture
@@ -186,10 +226,15 @@ def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAg
     return end
 
 
-def noticed(clock: Clock) -> HoldAgent:
+def agent_of(clock: Clock, notices: Notices | None = None) -> HoldAgent:
     agent = make_agent()
-    agent._notices = Notices(clock)
+    agent._notices = notices or Notices(clock)
     agent._notices.install()
+    return agent
+
+
+def noticed(clock: Clock) -> HoldAgent:
+    agent = agent_of(clock)
     given(agent._notices, "SIGTERM")
     clock.now_s += 1.0
     return agent
@@ -201,7 +246,7 @@ def test_a_second_notice_does_not_end_workers_that_are_saving(
     """SIGHUP follows SIGTERM where systemd ends a session."""
     round_ = Leaving(lambda: send("SIGHUP", "SIGTERM"))
     shut_down(noticed(clock), round_)
-    assert round_.done == ["told to end by SIGTERM", "left", "closed"]
+    assert round_.done == ["told to end by SIGTERM", "left", "closed, SIGTERM"]
 
 
 def test_ctrl_c_after_a_notice_ends_workers_at_once(
@@ -210,7 +255,7 @@ def test_ctrl_c_after_a_notice_ends_workers_at_once(
     """torch raises its first signal again by itself."""
     round_ = Leaving(lambda: send("SIGINT"))
     shut_down(noticed(clock), round_)
-    assert round_.done == ["told to end by SIGTERM", "SIGKILL", "closed at once"]
+    assert round_.done == ["told to end by SIGTERM", "SIGKILL", "closed at once, SIGTERM"]
     assert "second signal: ending the workers at once" in caplog.text
 
 
@@ -218,11 +263,78 @@ def test_a_notice_at_a_starts_end_is_not_lost(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next start would follow."""
-    agent = make_agent()
-    agent._notices = Notices(clock)
-    agent._notices.install()
+    agent = agent_of(clock)
     round_ = Leaving(lambda: send("SIGTERM"))
     round_.living = lambda: [] if "left" in round_.done else [0]  # type: ignore[method-assign]
     with pytest.raises(SignalException):
         shut_down(agent, round_)
-    assert round_.done == ["left", "closed at once"] and "second signal" not in caplog.text
+    assert round_.done == ["left", "closed, SIGTERM"] and "second signal" not in caplog.text
+
+
+def test_ctrl_c_twice_at_a_starts_end_ends_all_at_once(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first was a notice that had to wait; the second is a person who wants no more."""
+
+    def come() -> None:
+        send("SIGINT")
+        clock.now_s += 2 * SAME_S
+        send("SIGINT")
+
+    round_ = Leaving(come)
+    with pytest.raises(SignalException):
+        shut_down(agent_of(clock), round_)
+    assert round_.done == ["SIGKILL", "closed at once, SIGINT"]
+    assert "second signal: ending the workers at once" in caplog.text
+
+
+def test_a_first_notice_before_the_workers_are_told_to_leave_kills_none(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It raises before the launcher has said that it is leaving: the workers have their time still, and then it comes out."""
+
+    class Early(Notices):
+        def leaving(self) -> AbstractContextManager[None]:
+            if not self.name:
+                send("SIGTERM")
+            return super().leaving()
+
+    agent = agent_of(clock, Early(clock))
+    round_ = Leaving(lambda: None)
+    with pytest.raises(SignalException) as raised:
+        shut_down(agent, round_)
+    assert raised.value.sigval is signal.SIGTERM and agent._round is None
+    assert round_.done == ["told to end by SIGTERM", "left", "closed, SIGTERM"] and "second signal" not in caplog.text
+
+
+def test_a_first_notice_while_a_start_is_closed_comes_out_afterwards(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
+) -> None:
+    """Other nodes' ranks may be writing under this node's controller, and none of its own are left to be asked."""
+
+    def come_late() -> None:
+        send("SIGTERM")
+        round_.done.append("waited")
+
+    round_ = Leaving(lambda: None, come_late)
+    with pytest.raises(SignalException) as raised:
+        shut_down(agent_of(clock), round_)
+    assert raised.value.sigval is signal.SIGTERM and round_.done == ["left", "waited", "closed, SIGTERM"]
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
+def test_who_insists_while_a_start_is_closed_interrupts_that(
+    clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], second: str
+) -> None:
+    """Whether the notice came before or only now."""
+    for agent, sent in ((noticed(clock), [second]), (agent_of(clock), ["SIGTERM", second])):
+
+        def come_late(sent: list[str] = sent) -> None:
+            for name in sent:
+                clock.now_s += 2 * SAME_S
+                send(name)
+            raise AssertionError("it was not interrupted")
+
+        with pytest.raises(SignalException) as raised:
+            shut_down(agent, Leaving(lambda: None, come_late))
+        assert raised.value.sigval.name == second
