@@ -133,15 +133,21 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
     notices = Notices(clock)
     notices.install()
 
-    def until(met: Callable[[], bool]) -> None:
+    over = threading.Event()
+
+    def comes(met: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + DEADLINE_S
         while not met() and time.monotonic() < deadline:
-            time.sleep(0.005)
+            if over.wait(0.005):
+                return False
+        return True
 
     def tell_to_end() -> None:
-        until(lambda: "waiting up to" in caplog.text)
+        if not comes(lambda: "waiting up to" in caplog.text):
+            return
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: notices.name == "SIGTERM")
+        if not comes(lambda: notices.name == "SIGTERM"):
+            return
         clock.now_s += 2 * SAME_S
         if insists:
             os.kill(os.getpid(), signal.SIGINT)
@@ -157,13 +163,15 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         teller.start()
         with pytest.raises(SignalException) as raised, notices.leaving():
             start.round.close(True, lambda: notices.name)
-        teller.join(DEADLINE_S)
         name = "SIGINT" if insists else "SIGTERM"
         assert raised.value.sigval.name == name
         assert controller.wait(DEADLINE_S) == (-signal.SIGTERM if insists else 0)
         _, told = [json.loads(line) for line in path.read_text().splitlines()]
         assert told["next"] == f"none here: the launcher was told to end ({name})"
     finally:
+        over.set()
+        if teller.ident is not None:
+            teller.join(DEADLINE_S)
         with controller:
             controller.kill()
         start.close()

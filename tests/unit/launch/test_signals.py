@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -294,10 +294,12 @@ def test_a_first_notice_before_the_workers_are_told_to_leave_kills_none(
     """It raises before the launcher has said that it is leaving: the workers have their time still, and then it comes out."""
 
     class Early(Notices):
-        def leaving(self) -> AbstractContextManager[None]:
+        @contextmanager
+        def leaving(self) -> Iterator[None]:
             if not self.name:
                 send("SIGTERM")
-            return super().leaving()
+            with super().leaving():
+                yield
 
     agent = agent_of(clock, Early(clock))
     round_ = Leaving(lambda: None)
