@@ -40,16 +40,19 @@ def shape_of(pair: Pair, calm_steps: int) -> Shape:
     return Shape(faults=2, kinds=kinds, each_once=first != second, calm_steps=calm_steps)
 
 
-def search(pair: Pair, calm_steps: int) -> tuple[Pair, Found, float]:
-    """Search one pair; also return the seconds of CPU that it took."""
+def search(pair: Pair, calm_steps: int, most: int) -> tuple[Pair, Found, float]:
+    """Search one pair, at most so many situations of it; also return the seconds of CPU that it took."""
     began = time.process_time()
-    return pair, Search(World(shape_of(pair, calm_steps))).run(), time.process_time() - began
+    return pair, Search(World(shape_of(pair, calm_steps))).run(limit=most), time.process_time() - began
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.model.pairs", description=__doc__)
     parser.add_argument(
         "--calm-steps", type=int, default=1, help="steps that are finished before anything goes wrong (1)"
+    )
+    parser.add_argument(
+        "--most", type=int, default=40_000_000, help="situations of a pair (40 million, about 6 GB); 0: to the end"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("pairs", nargs="*", type=named_pair, metavar="KIND+KIND", help="only these (default: all)")
@@ -58,7 +61,7 @@ def main() -> int:
     began = time.monotonic()
     results: list[tuple[Pair, Found, float]] = []
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for done in as_completed([pool.submit(search, pair, args.calm_steps) for pair in pairs]):
+        for done in as_completed([pool.submit(search, pair, args.calm_steps, args.most) for pair in pairs]):
             pair, found, seconds = done.result()
             results.append((pair, found, seconds))
             print(f"{len(results)} of {len(pairs)}: {_line(pair, found, seconds)}", flush=True)
@@ -68,7 +71,9 @@ def main() -> int:
                 return 1
     _print_table(results)
     states = sum(found.states for _, found, _ in results)
-    print(f"{states} situations in {time.monotonic() - began:.0f} s, no violation; every search came to its end")
+    cut = [" + ".join(pair) for pair, found, _ in results if not found.complete]
+    ended = f"left at {args.most} situations: {', '.join(cut)}" if cut else "every search came to its end"
+    print(f"{states} situations in {time.monotonic() - began:.0f} s, no violation; {ended}")
     return 0
 
 
