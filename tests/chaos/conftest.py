@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,3 +73,11 @@ KILLS = (
 def killed_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Return the finished job of four ranks that was killed at every point of a step (KILLS)."""
     return run_to_end(tmp_path_factory.mktemp("killed") / "dp4", 4, faults=";".join(KILLS), restarts=len(KILLS))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hang_up_is_not_ignored() -> Iterator[None]:
+    """Jobs begin with SIGHUP as a terminal has it, also where the tests themselves run under nohup: ttprun heeds the difference."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
