@@ -16,7 +16,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
-	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds to the end, real kills"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench                        benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"

@@ -1,4 +1,4 @@
-"""Two faults of all kinds, to the end: `python -m tests.model.pairs`.
+"""Two faults of all kinds: `python -m tests.model.pairs`.
 
 One search for each pair of kinds, so that the memory of one is enough: together they are the search of two faults of any kind. Prints
 how many situations and ends each had, and how the jobs ended. Exit status 1 after a violation.

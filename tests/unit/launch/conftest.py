@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.launch.start import Start
+from ttp.launch import round as rounds
+
 
 @pytest.fixture(autouse=True)
 def own_logger() -> Iterator[None]:
@@ -16,3 +19,19 @@ def own_logger() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = before[:2]
     logger.setLevel(before[2])
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that nobody leads are not held for long, and are looked at often."""
+    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    caplog.set_level(logging.INFO, "ttp.launch")
+
+
+@pytest.fixture
+def led(short_times: None) -> Iterator[Start]:
+    """Return a start that a controller leads."""
+    start = Start(60.0, controller=True)
+    yield start
+    start.close()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.unit.launch.start import DEADLINE_S, Start
 from ttp.launch import deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
@@ -24,114 +19,6 @@ from ttp.launch.chronicle import Chronicle
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
-from ttp.launch.round import Launching, Round
-from ttp.meeting import controller_key
-
-DEADLINE_S = 30.0
-START_ID = f"none-of-the-kind-{os.getpid()}"
-"""Another run of these tests on this machine has its own controllers."""
-
-
-class LineToController:
-    """A link whose controller can be taken away."""
-
-    def __init__(self) -> None:
-        self.attached = True
-        self.silent: frozenset[int] = frozenset()
-        self.decided = True
-        self.asked = 0
-
-    def given_up(self) -> frozenset[int] | None:
-        self.asked += 1
-        return self.silent if self.decided else None
-
-    def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
-
-    def add_controllers(self, addresses: Sequence[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Start:
-    """Two workers on this node, and their round."""
-
-    def __init__(
-        self,
-        total_timeout_s: float,
-        controller: bool,
-        chronicle: Chronicle | None = None,
-        nodes: int = 1,
-        port: int | None = None,
-    ) -> None:
-        """`port`: where the launcher looks for the workers' store, if not where it is."""
-        self.line = LineToController()
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if controller:
-            self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
-        code = "import sys; sys.exit(int(sys.stdin.readline()))"
-        self.workers = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
-        self.round = Round(
-            Launching(
-                total_timeout_s=total_timeout_s,
-                poll_s=0.002,
-                open_link=lambda address, job_id, pids: self.line,
-                request_shutdown=lambda address: None,
-                chronicle=chronicle,
-            ),
-            job_id="job",
-            job_store=JobStore("127.0.0.1", port or self.store.port, 0),
-            start_id=START_ID,
-            pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
-            nodes=nodes,
-            hosts_rank_zero=chronicle is not None,
-        )
-        if controller:
-            self.until_led()
-        self.held = threading.Thread(target=self.round.hold)
-
-    def until_led(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.round.has_controller:
-            assert time.monotonic() < deadline, "the controller was not found"
-            time.sleep(0.005)
-
-    def fail_one(self) -> None:
-        """Kill rank 1 and hold rank 0 from then on."""
-        self.workers[1].send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.round.failed():
-            assert time.monotonic() < deadline, "the death was not seen"
-            time.sleep(0.005)
-        self.held.start()
-
-    def leave(self, status: int, rank: int = 0) -> None:
-        stdin = self.workers[rank].stdin
-        assert stdin is not None
-        stdin.write(f"{status}\n".encode())
-        stdin.flush()
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-        self.held.join(DEADLINE_S)
-        self.round.close()
-        for worker in self.workers:
-            with worker:
-                worker.wait()
-
-
-@pytest.fixture
-def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
-    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
-    caplog.set_level(logging.INFO, "ttp.launch")
-
-
-@pytest.fixture
-def led(short_times: None) -> Iterator[Start]:
-    start = Start(60.0, controller=True)
-    yield start
-    start.close()
 
 
 @pytest.mark.parametrize(

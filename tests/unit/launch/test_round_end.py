@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.unit.launch.test_round import DEADLINE_S, START_ID, Start, short_times  # noqa: F401
+from tests.unit.launch.start import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from ttp.launch import controllers
 from ttp.launch.chronicle import Chronicle

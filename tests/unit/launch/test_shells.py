@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.test_round import DEADLINE_S, LineToController
+from tests.unit.launch.start import DEADLINE_S, LineToController
 from ttp.launch import given_up
 from ttp.launch import round as rounds
 from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
@@ -92,6 +92,17 @@ class Shells:
     def run(self, target: str, *args: object) -> None:
         self.thread = threading.Thread(target=getattr(self.round, target), args=args)
         self.thread.start()
+
+    def hold_to_the_end_when_one_has_left(self, rank: int) -> None:
+        """Let a rank leave with status 75, and hold what is left until nobody is."""
+        self.leave(rank, 75)
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.round.failed():
+            assert time.monotonic() < deadline, "the end was not seen"
+            time.sleep(0.005)
+        self.run("hold")
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive() and self.round.living() == []
 
     def close(self) -> None:
         for pid in (*self.ranks, *(worker.pid for worker in self.workers)):
@@ -214,13 +225,7 @@ def test_a_stopped_rank_behind_a_shell_is_ended_when_another_has_left_and_the_sh
     while not is_stopped(shells.ranks[0]):
         assert time.monotonic() < deadline, "the rank does not stop"
         time.sleep(0.005)
-    shells.leave(1, 75)
-    while not shells.round.failed():
-        assert time.monotonic() < deadline, "the end was not seen"
-        time.sleep(0.005)
-    shells.run("hold")
-    shells.thread.join(DEADLINE_S)
-    assert not shells.thread.is_alive() and shells.round.living() == []
+    shells.hold_to_the_end_when_one_has_left(1)
     assert exit_status(shells.workers[0].pid) == 137
     assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
 
@@ -235,13 +240,7 @@ def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
     while not (is_stopped(shells.ranks[0]) and is_stopped(shells.workers[0].pid)):
         assert time.monotonic() < deadline, "they do not stop"
         time.sleep(0.005)
-    shells.leave(1, 75)
-    while not shells.round.failed():
-        assert time.monotonic() < deadline, "the end was not seen"
-        time.sleep(0.005)
-    shells.run("hold")
-    shells.thread.join(DEADLINE_S)
-    assert not shells.thread.is_alive() and shells.round.living() == []
+    shells.hold_to_the_end_when_one_has_left(1)
     assert exit_status(shells.workers[0].pid) == -signal.SIGKILL
 
 

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 
-from tests.unit.launch.test_round import DEADLINE_S, Start
+from tests.unit.launch.start import DEADLINE_S, Start
 from ttp.launch import given_up
 from ttp.launch import round as rounds
 from ttp.launch.stragglers import Stragglers
-
-
-@pytest.fixture
-def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
-    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
-    caplog.set_level(logging.INFO, "ttp.launch")
-
-
-@pytest.fixture
-def led(short_times: None) -> Iterator[Start]:
-    start = Start(60.0, controller=True)
-    yield start
-    start.close()
 
 
 @pytest.fixture
