@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from ttp.chaos.job import Job
+from ttp.launch.processes import is_stopped
 
 SMALL = (
     "--model_config.num_layers=2",
@@ -45,17 +46,46 @@ def arguments(*overrides: str) -> tuple[str, ...]:
 
 
 def run_to_end(
-    output: Path, ranks: int, *overrides: str, faults: str = "", status: int = 0, restarts: int = 3, wait_s: float = 280
+    output: Path,
+    ranks: int,
+    *overrides: str,
+    faults: str = "",
+    status: int = 0,
+    restarts: int = 3,
+    wait_s: float = 280,
+    meanwhile: Callable[[Job], object] = lambda job: None,
 ) -> Job:
-    """Train one job to its end, demand its exit status and that nothing is left behind, and return it."""
+    """Train one job to its end, demand its exit status and that nothing is left behind, and return it. `meanwhile` is called
+    once with the job that has just been started."""
     launcher = ("--max-restarts", str(restarts))
     with Job(
         output, ranks=ranks, overrides=arguments(*overrides), environ={"TTP_FAULTS": faults}, launcher=launcher
     ) as job:
+        meanwhile(job)
         got = job.wait(wait_s)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
     assert job.leftovers() == []
     return job
+
+
+def killed_together(output: Path, ranks: int, victims: Collection[int], step: int, *overrides: str) -> Job:
+    """Train to the end a job in which these ranks die at one moment, all of them READY(step).
+
+    If each killed itself there, the first one's death could break the reductions of the others before they are READY, and
+    they would live: so each stops itself, and all are killed when the last has come there.
+    """
+
+    def kill_all(job: Job) -> None:
+        def all_stopped() -> bool:
+            pids = job.pids()
+            return all(rank in pids and is_stopped(pids[rank]) for rank in victims)
+
+        job.wait_for(all_stopped, f"ranks {sorted(victims)} stopped at READY({step})", 120)
+        for rank in victims:
+            job.kill(rank)
+
+    faults = ";".join(f"stop:rank={rank},step={step},point=ready" for rank in victims)
+    return run_to_end(output, ranks, *overrides, faults=faults, meanwhile=kill_all)
 
 
 KILLS = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import KILLS, RunJob, run_to_end
+from tests.chaos.conftest import KILLS, RunJob, killed_together, run_to_end
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import compare
 
@@ -88,8 +88,7 @@ def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holde
 
 def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_job: RunJob) -> None:
     """Ranks 0 and 2 hold the same half of the shards: the job says so and goes on from the periodic checkpoint."""
-    faults = "kill:rank=0,step=9,point=ready;kill:rank=2,step=9,point=ready"
-    hurt = run_to_end(tmp_path / "hurt", 4, "--training_config.save_interval=6", faults=faults)
+    hurt = killed_together(tmp_path / "hurt", 4, (0, 2), 9, "--training_config.save_interval=6")
     refused = [line for journal in hurt.journals() for line in journal if line.get("event") == "refused"]
     assert len(refused) == 1
     reason = str(refused[0]["reason"])
@@ -103,8 +102,7 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
 
 @pytest.mark.long
 def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_path: Path) -> None:
-    faults = "kill:rank=0,step=9,point=ready;kill:rank=1,step=9,point=ready"
-    hurt = run_to_end(tmp_path / "hurt", 2, "--training_config.save_interval=6", faults=faults)
+    hurt = killed_together(tmp_path / "hurt", 2, (0, 1), 9, "--training_config.save_interval=6")
     assert [int(line["from_step"]) for line in hurt.metrics() if line.get("event") == "resume"] == [6]
     (told,) = told_by_the_launcher(hurt, "the ranks leave")
     assert "no dying-gasp checkpoint: all ranks are dead" in told
