@@ -38,14 +38,14 @@ def _run() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-    from ttp.launch.agent import NotStarted
+    from ttp.launch.agent import NeverMet, NotStarted
     from ttp.launch.main import main as run
 
     try:
         run()
     except RendezvousClosedError:
         sys.exit(1)  # why, the log has said
-    except (NotStarted, RendezvousError) as error:
+    except (NeverMet, NotStarted, RendezvousError) as error:
         because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
         print(f"ttprun: error: {error}{because}", file=sys.stderr)
         sys.exit(1)

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ttp.console import open_console
+from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
@@ -33,6 +34,8 @@ from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 log = logging.getLogger("ttp.launch")
 
 STORY_NAME = "story.jsonl"
+WRITE_S = 1.0
+"""How long the launcher waits, while it holds ranks, for a line to be written."""
 _NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """What a journal that is missing, cut off or altered may raise."""
@@ -124,6 +127,25 @@ class Chronicle:
                 self._guarded_end(start, ending, introduce=True)
             else:
                 self._untold = (start, ending)
+
+    def hold(self, start: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
+        """Write for machines that these ranks of this node have so long to persist and leave, and why."""
+        self._write_aside("hold", start, {"cause": cause, "ranks": list(ranks), "up_to_s": round(up_to_s, 3)})
+
+    def held(self, start: int, held_s: float, why: str, ranks: Sequence[int]) -> None:
+        """Write for machines that this node's ranks are held no longer; `ranks` are still there, and are ended because of `why`."""
+        self._write_aside("held", start, {"held_s": round(held_s, 3), "why": why, "ranks": list(ranks)})
+
+    def _write_aside(self, event: str, start: int, fields: Mapping[str, Any]) -> None:
+        """Write a line in the middle of a fault: a disk that hangs keeps nobody from the fault's deadline."""
+        whole = {"start": start, "node": socket.gethostname(), **fields}
+        now = self._clock()
+
+        def write() -> None:
+            with self._lock:
+                self._write(event, whole, now)
+
+        Aside(write).wait(WRITE_S)
 
     def finish(self, result: str, why: str = "") -> None:
         """The job has ended on this node, for a reason that is in `why` if it is not in `result`. A launcher that is not rank 0's

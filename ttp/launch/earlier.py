@@ -45,7 +45,7 @@ def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
     job: list[StoryLine] = []
     place = (last, 1)
     for line in reversed(lines):
-        if line["event"] == "left":  # of a launcher that tells of itself only
+        if line["event"] in ("hold", "held", "left"):  # of a launcher that tells of itself only
             continue
         if line["event"] == "end":
             if place[0] == 0:

@@ -274,7 +274,7 @@ class Round:
         if self._watch.wait_all(0.0):
             return
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
-        reason = self._wait_for_survivors(fault)
+        reason = self._persist(fault)
         if not reason:
             held_s = time.monotonic() - fault.begun_monotonic_s
             log.info("all workers here have ended, %.2f s after the fault", held_s)
@@ -283,6 +283,18 @@ class Round:
         self._stragglers.ask_for_stacks(self.living())
         if self.had_controller:  # else their script may save at SIGTERM, when somebody has them go on
             self._stragglers.end_stopped()
+
+    def _persist(self, fault: Fault) -> str:
+        """Wait for the survivors, and have the beginning and the end of it in the story for machines. Return why not all have ended,
+        or empty."""
+        number, begun_s, left_s = self._start.number, time.monotonic(), max(0.0, self._left_s(fault))
+        if self._chronicle is not None:
+            self._chronicle.hold(number, fault.cause, sorted(self.living()), left_s)
+        why = self._wait_for_survivors(fault)
+        if self._chronicle is not None:
+            left = sorted(self.living()) if why else []
+            self._chronicle.held(number, time.monotonic() - begun_s, why, left)
+        return why
 
     def _wait_for_survivors(self, fault: Fault) -> str:
         """Return empty when all have ended, else why they are not waited for any longer."""
@@ -343,7 +355,7 @@ class Round:
         log.info("%s: telling %s to leave (SIGTERM); up to %.0f s to persist", why, told, left_s)
         told_alone = self._behind_shells.signal(self.living(), signal.SIGTERM)
         signal_workers((self._pids[rank] for rank in self.living() if rank not in told_alone), signal.SIGTERM)
-        if reason := self._wait_for_survivors(fault):
+        if reason := self._persist(fault):
             log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
             self._stragglers.ask_for_stacks(self.living())
         self.end_workers(signal.SIGKILL, 0.0)

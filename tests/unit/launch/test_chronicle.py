@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
 START_KEYS = ["unix_s", "event", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
+HOLD_KEYS = ["unix_s", "event", "start", "node", "cause", "ranks", "up_to_s"]
+HELD_KEYS = ["unix_s", "event", "start", "node", "held_s", "why", "ranks"]
 FAULT_KEYS = [
     "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
     "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere",
@@ -93,9 +96,12 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     path = tmp_path / "elsewhere" / "told.jsonl"
     chronicle = Chronicle(path)
     chronicle.begin(here=True)
+    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
+    chronicle.held(0, 1.5, "", [])
     chronicle.end(put("killed", tmp_path), ending(tmp_path))
     chronicle.finish("succeeded")
-    start, fault, end = written(path)
+    hold, held, start, fault, end = written(path)
+    assert [list(hold), list(held)] == [HOLD_KEYS, HELD_KEYS] and [hold["event"], held["event"]] == ["hold", "held"]
     assert [list(start), list(fault), list(end)] == [START_KEYS, FAULT_KEYS, END_KEYS]
     assert list(fault["culprits"][0]) == CULPRIT_KEYS and list(fault["saved"]) == SAVED_KEYS
     assert [start["event"], fault["event"], end["event"]] == ["start", "fault", "end"]
@@ -290,6 +296,19 @@ def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp
     assert [line["event"] for line in written(tmp_path / "was first" / "story.jsonl")] == ["start", "fault"]
     assert [line["event"] for line in written(places[1] / "story.jsonl")] == ["start", "fault", "end"]
     assert written(places[1] / "story.jsonl")[-1]["faults"] == 2
+
+
+def test_a_disk_that_hangs_does_not_hold_the_launcher_up_in_the_middle_of_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody reads hangs whoever opens it; the line is there once somebody does."""
+    monkeypatch.setattr("ttp.launch.chronicle.WRITE_S", 0.05)
+    path = tmp_path / "story.jsonl"
+    os.mkfifo(path)
+    chronicle = Chronicle(path)
+    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)
+    with open(path, encoding="utf-8") as reader:
+        assert json.loads(reader.readline())["ranks"] == [0, 1]
 
 
 class Lost(io.StringIO):

@@ -6,12 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ttp.controller.agent_link import AgentLink
+from ttp.controller import agent_link
+from ttp.controller.agent_link import AgentLink, request_status
 from ttp.controller.journal import read_story
+from ttp.controller.state import Stage
+from ttp.proto.messages import Cause, CauseKind
 from ttp.proto.transport import open_channel
 
 from .conftest import LONG_S, Rank, StartController
@@ -103,6 +107,25 @@ def test_a_standby_that_ranks_came_to_is_attached_and_told_of_the_deaths(
             return any(line.event == "death_seen" and line.fields["rank"] == 1 for line in lines)
 
         until(death_was_told, "the death, said again")
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_controller_of_an_earlier_term_gives_nobody_up(
+    new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, earlier: int
+) -> None:
+    """It was taken for dead and has come back: the ranks that were silent to it may stand under its successor."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        stream.say(registration(0, 2))
+        stream.say(registration(1, 2))
+        until(lambda: link.attached, "the first word of the controller")
+        real = request_status(controller.address)
+        silent = replace(real.ranks[1], dead=True, cause=Cause(CauseKind.SILENT, (1,), "nothing was heard"))
+        told = replace(real, stage=Stage.EXITING.value, term=real.term - earlier, ranks=(real.ranks[0], silent))
+        monkeypatch.setattr(agent_link, "request_status", lambda *args, **kwargs: told)
+        assert link.given_up() == (None if earlier else frozenset({1}))
 
 
 def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
