@@ -55,6 +55,7 @@ class AgentLink:
         self._ended = threading.Event()  # the current stream has ended
         self._wake = threading.Event()  # set by close
         self._last_reason = ""
+        self._dismissed_s: float | None = None
         self._fence = 0
         self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
         self._thread.start()
@@ -68,6 +69,11 @@ class AgentLink:
         """
         with self._lock:
             return self._attached and self._led
+
+    @property
+    def dismissed_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away: all is decided then, for all nodes. None: it was not."""
+        return self._dismissed_s
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` while the kernel frees it."""
@@ -183,6 +189,7 @@ class AgentLink:
             case Freeze(cause=cause):
                 log.warning("controller: freeze: %s: %s", cause.kind.value, cause.text)
             case Exit(reason=reason):
+                self._dismissed_s = time.monotonic() if self._dismissed_s is None else self._dismissed_s
                 log.info("controller: the ranks leave: %s", reason)
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:

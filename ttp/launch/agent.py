@@ -194,8 +194,9 @@ class HoldAgent(LocalElasticAgent):
         round_ = self._round
         if round_ is None:
             return self._ask_torch(worker_group)
-        if round_.failed():
-            round_.hold()
+        overdue = round_.overdue()
+        if overdue or round_.failed():
+            round_.hold("" if round_.failed() else overdue)
             if round_.left_for_others() and self._another_node_waits():
                 return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
         elif self._makes_room(round_) or self._misses_a_node(round_):
@@ -204,7 +205,7 @@ class HoldAgent(LocalElasticAgent):
             )  # torch sees the waiting node too, and restarts without counting
         elif round_.living() and (not self._always_ask_torch or round_.settling()):
             return RunResult(state=WorkerState.HEALTHY)  # torch would reap the one that ends, and end its peers at once
-        if round_.failed() or not round_.living():
+        if overdue or round_.failed() or not round_.living():
             round_.end_workers(signal.SIGTERM, round_.grace_s())
         with end_line_kept() as end_line:
             result = self._ask_torch(worker_group)
@@ -378,7 +379,12 @@ class HoldAgent(LocalElasticAgent):
             self._tell_others(round_, self.last_words, again=False)
             return
         self.last_words = what = f"{what}; {futile.text}" if futile.text else what
-        if self._remaining_restarts <= 0:
+        if elsewhere := round_.neighbours.failed if round_.neighbours is not None else "":
+            self._remaining_restarts = 0
+            self.last_words = f"{what}; the job has failed on another node: {elsewhere}"
+            round_.next = f"no restart: {elsewhere}"
+            log.error("not restarting: %s", self.last_words)
+        elif self._remaining_restarts <= 0:
             round_.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)
             self._tell_others(round_, what, again=False)

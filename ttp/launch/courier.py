@@ -56,6 +56,10 @@ class Link(Protocol):
     def attached(self) -> bool:
         """Say whether an active controller is on the line now."""
 
+    @property
+    def dismissed_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away; None: it was not."""
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
@@ -135,6 +139,12 @@ class Courier:
         """Say whether an active controller is on the line now: not before one was found, nor after it was lost."""
         with self._lock:
             return self._link is not None and self._link.attached
+
+    @property
+    def dismissed_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away; None: it was not."""
+        with self._lock:
+            return self._link.dismissed_monotonic_s if self._link is not None else None
 
     @property
     def unanswered(self) -> str:

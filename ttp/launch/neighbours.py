@@ -144,6 +144,12 @@ class Neighbours:
             return next((words for key in (_RESTARTS, FAILED, _LOST) if (words := self._heard.get(key, ""))), "")
 
     @property
+    def failed(self) -> str:
+        """Say on which node the job has failed for good, in the words of its launcher; empty: on none."""
+        with self._lock:
+            return self._heard.get(FAILED, "")
+
+    @property
     def over(self) -> str:
         """Say why nothing more is to come from the others: the job has failed on a node, or the store cannot be asked."""
         with self._lock:
@@ -223,8 +229,22 @@ class Neighbours:
             with self._lock:
                 self._answered_s, self._reached, self._trouble = self._clock(), True, ""
             if last:
+                if presence is not None and store.check([FAILED]):
+                    self._until_read(store)
                 return
             self._wake.wait(self._look_s)
+
+    def _until_read(self, store: Store) -> None:
+        """Keep the store until the others have looked into it, if they do within FLUSH_S: it ends with this launcher."""
+        others = [_alive(node) for node in range(self._nodes) if node != self._node]
+        for key in others:
+            store.add(key, 0)  # what is read must be there
+        before, until_s = store.multi_get(others), time.monotonic() + FLUSH_S
+        while time.monotonic() < until_s:
+            # One look may have been half done.
+            if all(int(now) >= int(then) + 2 for now, then in zip(store.multi_get(others), before, strict=True)):
+                return
+            time.sleep(self._look_s / 10)
 
     def _say(self, store: Store) -> None:
         """Write what is to be told; it stays to be told until all of it is written."""

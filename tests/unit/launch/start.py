@@ -30,6 +30,7 @@ class LineToController:
         self.silent: frozenset[int] = frozenset()
         self.decided = True
         self.asked = 0
+        self.dismissed_monotonic_s: float | None = None
 
     def given_up(self) -> frozenset[int] | None:
         self.asked += 1

@@ -115,7 +115,10 @@ class Left:
     def failed(self) -> bool:
         return True
 
-    def hold(self) -> None: ...
+    def overdue(self) -> str:
+        return ""
+
+    def hold(self, why: str = "") -> None: ...
 
     def left_for_others(self) -> bool:
         return True
@@ -175,8 +178,6 @@ class LostStart(Left):
     def living(self) -> list[int]:
         return [0, 1]
 
-    def hold(self, why: str = "") -> None: ...
-
     def take_leave(self, why: str) -> None: ...
 
 
@@ -216,7 +217,7 @@ def test_starts_whose_nodes_never_hear_of_each_other_do_not_go_on_for_ever(
 class Others:
     """Stands in for the way to the other nodes."""
 
-    over = restarts = lost = ""
+    over = restarts = lost = failed = ""
     all_have_succeeded = False
 
     def __init__(self, **said: str) -> None:
@@ -288,6 +289,15 @@ def test_restarts_are_numbered_as_torch_counts_them() -> None:
         agent._judge(round_, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
         assert round_.neighbours.told == ["restarts"] and round_.next == f"restart {number} of 2"
         agent._remaining_restarts -= 1
+
+
+def test_nothing_is_started_again_when_the_job_has_failed_on_another_node() -> None:
+    """It cannot go on without that node, which has closed the rendezvous."""
+    agent = make_agent(max_restarts=2)
+    round_ = Ended(Others(failed="b has failed (rank 0: signal SIGKILL)"))
+    agent._judge(round_, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
+    assert agent._remaining_restarts == 0 and round_.neighbours.told == []
+    assert round_.next == "no restart: b has failed (rank 0: signal SIGKILL)" and round_.next[12:] in agent.last_words
 
 
 @pytest.mark.parametrize(
@@ -362,6 +372,29 @@ def test_a_node_that_torch_alone_has_seen_wait_is_made_room_for_by_a_notice(monk
     assert agent._rendezvous_handler.num_nodes_waiting() == 1, "as torch sees it then"
     agent._stop_workers(group)
     assert round_.done == ["take_leave"]
+
+
+class SentAway(Led):
+    """Stands in for a round whose workers are still here although the controller has sent them away, for another node's fault."""
+
+    def overdue(self) -> str:
+        return "the controller has sent the ranks away"
+
+    def hold(self, why: str = "") -> None:
+        self.done.append(f"hold: {why}")
+
+
+def test_workers_that_should_have_left_are_ended_though_none_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job may be over on all other nodes: nobody else would come to end them."""
+    failed = RunResult(state=WorkerState.FAILED)
+    monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
+    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: None)
+    agent = make_agent(WaitingNodes([0]))
+    monkeypatch.setattr(SentAway, "left_for_others", lambda self: False)
+    agent._round = round_ = SentAway()  # type: ignore[assignment]
+    assert agent._monitor_workers(agent.get_worker_group()) is failed
+    assert round_.done == ["hold: the controller has sent the ranks away", "end_workers", "learn {} True"]
 
 
 def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,29 @@ def test_what_is_told_last_goes_out_before_the_end(make: Make) -> None:
     until(lambda: first.over, "news of the failure")
 
 
+def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have_read_why(make: Make) -> None:
+    """It ends with that launcher: who looks once a second would find nobody."""
+    group = make(3)
+    first, *others = group.all
+    until(lambda: all(launcher._reached for launcher in others), "first answers")
+    first.tell_failed("a has failed")
+    first.close()
+    group.server = None
+    assert [launcher.failed for launcher in others] == ["a has failed", "a has failed"]
+
+
+def test_a_launcher_that_fails_for_good_waits_for_nobody_who_does_not_look(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node may be lost: nothing holds this one."""
+    monkeypatch.setattr("ttp.launch.neighbours.FLUSH_S", 0.3)
+    first = make(2, silent=(1,)).all[0]
+    first.tell_failed("a has failed")
+    first.close()
+    first._thread.join(DEADLINE_S)
+    assert not first._thread.is_alive()
+
+
 def test_a_node_that_never_spoke_is_lost_to_all_others(make: Make) -> None:
     """It died after the rendezvous was complete: the launcher with the store misses it, and tells."""
     launchers = make(3, lost_s=1.5, silent=(2,)).all

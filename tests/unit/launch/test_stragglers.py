@@ -125,6 +125,38 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     assert "killed" not in caplog.text
 
 
+def test_ranks_that_were_sent_away_for_another_node_and_cannot_leave_are_ended_after_a_grace(
+    patient: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No rank has failed here: they were silent to the controller, which has written what the others had."""
+    led = patient
+    assert led.round.overdue() == "", "nobody was sent away"
+    led.line.dismissed_monotonic_s = time.monotonic()
+    assert led.round.overdue() == "", "they have their time"
+    for worker in led.workers:
+        await_stop(worker.pid)
+    led.line.dismissed_monotonic_s -= rounds.LEAVE_GRACE_S
+    assert led.round.overdue() == "the controller has sent the ranks away"
+    led.held.start()
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive() and led.round.living() == [] and led.round.overdue() == ""
+    assert "ranks 0-1: stopped, and can save nothing any more: killed" in caplog.text
+
+
+def test_a_rank_that_does_not_leave_when_it_was_sent_away_is_not_held_to_the_deadline(
+    led: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its end is the agent's to make; the controller has gone when its time was over."""
+    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(rounds, "UNLED_S", 60.0)
+    led.line.dismissed_monotonic_s = time.monotonic() - 1.0
+    led.line.attached = led.line.decided = False
+    led.held.start()
+    led.held.join(DEADLINE_S)
+    assert not led.held.is_alive() and led.round.living() == [0, 1]
+    assert "the controller has sent the ranks away, 0 s have passed: ranks 0-1 still here" in caplog.text
+
+
 def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:
     """It may go on, and be the one that holds what is to be saved."""
     await_stop(patient.workers[0].pid)
