@@ -95,9 +95,11 @@ def test_restarts_end_with_max_restarts(tmp_path: Path) -> None:
 REPORTING = """
 keys = sorted(set(os.environ) - set(json.loads(os.environ["BEFORE"])))
 note("environ", json.dumps({key: os.environ[key] for key in keys}))
-print("to stdout", rank)
-print("to stderr", rank, file=sys.stderr)
+print("to stdout", rank, flush=True)
+print("to stderr", rank, file=sys.stderr, flush=True)
+note("done")
 if sys.argv[2] == "fail" and rank == 1:
+    await_file(f"done-0-{start}")  # torchrun ends rank 0 from here on
     extra = {"py_callstack": "Traceback: boom", "timestamp": str(int(time.time()))}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
         json.dumps({"message": {"message": "ValueError: boom", "extraInfo": extra}}))
