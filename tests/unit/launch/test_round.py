@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -223,7 +224,9 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
         held.join(DEADLINE_S)
         assert not held.is_alive() and start.round.living() == [0, 1]
         assert start.round.fault is not None and start.round.fault.left_s(time.monotonic()) == 0.0
-        assert "the fault began 9" in caplog.text and "TTP_OT, 100 s, has passed: ranks 0-1 still here" in caplog.text
+        begun = re.search(r"the fault began (\d+) s ago on another node: its deadline counts", caplog.text)
+        assert begun is not None and int(begun[1]) >= 99
+        assert "TTP_OT, 100 s, has passed: ranks 0-1 still here" in caplog.text
     finally:
         for worker in start.workers:
             worker.kill()
