@@ -31,14 +31,14 @@ def assert_equal(hurt: Job, whole: Job) -> None:
 def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: Job, whole_job: RunJob) -> None:
     """Six kills, one in each place, over all ranks; before the record is out step t-1 is saved, afterwards step t.
 
-    At `record` and `updating` the dead rank had the record; whether a survivor had it too is a race of the collective,
-    so both t-1 and t are right there.
+    From `record` on the dead rank had the record; whether a survivor had it too is a race of the collective, so both t-1
+    and t are right there. A gather has only begun where the rank is killed in it: nothing has come of it from anybody.
     """
     steps = published_steps(killed_job)
     assert len(steps) == len(KILLS), killed_job.console_tail(80)
     assert steps[0] == 2 and steps[1] == 5
     assert steps[2] in (8, 9) and steps[3] in (11, 12)
-    assert steps[4] in (14, 15) and steps[5] == 18
+    assert steps[4] in (14, 15) and steps[5] in (17, 18)
     assert_equal(killed_job, whole_job(4))
 
 
