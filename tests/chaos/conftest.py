@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,19 @@ SMALL = (
 
 STEPS = 24
 
+JOB_S = 800.0
+"""A job of a few starts takes a minute; this is for a machine that has ten times as much to do."""
+TEST_S = 1800.0
+"""A test waits for a job or two of its own, and the first one that asks for it for a job that it shares with others."""
+
 RunJob = Callable[..., Job]
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Give the tests of this folder that say nothing else the time that their processes may need."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +64,7 @@ def run_to_end(
     faults: str = "",
     status: int = 0,
     restarts: int = 3,
-    wait_s: float = 280,
+    wait_s: float = JOB_S,
     meanwhile: Callable[[Job], object] = lambda job: None,
 ) -> Job:
     """Train one job to its end, demand its exit status and that nothing is left behind, and return it. `meanwhile` is called
@@ -80,7 +92,7 @@ def killed_together(output: Path, ranks: int, victims: Collection[int], step: in
             pids = job.pids()
             return all(rank in pids and is_stopped(pids[rank]) for rank in victims)
 
-        job.wait_for(all_stopped, f"ranks {sorted(victims)} stopped at READY({step})", 120)
+        job.wait_for(all_stopped, f"ranks {sorted(victims)} stopped at READY({step})", JOB_S)
         for rank in victims:
             job.kill(rank)
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
+"""A launcher imports torch before it does anything: some seconds, and many on a machine that has other things to do."""
 TTPRUN = ("-m", "ttp.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -25,7 +26,7 @@ def note(name, text=""):
     part.write_text(str(text))
     part.rename(out / f"{name}-{rank}-{start}")
 def await_file(name):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not (out / name).exists():
         if time.monotonic() > end:
             sys.exit(f"no {name}")

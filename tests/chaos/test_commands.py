@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import SMALL
+from tests.chaos.conftest import JOB_S, SMALL
 from ttp.checkpoint.cli import main as ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=JOB_S,
         check=False,
     )
 

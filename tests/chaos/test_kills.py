@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import KILLS, RunJob, killed_together, run_to_end
+from tests.chaos.conftest import JOB_S, KILLS, RunJob, killed_together, run_to_end
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import compare
 
@@ -116,7 +116,7 @@ def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None
         overrides=("--training_config.training_iters=8",),
         environ={"ENABLE_TTP": "False", "TTP_FAULTS": "kill:rank=1,step=5,point=ready"},
     ) as job:
-        assert job.wait(200) == 1
+        assert job.wait(JOB_S) == 1
     assert job.journals() == []
     assert not list(job.output_dir.rglob("iter_*"))
     assert job.leftovers() == []

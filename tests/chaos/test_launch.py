@@ -459,7 +459,7 @@ if rank == 0:
     note("controller", process.pid)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"ttp/controller/{os.environ['TTP_ROUND_ID']}", f"{process.address} {process.pid}")
-end = time.monotonic() + 60
+end = time.monotonic() + 180
 def told(text):
     return journal.exists() and text in journal.read_text()
 while start == "0" and not told("agent_attached" if rank == 1 else "death_seen"):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.chaos.conftest import JOB_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "examples" / "megatron_style" / "pretrain_gpt.py")
 STEPS = 20
@@ -56,7 +58,7 @@ class Run:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=JOB_S,
             check=False,
         )
         self.text = done.stdout + done.stderr
@@ -211,7 +213,7 @@ def test_the_documents_loop_goes_on_bit_for_bit(folders: tuple[Path, Path], rank
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults, "TTP_CONTROLLER_PORT": "0"}
         command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), "loop.py"]
         done = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=JOB_S, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         # Not whole lines: two ranks that print at once may share one.

@@ -13,6 +13,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from tests.chaos.conftest import JOB_S
 from tests.chaos.test_commands import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -27,7 +28,7 @@ def train(folder: Path, ranks: int, example: str, *arguments: str, faults: str =
         env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=JOB_S,
         check=False,
     )
     text = done.stdout + done.stderr
@@ -121,7 +122,7 @@ def test_replicas_that_differ_before_the_first_step_are_refused(tmp_path: Path) 
         env={**os.environ, "SAVE_DIR": str(tmp_path / "save"), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=JOB_S,
         check=False,
     )
     text = done.stdout + done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.conftest import RunJob, arguments, run_to_end
+from tests.chaos.conftest import JOB_S, RunJob, arguments, run_to_end
 from ttp.chaos.job import Job, read_jsonl
 from ttp.chaos.verdict import by_step
 
@@ -100,5 +100,5 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with Job(tmp_path / "stopped", ranks=2, overrides=arguments("--training_config.training_iters=100000")) as job:
         job.wait_for_step(3)
         os.kill(job.process.pid, signal.SIGINT)
-        job.wait(60)
+        job.wait(JOB_S)
     assert job.leftovers() == []

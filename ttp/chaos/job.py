@@ -135,7 +135,7 @@ class Observed(ABC):
                 raise JobError(f"no {what} within {timeout_s:.0f} s\n{self.console_tail()}")
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300.0) -> None:
         self.wait_for(lambda: self.last_step() >= step, f"step {step}", timeout_s)
 
     # --- faults ---
