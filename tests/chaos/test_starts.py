@@ -90,7 +90,7 @@ def test_a_controller_lost_while_the_world_assembles_costs_one_start(tmp_path: P
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, status: int) -> None:
     """Long before its restarts are used up, with the reason; by a signal and by an exit code alike."""
-    script = "note('begun', time.monotonic()); "
+    script = "note('begun', time.monotonic()); await_file(f'begun-{1 - rank}-{start}'); "
     script += "os.kill(os.getpid(), signal.SIGKILL)" if status == 0 else f"sys.exit({status})"
     with Launch(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "50") as job:
         assert job.wait() == 1
