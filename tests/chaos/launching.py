@@ -100,6 +100,10 @@ class Launch:
             assert time.monotonic() < deadline, f"no {what}\n{self.text}"
             time.sleep(0.01)
 
+    def says(self, words: str) -> None:
+        """Wait until the launcher has said this: its workers may be faster with their first notes."""
+        self.until(lambda: words in self.text, repr(words))
+
     def await_notes(self, *names: str) -> None:
         for name in names:
             self.until((self.out / name).exists, name)

@@ -51,6 +51,8 @@ def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
             options = (*two_nodes(backend, port, node), "--max-restarts", restarts)
             both.append(stack.enter_context(Launch(tmp_path, UNEVEN, *options, name=f"node{node}")))
         both[0].await_notes("begun-0-0", "begun-1-0")
+        for job in both:
+            job.says(" of 2 on this node")
         done = next(job for job in both if ": rank 0 of 2 on this node" in job.text)
         other = next(job for job in both if job is not done)
         done.until(lambda: not alive(int(done.read("begun-0-0"))), "end of rank 0")

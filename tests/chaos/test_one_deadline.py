@@ -49,6 +49,8 @@ def test_two_launchers_have_one_deadline_when_nothing_is_decided(tmp_path: Path)
             for node in (0, 1)
         ]  # fmt: skip
         both[0].await_notes(*(f"begun-{rank}-0" for rank in range(4)))
+        for job in both:
+            job.says(" of 4 on this node")
         first = next(job for job in both if ": ranks 0-1 of 4 on this node" in job.text)
         second = next(job for job in both if job is not first)
         pids = [int(first.read(f"begun-{rank}-0")) for rank in range(4)]

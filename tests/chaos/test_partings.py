@@ -97,6 +97,7 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
             launch = Launch(tmp_path, REFUSED, "--nnodes", "2", *options, name=f"node{number}")
             nodes.append(stack.enter_context(launch))
         nodes[0].await_notes("begun-0-0", "begun-1-0")
+        nodes[1].says(" of 2 on this node")
         with_one = 1 if ": rank 1 of 2 on this node" in nodes[1].text else 0
         assert nodes[with_one].wait() == 1
         (tmp_path / "refused").touch()  # the store may be gone by now: it was kept until the other had heard
