@@ -42,7 +42,9 @@ os.write(1, f"to stdout {rank}\\n".encode())  # whole: print's pieces may have a
 os.write(2, f"to stderr {rank}\\n".encode())
 note("done")
 if sys.argv[2] == "fail" and rank == 1:
-    await_file(f"done-0-{start}")  # torchrun ends rank 0 from here on
+    for peer in range(int(os.environ["WORLD_SIZE"])):
+        if peer != rank:
+            await_file(f"done-{peer}-{start}")  # torchrun ends it from here on
     sys.exit(4)
 """
 
