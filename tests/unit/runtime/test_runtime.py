@@ -136,12 +136,8 @@ def test_a_killed_process_freezes_the_others_at_once(
             rank.train_to(1)
         killed_at = time.monotonic()
         victim.kill()
-        for rank in others:
-            while not rank.gate.closed:
-                assert time.monotonic() - killed_at < LONG_S
-        froze_after_s = time.monotonic() - killed_at
-        print(f"from SIGKILL to both gates closed: {froze_after_s * 1e3:.1f} ms")
-        assert froze_after_s < 1.0, "it waited for the lease"
+        until(lambda: all(rank.gate.closed for rank in others), "both gates closed")
+        print(f"from SIGKILL to both gates closed: {(time.monotonic() - killed_at) * 1e3:.1f} ms")
         assert all(rank.exited.wait(LONG_S) for rank in others)
         assert [rank.exit_code for rank in others] == [75, 75]
     finally:
@@ -151,6 +147,8 @@ def test_a_killed_process_freezes_the_others_at_once(
             rank.processor.stop()
         for thread in set(threading.enumerate()) - before:
             thread.join(LONG_S)
+    told = story(controller, tmp_path)
+    assert told.index("freeze_sent") < told.index("death_seen"), "it waited for the lease"
 
 
 def test_a_rank_whose_stream_only_broke_thaws_everyone(
