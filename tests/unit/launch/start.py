@@ -26,11 +26,22 @@ class LineToController:
     """A link whose controller can be taken away."""
 
     def __init__(self) -> None:
-        self.attached = True
+        self.there = True
+        self.looks = 0
+        """So often was it asked whether there is a controller."""
         self.silent: frozenset[int] = frozenset()
         self.decided = True
         self.asked = 0
         self.dismissed_monotonic_s: float | None = None
+
+    @property
+    def attached(self) -> bool:
+        self.looks += 1
+        return self.there
+
+    @attached.setter
+    def attached(self, there: bool) -> None:
+        self.there = there
 
     def given_up(self) -> frozenset[int] | None:
         self.asked += 1
