@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,13 +66,13 @@ def run_to_end(
     restarts: int = 3,
     wait_s: float = JOB_S,
     meanwhile: Callable[[Job], object] = lambda job: None,
+    environ: Mapping[str, str] | None = None,
 ) -> Job:
     """Train one job to its end, demand its exit status and that nothing is left behind, and return it. `meanwhile` is called
     once with the job that has just been started."""
     launcher = ("--max-restarts", str(restarts))
-    with Job(
-        output, ranks=ranks, overrides=arguments(*overrides), environ={"TTP_FAULTS": faults}, launcher=launcher
-    ) as job:
+    environ = {"TTP_FAULTS": faults, **(environ or {})}
+    with Job(output, ranks=ranks, overrides=arguments(*overrides), environ=environ, launcher=launcher) as job:
         meanwhile(job)
         got = job.wait(wait_s)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
@@ -84,7 +84,7 @@ def killed_together(output: Path, ranks: int, victims: Collection[int], step: in
     """Train to the end a job in which these ranks die at one moment, all of them READY(step).
 
     If each killed itself there, the first one's death could break the reductions of the others before they are READY, and
-    they would live: so each stops itself, and all are killed when the last has come there.
+    they would live: so each stops itself, and all are killed when the last has come there. No lease may end before that.
     """
 
     def kill_all(job: Job) -> None:
@@ -97,7 +97,7 @@ def killed_together(output: Path, ranks: int, victims: Collection[int], step: in
             job.kill(rank)
 
     faults = ";".join(f"stop:rank={rank},step={step},point=ready" for rank in victims)
-    return run_to_end(output, ranks, *overrides, faults=faults, meanwhile=kill_all)
+    return run_to_end(output, ranks, *overrides, faults=faults, meanwhile=kill_all, environ={"TTP_LEASE_S": "60"})
 
 
 KILLS = (

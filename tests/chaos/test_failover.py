@@ -5,6 +5,7 @@ One job of five faults, a start each; the tests look at what its controllers tol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.conftest import RunJob, arguments
+from tests.chaos.conftest import JOB_S, RunJob, arguments
 from tests.chaos.test_kills import assert_equal
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import lost_steps, timeline
 
 Line = dict[str, Any]
 STEPS = "--training_config.training_iters=400"
+LEASE_S = 8.0
+"""Longer than by default: a busy machine alone makes nobody silent for so long."""
 IDLE, EARLY, WRITING, TOGETHER, STOPPED = range(5)
 """The faults, by the start of the job that they end."""
 
@@ -40,7 +43,7 @@ def lines_of(job: Job, start: int, event: str) -> list[Line]:
 
 
 def wait_for_line(job: Job, start: int, event: str) -> None:
-    job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in start {start}", 60)
+    job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in start {start}", JOB_S)
 
 
 class Story:
@@ -70,11 +73,22 @@ class Story:
         self.job.wait_for_step(self.job.last_step() + 3)
         self.kill_rank(2)
 
-    def kill_the_controller_during_a_dump(self, start: int, rank: int, moment: str) -> None:
-        controller = self.train_a_little(start)
-        self.kill_rank(rank)
-        wait_for_line(self.job, start, moment)
+    def kill_the_controller_before_all_gates_are_closed(self) -> None:
+        """The dump cannot get past the gate of a survivor that is stopped until the controller is killed."""
+        controller = self.train_a_little(EARLY)
+        held = self.job.pids()[2]
+        os.kill(held, signal.SIGSTOP)
+        self.kill_rank(1)
+        wait_for_line(self.job, EARLY, "freeze_sent")
         os.kill(controller, signal.SIGKILL)
+        os.kill(held, signal.SIGCONT)
+
+    def kill_the_controller_while_shares_are_written(self) -> None:
+        controller = self.train_a_little(WRITING)
+        self.kill_rank(3)
+        wait_for_line(self.job, WRITING, "write_sent")
+        with contextlib.suppress(ProcessLookupError):  # the dump was faster
+            os.kill(controller, signal.SIGKILL)
 
     def kill_rank_0_and_the_controller_together(self) -> None:
         controller = self.train_a_little(TOGETHER)
@@ -92,14 +106,15 @@ class Story:
 @pytest.fixture(scope="module")
 def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
     output = tmp_path_factory.mktemp("failover") / "hurt"
-    with Job(output, ranks=4, overrides=arguments(STEPS), launcher=("--max-restarts", "6")) as job:
+    environ = {"TTP_LEASE_S": f"{LEASE_S:g}"}
+    with Job(output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "6")) as job:
         story = Story(job)
         story.kill_the_idle_controller_and_later_a_rank()
-        story.kill_the_controller_during_a_dump(EARLY, 1, "freeze_sent")
-        story.kill_the_controller_during_a_dump(WRITING, 3, "write_sent")
+        story.kill_the_controller_before_all_gates_are_closed()
+        story.kill_the_controller_while_shares_are_written()
         story.kill_rank_0_and_the_controller_together()
         story.stop_the_controller_kill_a_rank_and_let_the_controller_go_on()
-        status = job.wait(200)
+        status = job.wait(JOB_S)
     assert status == 0, f"status {status}\n{job.console_tail(80)}"
     journals, metrics = job.journals(), job.metrics()
     lost = tuple(
@@ -121,16 +136,17 @@ def test_an_idle_controller_is_replaced_within_a_second_or_so(hurt: Hurt) -> Non
     assert took_over["ranks"] == [0, 1, 2, 3] and took_over["absent"] == [] and took_over["controller"] == 1
     seconds = thawed["unix_s"] - hurt.controller_killed_unix_s
     print(f"from SIGKILL of the controller until all trained on under the standby: {seconds * 1e3:.0f} ms")
-    assert seconds < 3.0, "it waited for a lease"
+    assert seconds < LEASE_S, "it waited for a lease"
     death = lines_of(hurt.job, IDLE, "death_seen")[0]
     assert death["kind"] == "exited" and death["controller"] == 1
 
 
 def test_a_dump_is_completed_by_the_standby(hurt: Hurt) -> None:
-    """The kill hits the dump somewhere behind the journal's line; in one of two at least the standby publishes."""
-    published = [lines_of(hurt.job, start, "published") for start in (EARLY, WRITING)]
-    assert all(published)
-    assert 1 in {line["controller"] for lines in published for line in lines}
+    """From its beginning on, where the gates were not closed yet. The other kill hits the dump somewhere behind the journal's
+    line, when it may be published already."""
+    assert {line["controller"] for line in lines_of(hurt.job, EARLY, "published")} == {1}
+    assert {line["controller"] for line in lines_of(hurt.job, WRITING, "published")} <= {0, 1}
+    assert lines_of(hurt.job, WRITING, "published")
 
 
 def test_rank_0_and_its_controller_may_die_together(hurt: Hurt) -> None:
