@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.conftest import STEPS, arguments
 from tests.chaos.launching import TORCHRUN, Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 from ttp.chaos.job import read_jsonl
 from ttp.launch.signals import SAME_S
 

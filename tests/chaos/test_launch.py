@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
+from tests.ports import free_port
 from ttp.launch.signals import SAME_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
@@ -340,12 +340,6 @@ if start == "0":
     note("persisted")
     sys.exit(75)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])

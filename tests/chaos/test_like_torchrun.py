@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import DEADLINE_S, Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 from ttp.chaos.nodes import Nodes, why_not
 from ttp.launch.stores import ANSWER_S
 

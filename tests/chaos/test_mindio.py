@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.chaos.conftest import JOB_S
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "examples" / "megatron_style" / "pretrain_gpt.py")
@@ -40,15 +40,12 @@ class Run:
         enable: bool = True,
     ) -> None:
         self.save, self._mindio = folder / "save", folder / "mindio"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         environ = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "TTP_FAULTS": faults,
             "TTP_MINDIO_DIR": str(self._mindio),
-            "TTP_CONTROLLER_PORT": str(port),
+            "TTP_CONTROLLER_PORT": str(free_port()),
             "ENABLE_TTP": str(enable),
         }
         options = ("--nproc-per-node", str(ranks), TRAINER, "--save", str(self.save), "--train-iters", str(STEPS))

@@ -14,8 +14,8 @@ import pytest
 
 from tests.chaos.launching import Launch
 from tests.chaos.test_endings import alive, two_nodes
-from tests.chaos.test_launch import free_port
 from tests.chaos.test_static import TRAINS
+from tests.ports import free_port
 from ttp.launch.round import UNLED_S
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]

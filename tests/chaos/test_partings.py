@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import TTPRUN, Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import TORCHRUN, Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 

@@ -22,7 +22,7 @@ from tests.chaos import slurm_stand_in
 from tests.chaos.conftest import SMALL, RunJob
 from tests.chaos.test_faults import ITERS, finish, start
 from tests.chaos.test_kills import assert_equal, published_steps
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 from ttp.chaos.job import marked, read_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")

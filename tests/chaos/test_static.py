@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.launching import Launch
 from tests.chaos.test_endings import alive, two_nodes
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
 

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
+from tests.ports import free_port
 from ttp.errors import ConfigError
 from ttp.launch import handlers, moving, partings
 from ttp.launch import stores as stores_module
@@ -42,9 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_place() -> Endpoint:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Endpoint("127.0.0.1", probe.getsockname()[1])
+    return Endpoint("127.0.0.1", free_port())
 
 
 def serve(place: Endpoint) -> TCPStore:
@@ -323,7 +322,7 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     never = threading.Event()
     bench.made[0].waiting = lambda: int(never.wait(60))
     began = time.monotonic()
-    assert bench.moving.num_nodes_waiting() == 0 and time.monotonic() - began < 5
+    assert bench.moving.num_nodes_waiting() == 0 and time.monotonic() - began < 30, "it waited for the answer"
     never.set()
     bench.moving.shutdown()
     assert server

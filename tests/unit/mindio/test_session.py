@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ports import free_port
 from ttp import mindio
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from ttp.mindio.job import current_job, forget_job
@@ -26,9 +26,7 @@ CPU = torch.device("cpu")
 def forgets_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test has a folder and a port of its own, and leaves no session."""
     monkeypatch.setenv("TTP_MINDIO_DIR", str(tmp_path / "mindio"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("TTP_CONTROLLER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("TTP_CONTROLLER_PORT", str(free_port()))
     monkeypatch.setenv("TTP_STANDBYS", "0")
     yield
     forget_job()
