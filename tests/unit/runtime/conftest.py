@@ -131,7 +131,7 @@ def new_controller(tmp_path: Path) -> Iterator[StartController]:
             "term": 1,
             "journal": tmp_path / f"journal{len(started)}.jsonl",
             "heartbeat_s": 0.2,
-            "lease_s": 1.0,
+            "lease_s": 3.0,
             **more,
         }
         started.append(start_controller(world_size=world_size, **arguments))  # type: ignore[arg-type]
@@ -142,9 +142,9 @@ def new_controller(tmp_path: Path) -> Iterator[StartController]:
         if controller.wait(0.0) is None:  # by message: at SIGTERM it waits a lease for ranks to come back
             with contextlib.suppress(ControllerError):
                 request_shutdown(controller.address, reason="the test is over")
-        if controller.wait(10.0) is None:
+        if controller.wait(LONG_S) is None:
             controller.process.kill()
-            controller.wait(10.0)
+            controller.wait(LONG_S)
             raise AssertionError(f"controller {controller.pid} did not end when it was asked to")
 
 

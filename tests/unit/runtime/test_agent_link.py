@@ -129,9 +129,10 @@ def test_a_controller_of_an_earlier_term_gives_nobody_up(
 
 
 def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
-    new_controller: StartController, new_link: OpenLink, tmp_path: Path
+    new_controller: StartController, new_link: OpenLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before: until then a rank that is silent may come back and be needed. Nor one that left, or a controller that is gone."""
+    monkeypatch.setattr(agent_link, "ASK_S", LONG_S)
     controller = new_controller(world_size=2)
     link = new_link(controller.address)
     rank = Rank(0, 2, controller.address, str(tmp_path / "checkpoints"))
