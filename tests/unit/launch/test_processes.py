@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from ttp.launch import controllers
 from ttp.launch.controllers import START_VARIABLE, controllers_of, end_controllers, is_controller
 from ttp.launch.courier import ControllerEntry
 from ttp.launch.processes import (
@@ -85,7 +86,7 @@ def test_a_worker_that_ignores_the_signal_is_killed(spawn: Spawn) -> None:
     """After the grace there is SIGKILL; the obedient one is not named."""
     deaf = spawn("trap '' TERM; echo ready; while :; do sleep 600; done")
     obedient = spawn("echo ready; exec sleep 600")
-    assert end_workers([deaf.pid, obedient.pid], signal.SIGTERM, 0.3) == [deaf.pid]
+    assert end_workers([deaf.pid, obedient.pid], signal.SIGTERM, 2.0) == [deaf.pid]
     assert exit_status(deaf.pid) == -signal.SIGKILL
 
 
@@ -202,7 +203,9 @@ def test_a_controller_that_finishes_by_itself_is_not_asked(spawn: Spawn) -> None
 
 
 @pytest.mark.parametrize("when", ["while another is waited for", "after it was asked"])
-def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(spawn: Spawn, when: str) -> None:
+def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(
+    spawn: Spawn, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The proof is made again before each signal. Here the process runs another program under its number; the other controller stays."""
     mark = {START_VARIABLE: f"start-{when[0]}"}
     deaf = spawn("trap '' TERM; echo ready; while :; do sleep 0.1; done", "ttp.controller", **mark)
@@ -222,8 +225,12 @@ def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(spaw
         published = ControllerEntry("h:1", other.pid)
         assert end_controllers(mark[START_VARIABLE], published, become_another, leave_s=0.2) == [deaf.pid]
     else:
-        turning = threading.Timer(0.05, become_another, ("",))
-        turning.start()
-        assert end_controllers(mark[START_VARIABLE], None, Asked(), patience_s=1.0, leave_s=0.2) == [deaf.pid]
-        turning.join()
+
+        def turn_and_wait(*arguments: Any) -> bool:
+            if is_controller(other.pid):
+                become_another("")
+            return wait_until_gone(*arguments)
+
+        monkeypatch.setattr(controllers, "wait_until_gone", turn_and_wait)
+        assert end_controllers(mark[START_VARIABLE], None, Asked(), patience_s=0.2, leave_s=0.2) == [deaf.pid]
     assert exit_status(other.pid) is None
