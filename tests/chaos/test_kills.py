@@ -79,7 +79,8 @@ def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holde
     tmp_path: Path, whole_job: RunJob
 ) -> None:
     """Rank 1 dies behind step 9 while rank 0 is in the middle of its update for 8 s: the step is waited for, and not lost."""
-    faults = "slow:rank=0,step=9,point=updating,for=8;kill:rank=1,step=9,point=done"
+    begun = "slow:rank=0,step=9,point=updating,for=8;slow:rank=1,step=9,point=updating,for=1"  # rank 0 has the record by then
+    faults = f"{begun};kill:rank=1,step=9,point=done"
     hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
     assert [line["ranks"] for line in hurt.journals()[0] if line["event"] == "awaiting_updates"] == [[0]]
     assert published_steps(hurt) == [9]

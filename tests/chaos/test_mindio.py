@@ -115,7 +115,8 @@ def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path
     """Rank 0 has the record of step 13 and has not begun when rank 1 dies behind it: its work thread finishes the step, its
     training thread counts on, and what it saves has the schedule, the samples and the random numbers of step 13."""
     whole = Run(folders[0], 3)
-    faults = "slow:rank=0,step=13,point=record,for=4;kill:rank=1,step=13,point=done"
+    begun = "slow:rank=0,step=13,point=record,for=4;slow:rank=1,step=13,point=updating,for=1"  # rank 2 has it by then
+    faults = f"{begun};kill:rank=1,step=13,point=done"
     hurt = Run(folders[1], 3, faults=faults)
     events = hurt.events()
     assert events["published"]["rank"] == 0 and events["published"]["step"] == 13
