@@ -12,8 +12,8 @@ import pytest
 
 from tests.chaos.launching import Launch
 from tests.chaos.test_endings import alive, two_nodes
-from tests.chaos.test_launch import free_port
 from tests.chaos.test_static import TRAINS
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
 
@@ -34,6 +34,8 @@ def test_a_node_whose_ranks_are_stopped_ends_with_a_job_that_has_failed_on_anoth
             for node in (0, 1)
         ]  # fmt: skip
         both[0].await_notes(*(f"begun-{rank}-0" for rank in range(4)))
+        for job in both:
+            job.says(" of 4 on this node")
         first = next(job for job in both if ": ranks 0-1 of 4 on this node" in job.text)
         second = next(job for job in both if job is not first)
         pids = [int(first.read(f"begun-{rank}-0")) for rank in range(4)]
