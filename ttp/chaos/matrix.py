@@ -187,6 +187,15 @@ def open_cells(plan: Plan) -> list[Cell]:
     return left[: plan.limit] if plan.limit is not None else left
 
 
+def next_batch(todo: Sequence[Cell], most: int) -> list[Cell]:
+    """Return the cells that the next job takes, in order. One that costs the only standby and starts nothing anew ends a job: without
+    one, nothing is promised of a later fault of the controller (docs/limits.md)."""
+    for count, cell in enumerate(todo[:most], 1):
+        if cell.kind in ("kill_controller", "stop_controller") and cell.phase == "training":
+            return list(todo[:count])
+    return list(todo[:most])
+
+
 def read_lines(output: Path) -> list[dict[str, Any]]:
     """Return what has been run so far, of all shards whose files lie there."""
     return [line for path in sorted(output.glob("cells*.jsonl")) for line in read_jsonl(path)]
@@ -211,7 +220,8 @@ def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | No
     todo = open_cells(plan)
     number = len(list(plan.output.glob("job_*")))
     while todo and time.monotonic() < plan.until_monotonic_s:
-        batch, todo = todo[: plan.per_job], todo[plan.per_job :]
+        batch = next_batch(todo, plan.per_job)
+        todo = todo[len(batch) :]
         seed = plan.seed * 100_003 + number
         scenario = Scenario(
             name=f"matrix job {number}",

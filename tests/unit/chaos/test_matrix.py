@@ -11,7 +11,19 @@ import pytest
 from ttp.chaos.cell import Cell
 from ttp.chaos.cli import main
 from ttp.chaos.inject import POINTS
-from ttp.chaos.matrix import IN_STEP, ROLES, Plan, cells, command, open_cells, ordered, read_lines, run_matrix, table
+from ttp.chaos.matrix import (
+    IN_STEP,
+    ROLES,
+    Plan,
+    cells,
+    command,
+    next_batch,
+    open_cells,
+    ordered,
+    read_lines,
+    run_matrix,
+    table,
+)
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
 
 
@@ -54,6 +66,19 @@ def test_the_first_cells_are_one_of_each_kind() -> None:
     kinds = {cell.kind for cell in cells()}
     first = ordered(Plan(output=Path()))[: len(kinds)]
     assert {cell.kind for cell in first} == kinds
+
+
+def test_no_cell_comes_after_one_that_leaves_its_start_without_a_standby() -> None:
+    """A kill or stop of the controller while all train starts nothing anew; the next job has a standby again."""
+    todo, jobs = ordered(Plan(output=Path(), repeat=2)), []
+    before = list(todo)
+    while todo:
+        jobs.append(next_batch(todo, 8))
+        todo = todo[len(jobs[-1]) :]
+    assert [cell for job in jobs for cell in job] == before and max(map(len, jobs)) == 8
+    idle = {"kill_controller/training/controller", "stop_controller/training/controller"}
+    assert not idle & {cell.name for job in jobs for cell in job[:-1]}
+    assert idle <= {job[-1].name for job in jobs}
 
 
 def test_an_interrupted_run_keeps_its_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
