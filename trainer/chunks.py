@@ -26,12 +26,9 @@ from .tensor import split_over_tensor_ranks
 def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
     """Return this rank's parts of the model, in the order of their layers. With virtual stages a rank has several: part i of
     rank r is stage i x ranks + r (Narayanan et al., Efficient Large-Scale Language Model Training, 2021, section 2.2).
-
-    Raises ConfigError when there are not enough layers or micro-batches.
     """
     parallel, model = config.parallel_config, config.model_config
     ranks, chunks = mesh.pipeline.size, parallel.virtual_pipeline_model_parallel_size or 1
-    _check_stages(config, ranks, chunks)
     split = partial(_split, mesh=mesh, sequence_parallel=parallel.sequence_parallel)
     cut = stages(model.num_layers, ranks * chunks)
     here = experts_of(model.num_experts or 0, mesh.expert) if model.num_experts else None
@@ -58,7 +55,10 @@ def _split(model: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
         split_over_tensor_ranks(model, mesh.tensor_mesh, sequence_parallel)
 
 
-def _check_stages(config: Config, ranks: int, chunks: int) -> None:
+def check_stages(config: Config) -> None:
+    """Raise ConfigError for experts, layers or micro-batches that the ranks of their axes cannot share."""
+    ranks = config.parallel_config.pipeline_model_parallel_size
+    chunks = config.parallel_config.virtual_pipeline_model_parallel_size or 1
     layers, micro_batches = config.model_config.num_layers, config.dataset_config.micro_batch_num
     experts, divided = config.model_config.num_experts, config.parallel_config.expert_model_parallel_size
     if divided > 1 and (experts is None or experts % divided):
@@ -73,6 +73,11 @@ def _check_stages(config: Config, ranks: int, chunks: int) -> None:
     if layers < ranks * chunks:
         raise ConfigError(
             f"model_config.num_layers is {layers}: wanted at least one layer for each of {ranks} x {chunks} pipeline stages"
+        )
+    if micro_batches < ranks:
+        raise ConfigError(
+            f"dataset_config.micro_batch_num is {micro_batches}: wanted at least one micro-batch for each of the pipeline's"
+            f" {ranks} stages"
         )
     if ranks > 1 and chunks > 1 and micro_batches % ranks:
         raise ConfigError(

@@ -20,6 +20,7 @@ import torch
 import ttp
 from ttp.errors import ConfigError
 
+from .chunks import check_stages
 from .config import Config
 from .model import DTYPES, GPT, Stage, count_parameters, stages
 from .tensor import check_divides
@@ -77,10 +78,11 @@ class Plan:
 
 
 def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Plan:
-    """Return the plan. Raises ConfigError for a world that the axes do not make, as a start would."""
+    """Return the plan. Raises ConfigError for whatever layout a start would refuse."""
     parallel, model, data = config.parallel_config, config.model_config, config.dataset_config
     dp = parallel.data_parallel_size(world_size)
     check_divides(config)
+    check_stages(config)
     tp, pp, ep = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,

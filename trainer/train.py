@@ -19,7 +19,7 @@ import torch
 import ttp
 from ttp.errors import CheckpointError
 
-from .chunks import build_chunks, hash_weights
+from .chunks import build_chunks, check_stages, hash_weights
 from .config import Config, plain
 from .data import OpenedText, open_sequences
 from .devices import bind, choose_device, make_deterministic
@@ -41,6 +41,7 @@ def run(config: Config, world: World) -> None:
     """Train as configured: from nothing, or from where the newest checkpoint stands (every rank calls)."""
     config.parallel_config.data_parallel_size(world.size)  # refuses a world that is not the product of the axes
     check_divides(config)
+    check_stages(config)
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text = open_sequences(config)

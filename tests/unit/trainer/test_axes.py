@@ -19,7 +19,10 @@ from ttp.trainer.chunks import build_chunks, hash_weights
 from ttp.trainer.config import ModelConfig, ParallelConfig
 from ttp.trainer.mesh import Axis, Mesh, build_mesh
 from ttp.trainer.model import build_model, stages, token_loss
+from ttp.trainer.plan import make_plan
 from ttp.trainer.tensor import check_divides, whole_loss
+from ttp.trainer.train import run
+from ttp.trainer.world import World
 
 CPU = torch.device("cpu")
 
@@ -88,6 +91,7 @@ def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config
     ("keys", "ranks", "wanted"),
     [
         ({"model_config.num_layers": 2}, 4, "num_layers is 2: wanted at least one layer for each of 4 x 1"),
+        ({}, 2, "micro_batch_num is 1: wanted at least one micro-batch for each of the pipeline's 2 stages"),
         ({"parallel_config.virtual_pipeline_model_parallel_size": 2}, 1, "without a pipeline"),
         (
             {
@@ -98,14 +102,24 @@ def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config
             2,
             "micro_batch_num is 3: wanted a multiple of the pipeline's 2 ranks",
         ),
+        ({"parallel_config.expert_model_parallel_size": 2}, 1, "num_experts is None: wanted a multiple of .*, 2"),
+        (
+            {"parallel_config.expert_model_parallel_size": 2, "model_config.num_experts": 5},
+            1,
+            "num_experts is 5: wanted a multiple of .*, 2",
+        ),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused(
+def test_what_a_pipeline_or_experts_ranks_cannot_share_is_refused_at_once_and_by_a_plan(
     small_config: MakeConfig, keys: dict[str, Any], ranks: int, wanted: str
 ) -> None:
-    """Too few layers, virtual stages without stages, micro-batches that do not fill an interleaved schedule."""
+    """Too few layers or micro-batches, virtual stages without stages, an interleaved schedule that is not filled, experts that are not
+    there: before any process group is made."""
+    config = small_config({**keys, "parallel_config.pipeline_model_parallel_size": ranks})
     with pytest.raises(ConfigError, match=wanted):
-        build_chunks(small_config(keys), Mesh(pipeline=Axis(ranks, 0)), CPU)
+        make_plan(config, 2 * ranks)
+    with pytest.raises(ConfigError, match=wanted):
+        run(config, World(0, 2 * ranks, 0, launched=True))
 
 
 def test_a_world_without_split_models_makes_no_groups() -> None:
