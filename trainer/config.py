@@ -167,11 +167,21 @@ class ParallelConfig:
 
     def replicas(self, data_parallel_size: int, use_distributed_optimizer: bool) -> int:
         """Return how many ranks hold each optimizer shard (a lone rank: 1). Raises ConfigError when it cannot be."""
+        dp, same_experts = data_parallel_size, data_parallel_size // self.expert_model_parallel_size
+        replicas = self.optimizer_replicas if use_distributed_optimizer else dp
+        if replicas > 2 and same_experts < dp and same_experts % replicas:
+            asked, true = f"parallel_config.optimizer_replicas is {replicas}", ""
+            if not use_distributed_optimizer:
+                asked = f"training_config.use_distributed_optimizer is false, so {replicas} ranks would hold each shard"
+                true = "true, and "
+            raise ConfigError(
+                f"{asked}, and {same_experts} ranks have the same experts (data {dp} / expert {self.expert_model_parallel_size}):"
+                f" wanted {true}optimizer_replicas 2 or a divisor of {same_experts}"
+            )
         if not use_distributed_optimizer:
-            return data_parallel_size
-        if data_parallel_size == 1:
+            return dp
+        if dp == 1:
             return 1
-        replicas, dp = self.optimizer_replicas, data_parallel_size
         if replicas > dp or (dp % replicas and replicas != 2):
             raise ConfigError(
                 f"parallel_config.optimizer_replicas is {replicas}: wanted 2, or a divisor of the data-parallel size, {dp}"

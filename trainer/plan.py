@@ -68,6 +68,9 @@ class Plan:
     """Of the whole job."""
     recompute: str
     replicas: int
+    """Holders of each shard outside the experts."""
+    expert_replicas: int
+    """Holders of each shard of the experts; the same, where they are not divided."""
     apart: bool
     """The holders of every shard sit on different nodes."""
     nodes: int
@@ -127,6 +130,7 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         dump=OPTIMIZER_BYTES * count_parameters(model),
         recompute=config.training_config.recompute,
         replicas=replicas,
+        expert_replicas=min(replicas, dp // ep),
         apart=_apart(dp, tp, pp, ep, replicas, devices_per_node),
         nodes=-(-world_size // devices_per_node),
     )  # fmt: skip
@@ -205,10 +209,14 @@ def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
     """Return the plan for people."""
     axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items() if name != "expert" or size > 1)
     replicas = f"{plan.replicas} ranks hold each shard" if plan.replicas > 1 else "no shard has a second holder"
-    if plan.replicas == 1:
+    if plan.expert_replicas < plan.replicas:
+        each = f"{plan.expert_replicas} ranks hold" if plan.expert_replicas > 1 else "one rank alone holds"
+        replicas += f", but {each} those of an expert"
+    fewest = min(plan.replicas, plan.expert_replicas)
+    if fewest == 1:
         survived = "a death loses the steps since the last checkpoint"
     else:
-        survived = f"any {plan.replicas - 1} of {world_size} ranks"
+        survived = f"any {fewest - 1} of {world_size} ranks"
         survived += f", each of {plan.nodes} nodes" if plan.apart and plan.nodes > 1 else ""
         survived += "" if plan.apart or plan.nodes == 1 else "; not each node: some holders of a shard share one"
     seconds = plan.dump / world_size / disk_bytes_per_s

@@ -211,6 +211,12 @@ def test_replicas_follow_the_world() -> None:
     for wrong, dp in ((3, 2), (3, 4)):
         with pytest.raises(ConfigError, match=rf"optimizer_replicas is {wrong}: wanted 2, or a divisor of .*, {dp}"):
             ParallelConfig(optimizer_replicas=wrong).replicas(dp, True)
+    for distributed in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"2 ranks have the same experts \(data 4 / expert 2\): wanted .*optimizer_replicas 2 or"
+        ):
+            ParallelConfig(optimizer_replicas=4, expert_model_parallel_size=2).replicas(4, distributed)
+    assert ParallelConfig(expert_model_parallel_size=4).replicas(4, True) == 2
 
 
 def test_help_lists_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,24 @@ def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("world_size", "wanted"),
+    [
+        (
+            8,
+            "a death loses the steps since the last checkpoint (2 ranks hold each shard, but one rank alone holds those of an",
+        ),
+        (16, "any 1 of 16 ranks, each of 2 nodes (2 ranks hold each shard)"),
+    ],
+)
+def test_experts_that_one_rank_has_alone_are_not_survived(
+    world_size: int, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight experts over eight ranks: the others' replicas do not help."""
+    assert main(["--config", "mixtral_8x7b", "--plan", "--world-size", str(world_size)]) == 0
+    assert f"survived            {wanted}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("args", "wanted"),
     [
         ([], "got --world-size 0"),
