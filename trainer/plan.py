@@ -3,9 +3,9 @@
 Owns the arithmetic of a layout: parameters, memory, bytes on the wire, bytes and time of a dying gasp, and what is survived.
 Sizes are those of the rank that has the most. Nothing is allocated: the model is built on torch's meta device.
 
-Sources: activations by Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), table 2,
-without the attention matrix, which `scaled_dot_product_attention` does not keep; collectives by Thakur et al., Optimization
-of Collective Communication Operations in MPICH (2005).
+Activations are those that torch's operators keep for backward, counted operator by operator, without the attention matrix, which
+`scaled_dot_product_attention` does not keep. Source: collectives by Thakur et al., Optimization of Collective Communication
+Operations in MPICH (2005).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         gradients=local * dtype,
         optimizer=optimizer,
         copies=optimizer - alone,
-        activations=_activations(config, layers, min(pp, data.micro_batch_num)),
+        activations=_activations(config, local),
         data_parallel_wire=_wire(dense, dp, replicas, dtype) + _wire(experts, dp // ep, replicas, dtype),
         tensor_wire=int(4 * layers * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute),
         pipeline_wire=2 * chunks * data.micro_batch_num * between if pp > 1 else 0,
@@ -162,22 +162,57 @@ def _optimizer(config: Config, numel: int, ranks: int, replicas: int, ring: bool
     return numel * (replicas * (OPTIMIZER_BYTES - MASTER_BYTES + backup) + second) // ranks
 
 
-def _activations(config: Config, layers: int, in_flight: int) -> int:
-    """Return the bytes that backward needs of the micro-batches in flight, with one layer of them while it is recomputed."""
-    model, parallel, data = config.model_config, config.parallel_config, config.dataset_config
-    tp = parallel.tensor_model_parallel_size
-    each = data.batch_size * model.seq_length * model.hidden_size * DTYPES[model.compute_dtype].itemsize // 2
-    stream = 2 * each / (tp if parallel.sequence_parallel else 1)
-    whole_layer = 34 * each / tp if parallel.sequence_parallel else 10 * each + 24 * each / tp
-    kept, again = whole_layer, 0.0
+def _activations(config: Config, local: int) -> int:
+    """Return the bytes that backward needs of the micro-batches in flight, with one layer of them while it is recomputed.
+    `local`: elements of the parameters here, which autocast keeps in short, too."""
+    model, data, parallel = config.model_config, config.dataset_config, config.parallel_config
+    tokens = data.batch_size * model.seq_length
+    taken, needed, products = _layer(config)
+    kept, again = needed, 0.0
     if config.training_config.recompute != "none":
-        kept, again = stream, whole_layer
+        kept, again = taken, needed
     if config.training_config.recompute == "selective":
-        inner = 2 + 2 * model.kv_heads / model.num_attention_heads  # queries, keys, values and what attention gave
-        inner += (2 if model.activation == "swiglu" else 1) * model.ffn_size / model.hidden_size
-        kept += 2 * stream + 2 * each * inner / tp
-    logits = data.batch_size * model.seq_length * model.vocab_size * 4 / tp  # the loss is computed in FP32
-    return int(in_flight * layers * kept + again + logits)
+        kept += products
+    width = DTYPES[model.compute_dtype].itemsize
+    # The last norm takes a layer's stream and gives the output's; the loss is computed in FP32.
+    ending = taken + model.hidden_size * width + model.vocab_size * 4 / parallel.tensor_model_parallel_size
+    short = local * width if model.compute_dtype != model.params_dtype else 0
+    return int(tokens * (_layers_in_flight(config) * kept + again + ending)) + short
+
+
+def _layers_in_flight(config: Config) -> float:
+    """Return how many layers' activations of one micro-batch the first rank of a pipeline keeps at a time.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training (2021), section 2.2: of an interleaved schedule the
+    passes before the first backward.
+    """
+    ranks, count = config.parallel_config.pipeline_model_parallel_size, config.dataset_config.micro_batch_num
+    chunks = config.parallel_config.virtual_pipeline_model_parallel_size or 1
+    passes = ranks if chunks == 1 else 2 * (ranks - 1) + (chunks - 1) * ranks + 1
+    return -(-config.model_config.num_layers // ranks) * min(passes, count * chunks) / chunks
+
+
+def _layer(config: Config) -> tuple[float, float, float]:
+    """Return bytes a token of one layer: (its input, all that backward needs, what matrix products and attention gave)."""
+    model, parallel = config.model_config, config.parallel_config
+    tp, hidden = parallel.tensor_model_parallel_size, model.hidden_size
+    query, kv, ffn = (
+        size / tp
+        for size in (model.num_attention_heads * model.head_size, model.kv_heads * model.head_size, model.ffn_size)
+    )
+    up = 2 if model.activation == "swiglu" else 1
+    chosen = model.num_experts_per_token if model.num_experts is not None else 1
+    mine = hidden / (tp if parallel.sequence_parallel else 1)
+    taken = mine * DTYPES[model.params_dtype].itemsize
+    autocast = model.compute_dtype != model.params_dtype
+    # Gathered where the sequence is divided; autocast shortens it anew for each matrix that takes it.
+    into = hidden * ((3 if autocast else 1) + chosen * (up if autocast else 1))
+    weighed = 2 * chosen * hidden if model.num_experts is not None else 0  # what experts gave, and that weighed
+    inner = 2 * query + 2 * kv + chosen * 2 * up * ffn  # with what attention gave, and both sides of the activation
+    short = DTYPES[model.compute_dtype].itemsize
+    masks = 2 * mine if model.hidden_dropout else 0
+    products = 2 * query + 2 * kv + hidden + chosen * (up * ffn + hidden)
+    return taken, 2 * taken + (into + weighed + inner) * short + masks, products * short
 
 
 def _wire(numel: int, ranks: int, replicas: int, dtype: int) -> int:

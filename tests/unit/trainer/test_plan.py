@@ -14,7 +14,7 @@ from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
 from ttp.trainer.config import Config
 from ttp.trainer.config_file import load_config, presets
-from ttp.trainer.model import GPT, count_parameters, stages
+from ttp.trainer.model import DTYPES, GPT, count_parameters, stages, token_loss
 from ttp.trainer.plan import OPTIMIZER_BYTES, Plan, make_plan
 
 LARGE = {
@@ -83,6 +83,59 @@ def test_sequence_parallelism_saves_activations_and_replicas_cost_memory(small_c
     experts = {"model_config.num_experts": 4}
     divided = make_plan(small_config({**experts, "parallel_config.expert_model_parallel_size": 2}), 4)
     assert divided.weights < make_plan(small_config(experts), 4).weights and divided.expert_wire
+
+
+WIDE = {"model_config.hidden_size": 256, "model_config.seq_length": 64, "model_config.normalization": "LayerNorm"}
+"""So that what a layer keeps counts; torch's RMSNorm keeps more on a CPU than the fused one of an accelerator."""
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"model_config.ffn_hidden_size": 512},
+        {"model_config.num_query_groups": 1, "model_config.activation": "gelu", "model_config.use_bias": True},
+        {"model_config.params_dtype": "bfloat16", "model_config.compute_dtype": "bfloat16"},
+        {"model_config.compute_dtype": "bfloat16"},
+        {"model_config.num_experts": 4, "model_config.num_experts_per_token": 3},
+        {"model_config.num_experts": 2, "model_config.compute_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_activations_are_what_torch_keeps_for_backward(small_config: MakeConfig, keys: dict[str, Any]) -> None:
+    """Whatever the shape, the experts and the types."""
+    config = small_config({**WIDE, **keys})
+    model = GPT(config.model_config).to(DTYPES[config.model_config.params_dtype])
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other gets its address
+        return tensor
+
+    tokens_BT = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(5))
+    mixed = config.model_config.compute_dtype != config.model_config.params_dtype
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with autocast:
+            logits_BTV = model(tokens_BT)
+        token_loss(logits_BTV, tokens_BT)
+    found = sum(storage.nbytes() for storage in kept.values())
+    assert make_plan(config, 1).activations == pytest.approx(found, rel=0.08)
+
+
+def test_an_interleaved_pipeline_keeps_more_micro_batches(small_config: MakeConfig) -> None:
+    """Of two stages the first does three passes of half its layers before a backward where it did two of all; 1F1B two whole ones,
+    however many there are."""
+    keys = {"parallel_config.pipeline_model_parallel_size": 2, "model_config.num_layers": 4}
+    virtual = "parallel_config.virtual_pipeline_model_parallel_size"
+    two, eight = (small_config({**keys, "dataset_config.micro_batch_num": count}) for count in (2, 8))
+    assert make_plan(two, 2).activations == make_plan(eight, 2).activations
+    interleaved = small_config({**keys, virtual: 2, "dataset_config.micro_batch_num": 8})
+    whole, more = make_plan(eight, 2).activations, make_plan(interleaved, 2).activations
+    assert 1.1 * whole < more < 1.25 * whole
 
 
 @pytest.mark.parametrize(("world_size", "shares", "masters"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (4, 2, 0)])
