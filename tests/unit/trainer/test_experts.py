@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.trainer.conftest import MakeConfig
-from ttp.errors import ConfigError
 from ttp.trainer.chunks import build_chunks, experts_of
 from ttp.trainer.config import ModelConfig
 from ttp.trainer.experts import Experts, balance_loss
@@ -91,10 +90,6 @@ def test_experts_are_divided_in_order_and_keep_their_numbers(small_config: MakeC
         name for name in whole if ".experts.2." in name or ".experts.3." in name
     }
     assert all(torch.equal(param, whole[name]) for name, param in mine.items())
-    with pytest.raises(ConfigError, match=r"num_experts is 3: wanted a multiple of .*expert_model_parallel_size, 2"):
-        build_chunks(small_config({**keys, "model_config.num_experts": 3}), Mesh(), CPU)
-    with pytest.raises(ConfigError, match="num_experts is None"):
-        build_chunks(small_config({**keys, "model_config.num_experts": None}), Mesh(), CPU)
 
 
 def test_the_parameters_of_experts_are_counted(small_model: ModelConfig) -> None:
