@@ -169,6 +169,12 @@ def test_parameter_counts_equal_the_published_ones(preset: str, published: int) 
     assert count_parameters(load_config(preset).model_config) == published
 
 
+@pytest.mark.parametrize(("preset", "billions"), [("gpt2_13b", 13), ("gpt2_52b", 52)])
+def test_parameter_counts_that_were_published_in_billions(preset: str, billions: int) -> None:
+    """GPT-3 13B's shape, and GPT-2 as wide as 8192."""
+    assert round(count_parameters(load_config(preset).model_config) / 1e9) == billions
+
+
 @pytest.mark.parametrize("preset", presets())
 def test_counted_weights_are_the_built_ones(preset: str) -> None:
     """The formula against the modules."""
