@@ -119,10 +119,12 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         copies=optimizer - alone,
         activations=_activations(config, local),
         data_parallel_wire=_wire(dense, dp, replicas, dtype) + _wire(experts, dp // ep, replicas, dtype),
-        tensor_wire=int(4 * layers * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute),
+        tensor_wire=int(
+            _all_reduces(config, layers) * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute
+        ),
         pipeline_wire=2 * chunks * data.micro_batch_num * between if pp > 1 else 0,
         expert_wire=int(
-            4 * layers * data.micro_batch_num * (ep - 1) / ep
+            (4 if config.training_config.recompute == "none" else 6) * layers * data.micro_batch_num * (ep - 1) / ep
             * tokens * model.num_experts_per_token * model.hidden_size * compute
         )
         if moe
@@ -225,6 +227,23 @@ def _wire(numel: int, ranks: int, replicas: int, dtype: int) -> int:
     if ranks % replicas:
         return int(numel * dtype + back)
     return int((1 - 1 / shards) * numel * dtype + 2 * (replicas - 1) / replicas * numel / shards * REDUCED_BYTES + back)
+
+
+def _all_reduces(config: Config, layers: int) -> float:
+    """Return how often tensor-parallel ranks add up the activations of a micro-batch: forward and backward, of each half of a layer
+    and at both ends of the model. A gather or a scatter is half of one. Recomputation does the forward's again, but for what ends a
+    layer, which nothing in backward needs."""
+    model, sequence = config.model_config, config.parallel_config.sequence_parallel
+    experts = model.num_experts is not None
+    chosen = model.num_experts_per_token if experts else 1
+    into = 2 if experts and model.activation == "swiglu" else 1  # beside experts each matrix reduces its own
+    each = (
+        (4.0 if experts else 2.0) + (1 + into) * chosen + (1.5 if sequence and experts else 0)
+    )  # experts' tokens are gathered beside
+    if config.training_config.recompute != "none":
+        each += 1 + (chosen if experts else 0)
+        each += 0.5 if sequence else 0
+    return layers * each + (2 if config.parallel_config.pipeline_model_parallel_size == 1 else 1)
 
 
 def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> bool:
