@@ -294,7 +294,10 @@ def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    """Of a small model in smaller units."""
+    if nbytes >= GIB / 10 or nbytes == 0:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.2f} KiB"
 
 
 def run_plan(config: Config, arguments: Sequence[str]) -> None:
@@ -309,7 +312,7 @@ def run_plan(config: Config, arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"--plan: {error}; wanted --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]"
         ) from None
-    if given.world_size < 1 or given.devices_per_node < 1 or given.disk_gb_per_s <= 0:
+    if given.world_size < 1 or given.devices_per_node < 1 or not 0 < given.disk_gb_per_s < math.inf:
         raise ConfigError(
             f"--plan: got --world-size {given.world_size}, --devices-per-node {given.devices_per_node}, --disk-gb-per-s"
             f" {given.disk_gb_per_s:g}; wanted --world-size N, and all of them above 0"
