@@ -14,14 +14,15 @@ from ttp.errors import ConfigError
 from .device_table import DEVICES, HOST, DeviceKind
 
 
-def choose_device(name: str) -> DeviceKind:
-    """Return the device called `name`, or the first one present for `auto`. Raises ConfigError when it is not there."""
+def choose_device(name: str, asked_by: str = "training_config.device") -> DeviceKind:
+    """Return the device called `name`, or the first one present for `auto`. `asked_by`: the key or option that names it. Raises
+    ConfigError when it is not there."""
     if name == "auto":
         return next(kind for kind in DEVICES.values() if _missing(kind) is None)
     kind = DEVICES[name]
     reason = _missing(kind)
     if reason is not None:
-        raise ConfigError(f"training_config.device is {name!r}: {reason}; install it, or use device: auto or {HOST}")
+        raise ConfigError(f"{asked_by} is {name!r}: {reason} use {HOST} or auto")
     return kind
 
 
@@ -53,16 +54,16 @@ def seed_all(seed: int) -> None:
 
 
 def _missing(kind: DeviceKind) -> str | None:
-    """Return why this process cannot use the device, or None."""
+    """Return why this process cannot use the device, up to what else to use, or None."""
     if kind.is_host:
         return None
     if kind.plugin is not None:
         if importlib.util.find_spec(kind.plugin) is None:
-            return f"the torch plug-in {kind.plugin} is not installed"
+            return f"the torch plug-in {kind.plugin} is not installed: install it, or"
         importlib.import_module(kind.plugin)
     module = getattr(torch, kind.name, None)
     if module is None or not module.is_available():
-        return f"torch {torch.__version__} finds no {kind.name} device on this host"
+        return f"torch {torch.__version__} finds no {kind.name} device on this host:"
     return None
 
 

@@ -131,7 +131,10 @@ class Trainer:
             if interval is None
             else f"every {interval} steps, at faults, and the last step",
         )
-        single = " (a lone rank: a fault costs the steps since the last checkpoint)" if replicas == 1 else ""
+        single = ""
+        if replicas == 1:
+            why = "a lone rank" if self.world.size == 1 else "no rank has what another holds"
+            single = f" ({why}: a death costs the steps since the last checkpoint)"
         axes = " x ".join(
             f"{name.removesuffix('_size').replace('_', ' ')} {size}" for name, size in self.mesh.sizes.items()
         )

@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    kind = choose_device(args.device)
+    kind = choose_device(args.device, "--device")
     device = bind(kind, int(os.environ["LOCAL_RANK"]))
     if kind.is_host:
         torch.set_num_threads(1)

@@ -65,15 +65,22 @@ def test_nothing_but_the_table_names_a_device() -> None:
 def test_missing_plug_in_is_named() -> None:
     """With what to do."""
     for name in ("npu", "musa"):
-        with pytest.raises(ConfigError, match=rf"device is '{name}': the torch plug-in torch_{name} is not installed"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"device is '{name}': the torch plug-in torch_{name} is not installed: install it, or use cpu or auto",
+        ):
             choose_device(name)
 
 
 def test_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch may know CUDA on a host without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device is 'cuda': torch .* finds no cuda device on this host"):
+    with pytest.raises(
+        ConfigError, match=r"^training_config.device is 'cuda': torch .* finds no cuda device on this host: use cpu"
+    ):
         choose_device("cuda")
+    with pytest.raises(ConfigError, match=r"^--device is 'cuda': "):
+        choose_device("cuda", "--device")
     assert choose_device("auto").name == "cpu"
 
 
