@@ -46,7 +46,7 @@ class AgentLink:
         self._heard = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
-        self._lock = threading.Lock()  # guards _stream, _attached, _led, _exits, _closing, _controllers, _heard
+        self._lock = threading.Lock()  # guards all below but _lease_s, _last_reason and _thread
         self._stream: ControlStream | None = None
         self._attached = False
         self._led = False  # the controller of this stream has said something
@@ -55,7 +55,7 @@ class AgentLink:
         self._ended = threading.Event()  # the current stream has ended
         self._wake = threading.Event()  # set by close
         self._last_reason = ""
-        self._dismissed_s: float | None = None
+        self._sent_away_s: float | None = None
         self._fence = 0
         self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
         self._thread.start()
@@ -71,9 +71,11 @@ class AgentLink:
             return self._attached and self._led
 
     @property
-    def dismissed_monotonic_s(self) -> float | None:
-        """When it was heard that the controller sends the ranks away: all is decided then, for all nodes. None: it was not."""
-        return self._dismissed_s
+    def sent_away_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away: all is decided then, for all nodes. None: it was not, or a later
+        controller leads them now."""
+        with self._lock:
+            return self._sent_away_s
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` while the kernel frees it."""
@@ -181,7 +183,10 @@ class AgentLink:
                 return
             self._heard = time.monotonic()
             self._led = True
-            self._fence = max(self._fence, stream.term)
+            if stream.term > self._fence:  # a later controller has not sent anybody away so far
+                self._fence, self._sent_away_s = stream.term, None
+            if isinstance(parcel.message, Exit) and self._sent_away_s is None:
+                self._sent_away_s = self._heard
         match parcel.message:
             case Successors(addresses=addresses, lease_s=lease_s):
                 self._lease_s = lease_s
@@ -189,7 +194,6 @@ class AgentLink:
             case Freeze(cause=cause):
                 log.warning("controller: freeze: %s: %s", cause.kind.value, cause.text)
             case Exit(reason=reason):
-                self._dismissed_s = time.monotonic() if self._dismissed_s is None else self._dismissed_s
                 log.info("controller: the ranks leave: %s", reason)
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:

@@ -381,7 +381,7 @@ def note(name, text=""):
 
 class Link:
     attached = True
-    dismissed_monotonic_s = None
+    sent_away_monotonic_s = None
     def __init__(self, address, job_id, pids):
         self.address = address
         note(f"link-{address}", f"{job_id} {sorted(pids)}")

@@ -194,9 +194,10 @@ class HoldAgent(LocalElasticAgent):
         round_ = self._round
         if round_ is None:
             return self._ask_torch(worker_group)
-        overdue = round_.overdue()
-        if overdue or round_.failed():
-            round_.hold("" if round_.failed() else overdue)
+        if not round_.failed():
+            round_.end_given_up()
+        if round_.failed():
+            round_.hold()
             if round_.left_for_others() and self._another_node_waits():
                 return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
         elif self._makes_room(round_) or self._misses_a_node(round_):
@@ -205,7 +206,7 @@ class HoldAgent(LocalElasticAgent):
             )  # torch sees the waiting node too, and restarts without counting
         elif round_.living() and (not self._always_ask_torch or round_.settling()):
             return RunResult(state=WorkerState.HEALTHY)  # torch would reap the one that ends, and end its peers at once
-        if overdue or round_.failed() or not round_.living():
+        if round_.failed() or not round_.living():
             round_.end_workers(signal.SIGTERM, round_.grace_s())
         with end_line_kept() as end_line:
             result = self._ask_torch(worker_group)

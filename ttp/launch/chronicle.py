@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -78,6 +79,8 @@ class Chronicle:
         self._story_path = story_path
         self._next_story_path: Path | None = None
         self._unwritten: list[str] = []
+        self._late: deque[str] = deque()
+        """Lines of a hold, in order, that a thread of their own is to write."""
         self._clock = clock
         self._begun_unix_s = clock()
         self._lock = threading.Lock()  # guards all below
@@ -137,13 +140,16 @@ class Chronicle:
         self._write_aside("held", start, {"held_s": round(held_s, 3), "why": why, "ranks": list(ranks)})
 
     def _write_aside(self, event: str, start: int, fields: Mapping[str, Any]) -> None:
-        """Write a line in the middle of a fault: a disk that hangs keeps nobody from the fault's deadline."""
-        whole = {"start": start, "node": socket.gethostname(), **fields}
-        now = self._clock()
+        """Write a line in the middle of a fault, on rank 0's node: a disk that hangs keeps nobody from the fault's deadline."""
+        if not self._here:
+            return
+        self._late.append(_line(self._clock(), event, {"start": start, **fields}))
 
         def write() -> None:
             with self._lock:
-                self._write(event, whole, now)
+                while self._late:
+                    self._unwritten.append(self._late.popleft())
+                self._write_out()
 
         Aside(write).wait(WRITE_S)
 
@@ -304,8 +310,7 @@ class Chronicle:
         self._write("start", fields, start.begun_unix_s)
 
     def _write(self, event: str, fields: Mapping[str, Any], unix_s: float | None = None) -> None:
-        now = unix_s if unix_s is not None else self._clock()
-        self._unwritten.append(json.dumps({"unix_s": now, "event": event, **fields}) + "\n")
+        self._unwritten.append(_line(unix_s if unix_s is not None else self._clock(), event, fields))
         self._write_out()
 
     def _write_out(self) -> None:
@@ -325,6 +330,10 @@ class Chronicle:
         """A start has its journals there: the story goes there if it has no other place, or cannot stay where it is."""
         self._next_story_path = log_dir / STORY_NAME
         self._story_path = self._story_path or self._next_story_path
+
+
+def _line(unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps({"unix_s": unix_s, "event": event, **fields}) + "\n"
 
 
 def _append(path: Path, text: str) -> None:

@@ -57,7 +57,7 @@ class Link(Protocol):
         """Say whether an active controller is on the line now."""
 
     @property
-    def dismissed_monotonic_s(self) -> float | None:
+    def sent_away_monotonic_s(self) -> float | None:
         """When it was heard that the controller sends the ranks away; None: it was not."""
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
@@ -141,10 +141,10 @@ class Courier:
             return self._link is not None and self._link.attached
 
     @property
-    def dismissed_monotonic_s(self) -> float | None:
+    def sent_away_monotonic_s(self) -> float | None:
         """When it was heard that the controller sends the ranks away; None: it was not."""
         with self._lock:
-            return self._link.dismissed_monotonic_s if self._link is not None else None
+            return self._link.sent_away_monotonic_s if self._link is not None else None
 
     @property
     def unanswered(self) -> str:

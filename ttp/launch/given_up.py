@@ -35,6 +35,8 @@ class GivenUp:
         self._clock = clock
         self._asked_s = clock()
         self._asked = False
+        self.answered = False
+        """All is decided, and those that were silent are known."""
 
     def among(self, processes: Mapping[int, int], shells: Set[int] = frozenset()) -> dict[int, str]:
         """Return those of these ranks (rank -> process) that are not waited for, each with the reason; none while the controller
@@ -50,5 +52,6 @@ class GivenUp:
         self._asked, self._asked_s = True, self._clock()
         if silent is None:
             return {}
+        self.answered = due
         named = dict.fromkeys(sorted(silent & others), SILENT) if due else {}
         return named | stopped(processes)

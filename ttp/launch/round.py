@@ -236,17 +236,11 @@ class Round:
         """Say whether a worker here left on a notice: that is nobody's failure."""
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
-    def overdue(self) -> str:
-        """Say why those that are still here should have left: the controller has sent all ranks away, and LEAVE_GRACE_S have passed.
-        Nothing is left to be saved by then. Empty: they should not, or there are none."""
-        sent_s = self._courier.dismissed_monotonic_s
-        if (
-            sent_s is None
-            or time.monotonic() - sent_s < LEAVE_GRACE_S
-            or not set(self.living()).difference(self._watch.begun())
-        ):
-            return ""
-        return "the controller has sent the ranks away"
+    def end_given_up(self) -> None:
+        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave."""
+        sent_s = self._courier.sent_away_monotonic_s
+        if sent_s is not None:
+            self._stragglers.end_given_up(sent_s)
 
     def left_for_others(self) -> bool:
         """Say whether every worker here has ended, none in failure by itself, and some left on the controller's word: what
@@ -302,10 +296,13 @@ class Round:
         number, begun_s, left_s = self._start.number, time.monotonic(), max(0.0, self._left_s(fault))
         if self._chronicle is not None:
             self._chronicle.hold(number, fault.cause, sorted(self.living()), left_s)
-        why = self._wait_for_survivors(fault)
-        if self._chronicle is not None:
-            left = sorted(self.living()) if why else []
-            self._chronicle.held(number, time.monotonic() - begun_s, why, left)
+        why = "the launcher got a signal"
+        try:
+            why = self._wait_for_survivors(fault)
+        finally:
+            if self._chronicle is not None:
+                left = sorted(self.living()) if why else []
+                self._chronicle.held(number, time.monotonic() - begun_s, why, left)
         return why
 
     def _wait_for_survivors(self, fault: Fault) -> str:
@@ -319,7 +316,7 @@ class Round:
             return all(rank in deaths and (deaths[rank].settled or rank in shells) for rank in self._pids)
 
         led_s = time.monotonic()
-        while not (overdue := self.overdue()) and (left_s := self._left_s(fault)) > 0:
+        while (left_s := self._left_s(fault)) > 0:
             if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or only_shells(deaths)):
                 break
             if self.has_controller:
@@ -329,16 +326,14 @@ class Round:
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if (
             self._stragglers.see_off(grace_s, self._left_s(fault))
-            if overdue or persisted(self.deaths())
+            if persisted(self.deaths())
             else self._watch.wait_all(grace_s)
         ):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
             return f"the ranks have ended, and {LEAVE_GRACE_S:.0f} s have passed: the shells that started them are"
-        if (overdue or persisted(self.deaths())) and self._left_s(fault) > 0:
-            return (
-                f"{'others here have left' if persisted(self.deaths()) else overdue}, {LEAVE_GRACE_S:.0f} s have passed"
-            )
+        if persisted(self.deaths()) and self._left_s(fault) > 0:
+            return f"others here have left, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
 
     def _unled_s(self) -> float:

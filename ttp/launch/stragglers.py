@@ -22,6 +22,8 @@ log = logging.getLogger("ttp.launch")
 
 LOOK_S = 0.25
 """Between two looks who is still here."""
+ANSWERS_S = 8.0
+"""So long after it has sent the ranks away a controller has gone (it waits 5 s for those that do not leave), or cannot be reached."""
 
 
 class Stragglers:
@@ -36,6 +38,8 @@ class Stragglers:
         self._watch = watch
         self._courier = courier
         self._ended = ended
+        self._given_up: GivenUp | None = None
+        self._asks = True
 
     def see_off(self, grace_s: float, left_s: float) -> bool:
         """Let the ranks leave, as one has. Those that cannot are ended as soon as the controller says that all is decided. Say
@@ -57,6 +61,23 @@ class Stragglers:
             shells = self._behind_shells.pids.keys() - behind.keys()
             self._end(given_up.among(self._standing(behind), shells), behind)
         return True
+
+    def end_given_up(self, sent_away_s: float) -> None:
+        """End those that cannot leave, while none has left or failed: the others that are still here may have work of their own.
+
+        `sent_away_s`: since when (monotonic seconds) all is decided. The controller is asked who was silent to it, until it has
+        answered or, after ANSWERS_S, has not: then only those that are stopped are known to be stuck.
+        """
+        if not self._asks:
+            return
+        self._given_up = self._given_up or GivenUp(self._courier.given_up)
+        late = time.monotonic() - sent_away_s > ANSWERS_S
+        behind = self._behind_shells.running()
+        standing = self._standing(behind)
+        shells = self._behind_shells.pids.keys() - behind.keys()
+        found = stopped(standing) if late else self._given_up.among(standing, shells)
+        self._asks = not late and not self._given_up.answered
+        self._end(found, behind)
 
     def end_stopped(self) -> None:
         """End those that are stopped: no signal but SIGKILL reaches them."""

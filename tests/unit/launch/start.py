@@ -32,7 +32,7 @@ class LineToController:
         self.silent: frozenset[int] = frozenset()
         self.decided = True
         self.asked = 0
-        self.dismissed_monotonic_s: float | None = None
+        self.sent_away_monotonic_s: float | None = None
 
     @property
     def attached(self) -> bool:
@@ -115,7 +115,8 @@ class Start:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
-        self.held.join(DEADLINE_S)
+        if self.held.ident is not None:
+            self.held.join(DEADLINE_S)
         self.round.close()
         for worker in self.workers:
             with worker:

@@ -115,8 +115,7 @@ class Left:
     def failed(self) -> bool:
         return True
 
-    def overdue(self) -> str:
-        return ""
+    def end_given_up(self) -> None: ...
 
     def hold(self, why: str = "") -> None: ...
 
@@ -372,29 +371,6 @@ def test_a_node_that_torch_alone_has_seen_wait_is_made_room_for_by_a_notice(monk
     assert agent._rendezvous_handler.num_nodes_waiting() == 1, "as torch sees it then"
     agent._stop_workers(group)
     assert round_.done == ["take_leave"]
-
-
-class SentAway(Led):
-    """Stands in for a round whose workers are still here although the controller has sent them away, for another node's fault."""
-
-    def overdue(self) -> str:
-        return "the controller has sent the ranks away"
-
-    def hold(self, why: str = "") -> None:
-        self.done.append(f"hold: {why}")
-
-
-def test_workers_that_should_have_left_are_ended_though_none_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job may be over on all other nodes: nobody else would come to end them."""
-    failed = RunResult(state=WorkerState.FAILED)
-    monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
-    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
-    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: None)
-    agent = make_agent(WaitingNodes([0]))
-    monkeypatch.setattr(SentAway, "left_for_others", lambda self: False)
-    agent._round = round_ = SentAway()  # type: ignore[assignment]
-    assert agent._monitor_workers(agent.get_worker_group()) is failed
-    assert round_.done == ["hold: the controller has sent the ranks away", "end_workers", "learn {} True"]
 
 
 def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
 START_KEYS = ["unix_s", "event", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
-HOLD_KEYS = ["unix_s", "event", "start", "node", "cause", "ranks", "up_to_s"]
-HELD_KEYS = ["unix_s", "event", "start", "node", "held_s", "why", "ranks"]
+HOLD_KEYS = ["unix_s", "event", "start", "cause", "ranks", "up_to_s"]
+HELD_KEYS = ["unix_s", "event", "start", "held_s", "why", "ranks"]
 FAULT_KEYS = [
     "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
     "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere",
@@ -306,9 +306,13 @@ def test_a_disk_that_hangs_does_not_hold_the_launcher_up_in_the_middle_of_a_faul
     path = tmp_path / "story.jsonl"
     os.mkfifo(path)
     chronicle = Chronicle(path)
+    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)  # rank 0 is on another node: its launcher tells
+    chronicle.begin(here=True)
     chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)
-    with open(path, encoding="utf-8") as reader:
-        assert json.loads(reader.readline())["ranks"] == [0, 1]
+    chronicle.held(0, 0.5, "", [])
+    with os.fdopen(os.open(path, os.O_RDWR)) as reader:  # a writer of its own: the pipe does not end between two lines
+        lines = [json.loads(reader.readline()) for _ in range(2)]
+    assert [(line["event"], line["ranks"]) for line in lines] == [("hold", [0, 1]), ("held", [])]
 
 
 class Lost(io.StringIO):

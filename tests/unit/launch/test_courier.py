@@ -29,7 +29,7 @@ class FakeLink:
         self.standbys: list[str] = []
         self.closed = False
         self.attached = True
-        self.dismissed_monotonic_s: float | None = None
+        self.sent_away_monotonic_s: float | None = None
 
     def given_up(self) -> frozenset[int] | None:
         return frozenset({len(self.told)})

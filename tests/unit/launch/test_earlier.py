@@ -29,7 +29,7 @@ def test_the_job_of_a_launcher_that_left_goes_on() -> None:
     """Its summary stands in the middle."""
     lines = [line(1.0, "start", 0), line(2.0, "fault", 0), END, line(5.0, "start", 1)]
     assert of_this_job(lines, 1) == [lines[0], lines[1], lines[3]]
-    held = [{"unix_s": 1.5, "event": event, "start": 0, "node": "b"} for event in ("hold", "held")]
+    held = [{"unix_s": 1.5, "event": event, "start": 0} for event in ("hold", "held")]
     assert of_this_job([lines[0], *held, *lines[1:]], 1) == [lines[0], lines[1], lines[3]]
 
 

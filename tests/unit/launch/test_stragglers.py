@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start
-from ttp.launch import given_up
+from ttp.launch import given_up, stragglers
 from ttp.launch import round as rounds
 from ttp.launch.stragglers import Stragglers
 
@@ -110,7 +110,7 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     """What was seen two seconds ago is no reason any more."""
     asked = threading.Event()
 
-    def go_on(stragglers: Stragglers, ranks: Iterable[int]) -> None:
+    def go_on(asked_by: Stragglers, ranks: Iterable[int]) -> None:
         os.kill(patient.workers[0].pid, signal.SIGCONT)
         os.waitid(os.P_PID, patient.workers[0].pid, os.WCONTINUED | os.WNOWAIT)
         asked.set()
@@ -125,36 +125,53 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     assert "killed" not in caplog.text
 
 
-def test_ranks_that_were_sent_away_for_another_node_and_cannot_leave_are_ended_after_a_grace(
+def end_given_up(start: Start, until: Callable[[], bool]) -> None:
+    """Look again and again, as the agent does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not until():
+        assert time.monotonic() < deadline, "in vain"
+        start.round.end_given_up()
+        time.sleep(0.005)
+
+
+def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
     patient: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No rank has failed here: they were silent to the controller, which has written what the others had."""
-    led = patient
-    assert led.round.overdue() == "", "nobody was sent away"
-    led.line.dismissed_monotonic_s = time.monotonic()
-    assert led.round.overdue() == "", "they have their time"
-    for worker in led.workers:
+    """No rank here has failed or left: what the others had is saved, and perhaps the job is over on every other node."""
+    for worker in patient.workers:
         await_stop(worker.pid)
-    led.line.dismissed_monotonic_s -= rounds.LEAVE_GRACE_S
-    assert led.round.overdue() == "the controller has sent the ranks away"
-    led.held.start()
-    led.held.join(DEADLINE_S)
-    assert not led.held.is_alive() and led.round.living() == [] and led.round.overdue() == ""
+    patient.round.end_given_up()
+    assert patient.round.living() == [0, 1] and patient.line.asked == 0, "nobody was sent away"
+    patient.line.sent_away_monotonic_s = time.monotonic()
+    end_given_up(patient, until=lambda: patient.round.living() == [])
     assert "ranks 0-1: stopped, and can save nothing any more: killed" in caplog.text
 
 
-def test_a_rank_that_does_not_leave_when_it_was_sent_away_is_not_held_to_the_deadline(
-    led: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) -> None:
+    """A script that handles its trainer's exception saves and evaluates for as long as it likes: only who was silent is ended, and
+    the controller is asked about it once."""
+    patient.line.sent_away_monotonic_s = time.monotonic()
+    patient.line.silent = frozenset({1})
+    end_given_up(patient, until=lambda: patient.round.living() == [0])
+    asked = patient.line.asked
+    for _ in range(50):
+        patient.round.end_given_up()
+    assert patient.line.asked == asked and patient.round.living() == [0]
+
+
+def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
+    patient: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is the agent's to make; the controller has gone when its time was over."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
-    monkeypatch.setattr(rounds, "UNLED_S", 60.0)
-    led.line.dismissed_monotonic_s = time.monotonic() - 1.0
-    led.line.attached = led.line.decided = False
-    led.held.start()
-    led.held.join(DEADLINE_S)
-    assert not led.held.is_alive() and led.round.living() == [0, 1]
-    assert "the controller has sent the ranks away, 0 s have passed: ranks 0-1 still here" in caplog.text
+    """It sent the ranks away, so that all is decided; whom it had given up is not known any more."""
+    monkeypatch.setattr(stragglers, "ANSWERS_S", 0.3)
+    patient.line.decided = False
+    patient.line.sent_away_monotonic_s = time.monotonic()
+    await_stop(patient.workers[0].pid)
+    end_given_up(patient, until=lambda: patient.round.living() == [1])
+    assert time.monotonic() - patient.line.sent_away_monotonic_s > 0.3
+    await_stop(patient.workers[1].pid)
+    patient.round.end_given_up()
+    assert patient.round.living() == [1], "somebody has stopped it since, and may have it go on"
 
 
 def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:

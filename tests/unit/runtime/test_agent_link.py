@@ -141,9 +141,9 @@ def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
             silent = RawStream(channel)
             silent.say(registration(1, 2))
             assert rank.processor.wait_welcomed(LONG_S) is not None
-            assert link.given_up() is None and link.dismissed_monotonic_s is None
+            assert link.given_up() is None and link.sent_away_monotonic_s is None
             assert rank.exited.wait(LONG_S)
-            until(lambda: link.dismissed_monotonic_s is not None, "word that the ranks are sent away")
+            until(lambda: link.sent_away_monotonic_s is not None, "word that the ranks are sent away")
             assert link.given_up() == frozenset({1})
             silent.end()
         controller.process.wait(LONG_S)
