@@ -80,7 +80,8 @@ class TrainingConfig:
     """Activations that backward computes again to save memory. full: of each block all but its input; selective: all but its
     input and the results of matrix products and attention."""
     compile: bool = False
-    """Let torch.compile compile each block: faster steps after a start that takes minutes. Other bits than without."""
+    """Let torch.compile compile each block: faster steps after a start that takes minutes. Other bits than without.
+    Not for experts that tensor-parallel ranks share."""
     resume: str = "auto"
     """auto: from the newest valid checkpoint of output_dir, if any; never; or a checkpoint's path."""
     local_copy_os: bool = False

@@ -47,6 +47,13 @@ class Copied(ParallelStyle):
 def check_divides(config: Config) -> None:
     """Raise ConfigError for a model whose parts the tensor-parallel ranks cannot share. Rows of embeddings need not divide."""
     model, ranks = config.model_config, config.parallel_config.tensor_model_parallel_size
+    if ranks > 1 and model.num_experts and config.training_config.compile:
+        # torch 2.13 ends in an assertion there, or, with another plan of the same block, in gradients that are too small.
+        raise ConfigError(
+            f"training_config.compile is true with model_config.num_experts {model.num_experts} and"
+            f" parallel_config.tensor_model_parallel_size {ranks}: torch does not compile such blocks rightly; wanted compile: false, or"
+            " one tensor-parallel rank"
+        )
     shared = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.kv_heads,

@@ -75,6 +75,19 @@ def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
         check_divides(config)
 
 
+def test_compiled_experts_that_tensor_ranks_share_are_refused(small_config: MakeConfig) -> None:
+    """torch ends in an assertion there, or in wrong gradients; each alone is compiled."""
+    keys = {"model_config.num_experts": 4, "training_config.compile": "true"}
+    heads = {"model_config.num_attention_heads": 2, "model_config.num_query_groups": 2}
+    shared = {**heads, "parallel_config.tensor_model_parallel_size": 2}
+    with pytest.raises(
+        ConfigError, match=r"compile is true with model_config.num_experts 4 and .*_size 2: .* wanted compile: false"
+    ):
+        check_divides(small_config({**keys, **shared}))
+    check_divides(small_config(keys))
+    check_divides(small_config({**shared, "training_config.compile": "true"}))
+
+
 def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config: MakeConfig) -> None:
     """GPT-2's 50,257 over 2 and 4 ranks; 257 over 32 are rows of 9, of which 29 ranks take all."""
     heads = {"model_config.num_attention_heads": 32, "model_config.num_query_groups": 32}

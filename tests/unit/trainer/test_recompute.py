@@ -102,7 +102,7 @@ def test_recomputation_changes_no_bit_of_a_gradient(small_model: ModelConfig, wa
 )
 def test_compiled_blocks_train_as_others_do(train_all: TrainAll) -> None:
     """To round-off: alone, split over tensor ranks, in a pipeline, with experts, and recomputed."""
-    layouts = [Axes(), Axes(tensor=2, sequence=True), Axes(pipeline=2), Axes(experts=4)]
+    layouts = [Axes(), Axes(tensor=2), Axes(tensor=2, sequence=True), Axes(pipeline=2), Axes(experts=4)]
     compiled = {"training_config.compile": "true"}
     done = train_all(
         *(Training(f"eager {axes}", axes) for axes in layouts),
@@ -112,6 +112,6 @@ def test_compiled_blocks_train_as_others_do(train_all: TrainAll) -> None:
         deadline_s=1100.0,
     )
     for axes in layouts:
-        assert_same_curve(done[f"compiled {axes}"], done[f"eager {axes}"], loss=1e-4, norm=1e-3)
+        assert_same_curve(done[f"compiled {axes}"], done[f"eager {axes}"], loss=1e-5, norm=1e-4)
     for name in ("recomputed", "partly recomputed"):
-        assert_same_curve(done[name], done[f"eager {Axes()}"], loss=1e-4, norm=1e-3)
+        assert_same_curve(done[name], done[f"eager {Axes()}"], loss=1e-5, norm=1e-4)
