@@ -168,10 +168,13 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 
 
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
-    """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, and the standbys."""
+    """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, the standbys, and that the ranks
+    were sent away, if they were: of its own some may stand still."""
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
     if state.stage is not Stage.STANDBY:  # one that leads nobody must not be taken for the active controller
         out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
+    if state.stage is Stage.EXITING:
+        out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.reason)))
     return replace(state, agents=state.agents | {message.host})
 
 

@@ -122,6 +122,8 @@ class Round:
         if self._chronicle is not None:
             self._chronicle.begin(hosts_rank_zero, self._start.number)
         self._told_to_end = False
+        self._over_since_s: float | None = None
+        """Since when it is known here that the job has failed on another node."""
         self.next = ""
         """What follows this start, in words, once it is known."""
         self.raised: dict[int, list[str]] = {}
@@ -237,10 +239,15 @@ class Round:
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
     def end_given_up(self) -> None:
-        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave."""
+        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave. Where that
+        was not heard and the job has failed on another node for good: those that are stopped, once a fault's time has passed."""
         sent_s = self._courier.sent_away_monotonic_s
         if sent_s is not None:
             self._stragglers.end_given_up(sent_s)
+        elif self._neighbours is not None and self._neighbours.failed:
+            self._over_since_s = self._over_since_s or time.monotonic()
+            if time.monotonic() - self._over_since_s >= self._launching.total_timeout_s:
+                self._stragglers.end_stopped()
 
     def left_for_others(self) -> bool:
         """Say whether every worker here has ended, none in failure by itself, and some left on the controller's word: what

@@ -13,6 +13,8 @@ import pytest
 from tests.unit.launch.start import DEADLINE_S, Start
 from ttp.launch import given_up, stragglers
 from ttp.launch import round as rounds
+from ttp.launch.neighbours import Neighbours
+from ttp.launch.rendezvous import JobStore
 from ttp.launch.stragglers import Stragglers
 
 
@@ -172,6 +174,25 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
     await_stop(patient.workers[1].pid)
     patient.round.end_given_up()
     assert patient.round.living() == [1], "somebody has stopped it since, and may have it go on"
+
+
+def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_only(short_times: None) -> None:
+    """This launcher had no line to the controller when that sent the ranks away. Others here may still have work of their own."""
+    start = Start(0.5, controller=True, nodes=2)
+    other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    try:
+        other.start()
+        await_stop(start.workers[0].pid)
+        for _ in range(20):
+            start.round.end_given_up()
+        assert start.round.living() == [0, 1], "nothing was heard of the others"
+        other.tell_failed("b has failed (rank 3: signal SIGKILL)")
+        began_s = time.monotonic()
+        end_given_up(start, until=lambda: start.round.living() == [1])
+        assert time.monotonic() - began_s >= 0.5
+    finally:
+        start.close()
+        other.close()
 
 
 def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:

@@ -339,6 +339,17 @@ def test_a_rank_that_comes_during_the_end_is_told_why(stage: str) -> None:
 # --- launchers ---
 
 
+def test_a_launcher_that_comes_during_the_end_is_told_that_the_ranks_were_sent_away() -> None:
+    """Its line was down when the others heard it, and its ranks may stand still."""
+    job, rank, _ = publishing()
+    job.say(hello("host0"))
+    assert not any(isinstance(told.message, Exit) for told in only(job.effects, Tell))
+    job.say(Published(rank, 1, 6, "/a/iter_0000006"), hello("host1"))
+    assert job.at(Stage.EXITING)
+    (told,) = [told for told in only(job.effects, Tell) if isinstance(told.message, Exit)]
+    assert told.hosts == ("host1",) and isinstance(told.message, Exit) and told.message.reason == job.state.reason
+
+
 def test_a_launcher_whose_stream_has_ended_is_told_nothing_any_more() -> None:
     job = ControllerBench()
     job.say(hello("host0"), hello("host1"))
