@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sampling = Sampling(0.0 if given.greedy else given.temperature, given.top_k, given.top_p)
         check(given.max_new_tokens >= 0, "--max-new-tokens", given.max_new_tokens, "0 or more")
-        check(-(2**63) <= given.seed < 2**63, "--seed", given.seed, "a number of 64 bits")
+        check(-(2**63) <= given.seed < 2**64, "--seed", given.seed, "a number of 64 bits")
         trained = open_trained(given.checkpoint)
         tokenizer = _tokenizer(given.tokenizer or trained.tokenizer)
         (prompt,) = tokenizer.encode([given.prompt])

@@ -315,7 +315,7 @@ def run_plan(config: Config, arguments: Sequence[str]) -> None:
     if given.world_size < 1 or given.devices_per_node < 1 or not 0 < given.disk_gb_per_s < math.inf:
         raise ConfigError(
             f"--plan: got --world-size {given.world_size}, --devices-per-node {given.devices_per_node}, --disk-gb-per-s"
-            f" {given.disk_gb_per_s:g}; wanted --world-size N, and all of them above 0"
+            f" {given.disk_gb_per_s:g}; wanted --world-size N, and all of them finite and above 0"
         )
     plan = make_plan(config, given.world_size, given.devices_per_node)
     print("\n".join(lines(plan, given.disk_gb_per_s * 1e9, given.world_size)))

@@ -39,7 +39,8 @@ log = logging.getLogger("ttp.trainer")
 
 def run(config: Config, world: World) -> None:
     """Train as configured: from nothing, or from where the newest checkpoint stands (every rank calls)."""
-    config.parallel_config.data_parallel_size(world.size)  # refuses a world that is not the product of the axes
+    dp = config.parallel_config.data_parallel_size(world.size)  # refuses a world that is not the product of the axes
+    config.parallel_config.replicas(dp, config.training_config.use_distributed_optimizer)
     check_divides(config)
     check_stages(config)
     output_dir = Path(config.training_config.output_dir).resolve()
@@ -131,10 +132,13 @@ class Trainer:
             if interval is None
             else f"every {interval} steps, at faults, and the last step",
         )
-        single = ""
         if replicas == 1:
             why = "a lone rank" if self.world.size == 1 else "no rank has what another holds"
-            single = f" ({why}: a death costs the steps since the last checkpoint)"
+        elif self.mesh.data.size == self.config.parallel_config.expert_model_parallel_size:
+            why = "of experts 1"
+        else:
+            why = ""
+        single = f" ({why}: a death costs the steps since the last checkpoint)" if why else ""
         axes = " x ".join(
             f"{name.removesuffix('_size').replace('_', ' ')} {size}" for name, size in self.mesh.sizes.items()
         )

@@ -141,7 +141,7 @@ class Chronicle:
 
     def _write_aside(self, event: str, start: int, fields: Mapping[str, Any]) -> None:
         """Write a line in the middle of a fault, on rank 0's node: a disk that hangs keeps nobody from the fault's deadline."""
-        if not self._here:
+        if not self._here:  # read without the lock, which a disk that hangs may hold
             return
         self._late.append(_line(self._clock(), event, {"start": start, **fields}))
 
@@ -151,7 +151,8 @@ class Chronicle:
                     self._unwritten.append(self._late.popleft())
                 self._write_out()
 
-        Aside(write).wait(WRITE_S)
+        with suppress(RuntimeError):  # no thread can be started: the line goes out with the next one
+            Aside(write).wait(WRITE_S)
 
     def finish(self, result: str, why: str = "") -> None:
         """The job has ended on this node, for a reason that is in `why` if it is not in `result`. A launcher that is not rank 0's

@@ -239,15 +239,14 @@ class Round:
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
     def end_given_up(self) -> None:
-        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave. Where that
-        was not heard and the job has failed on another node for good: those that are stopped, once a fault's time has passed."""
-        sent_s = self._courier.sent_away_monotonic_s
-        if sent_s is not None:
+        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave, once there are
+        no others. Where the job has failed on another node for good: the same for those that are stopped, after a fault's time."""
+        if (sent_s := self._courier.sent_away_monotonic_s) is not None:
             self._stragglers.end_given_up(sent_s)
-        elif self._neighbours is not None and self._neighbours.failed:
+        if self._neighbours is not None and self._neighbours.failed:
             self._over_since_s = self._over_since_s or time.monotonic()
             if time.monotonic() - self._over_since_s >= self._launching.total_timeout_s:
-                self._stragglers.end_stopped()
+                self._stragglers.end_all_stopped()
 
     def left_for_others(self) -> bool:
         """Say whether every worker here has ended, none in failure by itself, and some left on the controller's word: what

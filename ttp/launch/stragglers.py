@@ -40,6 +40,8 @@ class Stragglers:
         self._ended = ended
         self._given_up: GivenUp | None = None
         self._asks = True
+        self._stuck: dict[int, str] = {}
+        """Who cannot leave, as far as it was found, and why."""
 
     def see_off(self, grace_s: float, left_s: float) -> bool:
         """Let the ranks leave, as one has. Those that cannot are ended as soon as the controller says that all is decided. Say
@@ -63,21 +65,31 @@ class Stragglers:
         return True
 
     def end_given_up(self, sent_away_s: float) -> None:
-        """End those that cannot leave, while none has left or failed: the others that are still here may have work of their own.
+        """End those that cannot leave, while none has left or failed, once nobody else is here: the end of one is the end of its peers,
+        and those may have work of their own.
 
         `sent_away_s`: since when (monotonic seconds) all is decided. The controller is asked who was silent to it, until it has
         answered or, after ANSWERS_S, has not: then only those that are stopped are known to be stuck.
         """
-        if not self._asks:
-            return
-        self._given_up = self._given_up or GivenUp(self._courier.given_up)
-        late = time.monotonic() - sent_away_s > ANSWERS_S
         behind = self._behind_shells.running()
         standing = self._standing(behind)
-        shells = self._behind_shells.pids.keys() - behind.keys()
-        found = stopped(standing) if late else self._given_up.among(standing, shells)
-        self._asks = not late and not self._given_up.answered
-        self._end(found, behind)
+        if self._asks:
+            self._given_up = self._given_up or GivenUp(self._courier.given_up)
+            late = time.monotonic() - sent_away_s > ANSWERS_S
+            shells = self._behind_shells.pids.keys() - behind.keys()
+            self._stuck |= stopped(standing) if late else self._given_up.among(standing, shells)
+            self._asks = not late and not self._given_up.answered
+        self._end_all(standing, self._stuck, behind)
+
+    def end_all_stopped(self) -> None:
+        """End those that are stopped, if nobody else is here."""
+        behind = self._behind_shells.running()
+        standing = self._standing(behind)
+        self._end_all(standing, stopped(standing), behind)
+
+    def _end_all(self, standing: Mapping[int, int], stuck: Mapping[int, str], behind: Mapping[int, int]) -> None:
+        if standing and stuck.keys() >= standing.keys():
+            self._end({rank: stuck[rank] for rank in standing}, behind)
 
     def end_stopped(self) -> None:
         """End those that are stopped: no signal but SIGKILL reaches them."""

@@ -102,8 +102,11 @@ def test_what_is_told_last_goes_out_before_the_end(make: Make) -> None:
     until(lambda: first.over, "news of the failure")
 
 
-def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have_read_why(make: Make) -> None:
+def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have_read_why(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends with that launcher: who looks once a second would find nobody."""
+    monkeypatch.setattr("ttp.launch.neighbours.FLUSH_S", DEADLINE_S)
     group = make(3)
     first, *others = group.all
     until(lambda: all(launcher._reached for launcher in others), "first answers")

@@ -127,7 +127,7 @@ def test_what_cannot_be_continued_is_refused_in_one_sentence(
         (["--checkpoint", str(output), "--prompt", ""], "--prompt is '': wanted one token of text at least"),
         (["--checkpoint", str(output), "--prompt", "x", "--top-k", "0"], "--top-k is 0"),
         (["--checkpoint", str(output), "--prompt", "x", "--max-new-tokens", "-1"], "--max-new-tokens is -1"),
-        (["--checkpoint", str(output), "--prompt", "x", "--seed", str(2**63)], "wanted a number of 64 bits"),
+        (["--checkpoint", str(output), "--prompt", "x", "--seed", str(2**64)], "wanted a number of 64 bits"),
         (["--checkpoint", str(output), "--prompt", "x", "--tokenizer", str(tmp_path)], "holds no tokenizer"),
     ):
         assert main(arguments) == 2
