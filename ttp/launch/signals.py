@@ -25,6 +25,9 @@ SAME_S = 0.1
 TAKEN_S = 1.0
 """So soon after the first signal the launcher has begun to end, unless somebody has caught the exception: then the next raises again."""
 
+AGAIN_S = 0.002
+"""A signal that finds the main thread half way into a lock comes again after this."""
+
 INSISTENT = (signal.SIGINT, signal.SIGQUIT)
 """What a person at a terminal sends. After a notice they end all at once; any other signal is the same notice once more."""
 
@@ -70,7 +73,7 @@ class Notices:
         self._first: signal.Signals | None = None
         self._first_s = 0.0
         self._taken = self._leaving = self._postponed = self._said = self._insisted = False
-        self._words: SimpleQueue[str] = SimpleQueue()
+        self._words: SimpleQueue[str | signal.Signals] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
     @property
@@ -114,7 +117,9 @@ class Notices:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         told, now_s = signal.Signals(number), self._clock()
-        if self._first is None:
+        if _in_a_lock(frame):
+            self._words.put(told)
+        elif self._first is None:
             self._first, self._first_s = told, now_s
             if not self._leaving:
                 raise _exception(told)
@@ -140,7 +145,20 @@ class Notices:
 
     def _speak(self) -> None:
         while True:
-            log.info("%s", self._words.get())
+            said = self._words.get()
+            if isinstance(said, signal.Signals):
+                time.sleep(AGAIN_S)
+                if (main := threading.main_thread().ident) is not None:
+                    signal.pthread_kill(main, said)
+            else:
+                log.info("%s", said)
+
+
+def _in_a_lock(frame: FrameType | None) -> bool:
+    """Say whether the interrupted thread enters or leaves one of `threading`'s locks that are written in Python, as Condition's: an
+    exception there leaves it taken for good, and the threads that want it stand still, as does who waits for them."""
+    code = frame.f_code if frame is not None else None
+    return code is not None and code.co_filename == threading.__file__ and code.co_name in ("__enter__", "__exit__")
 
 
 def _exception(told: signal.Signals) -> SignalException:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -340,3 +342,24 @@ def test_who_insists_while_a_start_is_closed_interrupts_that(
         with pytest.raises(SignalException) as raised:
             shut_down(agent, Leaving(lambda: None, come_late))
         assert raised.value.sigval.name == second
+
+
+class HalfTaken:
+    """Stands in for the lock of a Condition; a signal comes as it is taken."""
+
+    def __init__(self) -> None:
+        self.acquire = self.release = self.__exit__ = lambda *args: True
+        self.__enter__ = partial(signal.raise_signal, signal.SIGTERM)
+
+
+def test_a_signal_does_not_come_out_half_way_into_a_lock(notices: Notices) -> None:
+    """The lock would be taken for good: the launcher's threads would wait for it, and the launcher for them."""
+    condition, done = threading.Condition(HalfTaken()), []  # type: ignore[arg-type]
+    with pytest.raises(SignalException, match="SIGTERM"):
+        with condition:
+            done.append("entered")
+        done.append("left")
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert done == ["entered", "left"] and notices.name == "SIGTERM"
