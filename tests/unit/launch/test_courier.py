@@ -190,7 +190,7 @@ def test_a_controller_published_in_the_last_moment_is_known_at_the_end(
     courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
     courier.start()
     store.set(controller_key(7), "host:8000 12")
-    courier.close()
+    courier.close(DEADLINE_S)
     assert courier.entry == ControllerEntry("host:8000", 12)
     assert not courier.connected
 
