@@ -131,6 +131,9 @@ class Guard:
         """Where the run goes on; None: from its beginning."""
         if self.resumed is not None:
             self._give_back(self.resumed)
+            if self.session.rank == 0:
+                kept = "the optimizer's settings (lr and the like) are the checkpoint's, not the script's"
+                show(logging.INFO, f"going on after step {self.resumed.step} of {self.resumed.path}; {kept}")
         elif different := adopted.differing():
             raise ConfigError(
                 f"before the first step, {different[0]}: wanted the same weights on replicas; seed all ranks alike"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ BASES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("point", ["backward", "tail"])
-def test_a_trainer_that_raises_goes_on_as_if_it_had_not(tmp_path: Path, base: str, point: str) -> None:
-    """In the middle of a step, and between the update and the scheduler's step; every rate, loss and weight is the same bits."""
+def test_a_trainer_that_raises_goes_on_as_if_it_had_not(
+    tmp_path: Path, base: str, point: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of a step, and between the update and the scheduler's step; every rate, loss and weight is the same bits. It says
+    where it goes on."""
+    caplog.set_level(logging.INFO)
     whole = Trainer(tmp_path / "whole", OFF, BASES[base])
     told = whole.train()
     weights = whole.close()
@@ -89,6 +94,7 @@ def test_a_trainer_that_raises_goes_on_as_if_it_had_not(tmp_path: Path, base: st
     again = Trainer(tmp_path / "hurt", OFF, BASES[base], seed=4)
     done = 6 if point == "tail" else 5
     assert again.guard.resumed is not None and again.guard.resumed.step == again.guard.step == done
+    assert f"going on after step {done} of {again.guard.resumed.path}; " in caplog.text + capfd.readouterr().err
     assert again.train() == {step: values for step, values in told.items() if step > done}
     assert all(torch.equal(a, b) for a, b in zip(again.close(), weights, strict=True))
 
