@@ -164,9 +164,12 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
 
 def _unknown(name: str, at: str, wanted: Mapping[str, Any]) -> ConfigError:
     near = _nearest(name, list(wanted))
-    if not near:  # right name, wrong section?
-        homes = [path for path, *_ in describe() if path.rpartition(".")[2] == name]
-        near = f"; did you mean {' or '.join(homes)}?" if homes else f"; there are {', '.join(wanted)}"
+    elsewhere = {path: path.rpartition(".")[2] for path, *_ in describe()}  # right name, wrong section?
+    closest = _nearest(name, [*wanted, *elsewhere.values()])
+    if closest != near:
+        homes = [path for path, last in elsewhere.items() if closest == f"; did you mean {last}?"]
+        near = f"; did you mean {' or '.join(homes)}?"
+    near = near or f"; there are {', '.join(wanted)}"
     return ConfigError(f"{at}{name}: no such key{near}")
 
 

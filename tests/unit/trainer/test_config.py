@@ -42,6 +42,10 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
             "training_config: {training_iter: 5}",
             "training_config.training_iter: no such key; did you mean training_iters?",
         ),
+        (
+            "training_config: {lerning_rate: 1}",
+            "training_config.lerning_rate: no such key; did you mean optimizer_config.learning_rate?",
+        ),
         ("trainin_config: {}", "trainin_config: no such key; did you mean training_config?"),
         (
             "training_config: {num_layers: 5}",
