@@ -236,10 +236,8 @@ def _all_reduces(config: Config, layers: int) -> float:
     model, sequence = config.model_config, config.parallel_config.sequence_parallel
     experts = model.num_experts is not None
     chosen = model.num_experts_per_token if experts else 1
-    into = 2 if experts and model.activation == "swiglu" else 1  # beside experts each matrix reduces its own
-    each = (
-        (4.0 if experts else 2.0) + (1 + into) * chosen + (1.5 if sequence and experts else 0)
-    )  # experts' tokens are gathered beside
+    into = 2 if experts and model.activation == "swiglu" else 1  # each matrix of an expert reduces its own
+    each = 2.0 + (1 + into) * chosen + (1 if sequence and experts else 0)  # experts' tokens are gathered beside
     if config.training_config.recompute != "none":
         each += 1 + (chosen if experts else 0)
         each += 0.5 if sequence else 0

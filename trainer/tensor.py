@@ -82,15 +82,10 @@ def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
     """Make the parameters of a model (on any device, meta too) DTensors of `mesh`, and its modules parallel."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel() if sequence_parallel else Copied()
-    # The matrices of a module share its input as a DTensor: their gradients of it are added first, and reduced once. Not beside
-    # experts: compiled, such a block, which torch compiles in several graphs, would get wrong gradients.
-    shared = PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None))
-    apart = PrepareModuleInput(
-        input_layouts=(stream, None), desired_input_layouts=(Replicate(), None), use_local_output=True
-    )
+    # The matrices of a module share its input as a DTensor: their gradients of it are added first, and reduced once.
     plan: dict[str, ParallelStyle] = {
         "attention_norm": norm,
-        "attention": shared,
+        "attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
@@ -104,7 +99,7 @@ def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
     for block in model.layers.values():
         here = {name: style for name, style in plan.items() if _has(block, name)}
         if isinstance(block.feed_forward, Experts):
-            here |= {"attention": apart, **_plan_of_experts(block.feed_forward, stream)}
+            here |= _plan_of_experts(block.feed_forward, stream)
         parallelize_module(block, mesh, here)
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
