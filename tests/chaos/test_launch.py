@@ -44,7 +44,7 @@ def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(
         assert job.notes("sigterm") == []
         assert [name for name in job.notes("begun") if name.endswith("-1")] == ["begun-0-1", "begun-1-1", "begun-2-1"]
         pid = job.read("begun-1-0")
-        assert f"rank 1 (pid {pid}) ended: signal SIGKILL; holding ranks 0, 2 for up to 120 s" in job.text
+        assert f"rank 1 (pid {pid}) ended: signal SIGKILL; holding ranks 0, 2 for up to 3 s" in job.text
         held = re.search(r"all workers here have ended, (\d+\.\d+) s after the fault", job.text)
         assert held is not None and 1.5 <= float(held[1]) < 20
         assert (

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.launching import Launch
-from tests.chaos.test_endings import alive, two_nodes
-from tests.chaos.test_static import TRAINS
-from tests.ports import free_port
+from tests.chaos.test_endings import alive
+from tests.chaos.two_launchers import train_on_two
 from ttp.launch.round import UNLED_S
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
@@ -39,22 +37,10 @@ def test_two_launchers_have_one_deadline_when_nothing_is_decided(tmp_path: Path)
     """One rank is killed, all others and the controllers are stopped for good. The dead rank's launcher holds its other rank until
     TTP_OT has passed, and only then the other launcher hears that it must start again: nothing is left for its ranks."""
     assert UNLED_S <= TIMEOUT_S < UNLED_S + LEASE_S
-    port, environ = free_port(), {"TTP_OT": f"{TIMEOUT_S:g}", "TTP_LEASE_S": f"{LEASE_S:g}"}
+    environ = {"TTP_OT": f"{TIMEOUT_S:g}", "TTP_LEASE_S": f"{LEASE_S:g}"}
     with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(
-                Launch(tmp_path, TRAINS, *two_nodes("c10d", port, node), "--nproc-per-node", "2", environ=environ,
-                       name=f"node{node}")
-            )
-            for node in (0, 1)
-        ]  # fmt: skip
-        both[0].await_notes(*(f"begun-{rank}-0" for rank in range(4)))
-        for job in both:
-            job.says(" of 4 on this node")
-        first = next(job for job in both if ": ranks 0-1 of 4 on this node" in job.text)
-        second = next(job for job in both if job is not first)
-        pids = [int(first.read(f"begun-{rank}-0")) for rank in range(4)]
-        first.until(lambda: "step 20:" in first.text, "step", within_s=180)
+        first, second, pids = train_on_two(stack, tmp_path, environ=environ)
+        both = (first, second)
         controllers = [pid for job in both for pid in job.marked() if b"ttp.controller" in command_line(pid)]
         assert len(controllers) == 2
         for pid in (*controllers, *pids[1:]):

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import Launch
-from tests.chaos.test_endings import alive, two_nodes
-from tests.chaos.test_static import TRAINS
-from tests.ports import free_port
+from tests.chaos.test_endings import alive
+from tests.chaos.two_launchers import train_on_two
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
 
@@ -25,22 +24,8 @@ def test_a_node_whose_ranks_are_stopped_ends_with_a_job_that_has_failed_on_anoth
     tmp_path: Path, backend: str
 ) -> None:
     """Nothing dies there, nobody waits to be taken in, and the controller's word reaches no rank: only the launcher hears it."""
-    port = free_port()
     with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(
-                Launch(tmp_path, TRAINS, *two_nodes(backend, port, node), "--nproc-per-node", "2", "--max-restarts", "0",
-                       name=f"node{node}")
-            )
-            for node in (0, 1)
-        ]  # fmt: skip
-        both[0].await_notes(*(f"begun-{rank}-0" for rank in range(4)))
-        for job in both:
-            job.says(" of 4 on this node")
-        first = next(job for job in both if ": ranks 0-1 of 4 on this node" in job.text)
-        second = next(job for job in both if job is not first)
-        pids = [int(first.read(f"begun-{rank}-0")) for rank in range(4)]
-        first.until(lambda: "step 20:" in first.text, "step", within_s=180)
+        first, second, pids = train_on_two(stack, tmp_path, "--max-restarts", "0", backend=backend)
         for pid in pids[2:]:
             os.kill(pid, signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
@@ -48,7 +33,7 @@ def test_a_node_whose_ranks_are_stopped_ends_with_a_job_that_has_failed_on_anoth
         assert [first.wait(), second.wait()] == [1, 1], first.text + second.text
         assert not any(map(alive, pids))
         assert "ranks 2-3: stopped, and can save nothing any more: killed" in second.text
-        for job in both:
+        for job in (first, second):
             job.assert_nothing_left()
 
 

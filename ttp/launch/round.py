@@ -285,7 +285,7 @@ class Round:
                 )
         if self._watch.wait_all(0.0):
             return
-        log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._left_s(fault))
+        log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._patience_s(fault))
         reason = self._persist(fault)
         if not reason:
             held_s = time.monotonic() - fault.begun_monotonic_s
@@ -299,7 +299,7 @@ class Round:
     def _persist(self, fault: Fault) -> str:
         """Wait for the survivors, and have the beginning and the end of it in the story for machines. Return why not all have ended,
         or empty."""
-        number, begun_s, left_s = self._start.number, time.monotonic(), max(0.0, self._left_s(fault))
+        number, begun_s, left_s = self._start.number, time.monotonic(), self._patience_s(fault)
         if self._chronicle is not None:
             self._chronicle.hold(number, fault.cause, sorted(self.living()), left_s)
         why = "the launcher got a signal"
@@ -341,6 +341,10 @@ class Round:
         if persisted(self.deaths()) and self._left_s(fault) > 0:
             return f"others here have left, {LEAVE_GRACE_S:.0f} s have passed"
         return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
+
+    def _patience_s(self, fault: Fault) -> float:
+        left_s = max(0.0, self._left_s(fault))
+        return left_s if self.had_controller else min(left_s, self._unled_s())
 
     def _unled_s(self) -> float:
         """Return how long the workers are held without a controller."""
