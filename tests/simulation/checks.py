@@ -176,10 +176,16 @@ def _comes_and_goes(job: Job) -> bool:
 
 
 def _stood_still_itself(job: Job) -> bool:
-    """True when a rank was kept from looking for another controller for a moment, while it had none: it comes as much later
-    than the others, who cover without it. That costs a restart, and no step."""
+    """True when a rank was kept from looking for another controller for a moment, while it had none or in the lease before the first
+    rank came to a new one: it gives the lost one as much more time, and comes that much later than the others, who cover
+    without it. That costs a restart, and no step."""
     brief = ("brief stop", "interpreter held briefly")
-    return any(strike.where == "leaderless" and strike.kind in brief for strike in job.strikes)
+    takeovers = [at for at, line in job.story if line.event == "takeover_began"]
+    return any(
+        strike.kind in brief
+        and (strike.where == "leaderless" or any(at - job.times.lease_s <= strike.at_s <= at for at in takeovers))
+        for strike in job.strikes
+    )
 
 
 def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
