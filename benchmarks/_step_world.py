@@ -132,11 +132,19 @@ def mean_over_ranks(value: float) -> float:
 
 
 def idle() -> float:
-    """Return the processor time that a rank takes while its training thread does nothing, as a share of a core."""
+    """Return the processor time that a rank takes while its training thread does nothing, as a share of a core. Without gloo's threads:
+    each process group has one, which looks up a hundred times a second, with and without TTP."""
     dist.barrier()
-    began = time.process_time()
+    before = _thread_times()
     time.sleep(IDLE_S)
-    return mean_over_ranks((time.process_time() - began) / IDLE_S)
+    taken = sum(taken - before.get(thread, 0.0) for thread, taken in _thread_times().items())
+    return mean_over_ranks(taken / IDLE_S)
+
+
+def _thread_times() -> dict[str, float]:
+    """Return the processor time in seconds of each thread of this process but gloo's."""
+    threads = [task for task in Path("/proc/self/task").iterdir() if not (task / "comm").read_text().startswith("gloo")]
+    return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in threads}
 
 
 def work(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -144,36 +152,37 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    without = idle()
-    contenders: dict[str, Step] = {
-        ON: ours(options, folder),
-        OFF: ours(options, None),
-        "DDP + AdamW": ddp(options),
-        "DDP + ZeRO": ddp_zero(options),
-        "FSDP2": fsdp2(options),
-    }
-    if options.ranks % 2 == 0 and options.ranks > 2:
+    contenders: dict[str, Step] = {OFF: ours(options, None)}
+    if not options.alone:
+        contenders |= {"DDP + AdamW": ddp(options), "DDP + ZeRO": ddp_zero(options), "FSDP2": fsdp2(options)}
+    if not options.alone and options.ranks % 2 == 0 and options.ranks > 2:
         contenders["FSDP2 HSDP"] = fsdp2(options, copies=2)
+    without = idle()
+    contenders[ON] = ours(options, folder)
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    processor: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[int]] = {name: [] for name in contenders}
     order = random.Random(options.seed)
     for turn in range(1 + options.rounds):
         for name in order.sample(sorted(contenders), len(contenders)):
             batches = [_batch(options, rank, turn * options.steps + step) for step in range(options.steps)]
             dist.barrier()
-            before, began = bytes_sent(), time.perf_counter()
+            before, began, began_processor = bytes_sent(), time.perf_counter(), time.thread_time()
             values = [contenders[name](tokens, targets) for tokens, targets in batches]
+            taken = time.thread_time() - began_processor
             dist.barrier()
             elapsed = time.perf_counter() - began
             sent[name].append(bytes_sent() - before)
             seconds[name].append(elapsed / options.steps)
+            processor[name].append(mean_over_ranks(taken / options.steps))
             losses[name].append(mean_over_ranks(statistics.fmean(values)))
     beside = idle()
     if rank == 0:
         result = {
             "parameters": sum(p.numel() for p in build_model(options).parameters()),
             "seconds": {name: values[1:] for name, values in seconds.items()},
+            "processor": {name: values[1:] for name, values in processor.items()},
             "sent": {name: statistics.median(values[1:]) / options.steps / options.ranks for name, values in sent.items()},
             "losses": losses,
             "beside": beside,
@@ -196,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("ranks", "replicas", "layers", "width", "length", "batch", "rounds", "steps", "seed", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--alone", action="store_true", help="TTP on and off only")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, (options, folder), nprocs=options.ranks)  # type: ignore[attr-defined,no-untyped-call]

@@ -20,6 +20,10 @@ from ttp.optim.lane import Lane
 from ttp.optim.split import gradient_of, local_of
 from ttp.optim.wires import BucketMemory, Wires, Works
 
+SCATTERING = 2
+"""Reduce-scatters under way at most. The next bucket waits for the oldest: gloo's point-to-point works are not known to be
+done before somebody waits for them, and what is received has memory of its own until then."""
+
 
 @dataclass(slots=True, eq=False)
 class _Place:
@@ -177,7 +181,9 @@ class GradBuckets:
         self._missing[place.bucket] -= 1
         while self._next < len(self._buckets) and not self._missing[self._next]:
             self._launch()
-        while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
+        while self._scattering and (
+            len(self._scattering) > SCATTERING or all(work.is_completed() for work in self._scattering[0][1])
+        ):
             self._exchange()
 
     def _collect(self, place: _Place) -> None:

@@ -73,16 +73,56 @@ class Row:
         # A process group numbers its ranks in ascending order; the row's order of shards may differ (placement).
         ascending = sorted(members)
         self._slots = [list(members).index(member) for member in ascending]
+        self._others = [(_global_rank(group, members[slot]), slot) for slot in self._slots if slot != self.slot]
+        self._received: dict[int, torch.Tensor] = {}
+        """By the memory of a bucket, what the others send of this rank's slot."""
+        self._spare: list[torch.Tensor] = []
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
         return flat.view(self.size, -1)[self.slot]
 
     def scatter(self, flat: torch.Tensor) -> Works:
-        """Sum `flat` over the row, this rank's slot in its place; the other slots are used up."""
+        """Sum `flat` over the row, this rank's slot in its place once `add_up` has followed; the other slots are used up."""
         if self.size == 1:
             return []
+        if flat.device.type == "cpu":
+            return self._exchange_slots(flat)
         return reduce_scatter(self._in_group_order(flat), self.own(flat), flat, self._group)
+
+    def add_up(self, flat: torch.Tensor) -> None:
+        """Add what the others sent to this rank's slot, once the works of `scatter` are done."""
+        received = self._received.pop(flat.data_ptr(), None)
+        if received is None:
+            return
+        own = self.own(flat)
+        for part in received.view(self.size - 1, -1):
+            own += part
+        self._spare.append(received)
+
+    def _exchange_slots(self, flat: torch.Tensor) -> Works:
+        """Send each of the others its slot. gloo's reduce-scatter is an all-reduce of a copy: twice the bytes of this."""
+        own, slots = self.own(flat), flat.view(self.size, -1)
+        received = self._room(own)
+        self._received[flat.data_ptr()] = received
+        parts = received.view(self.size - 1, -1)
+        pairs = [
+            operation
+            for (peer, slot), part in zip(self._others, parts, strict=True)
+            for operation in (
+                dist.P2POp(dist.isend, slots[slot], peer, group=self._group),
+                dist.P2POp(dist.irecv, part, peer, group=self._group),
+            )
+        ]
+        return list(dist.batch_isend_irecv(pairs))
+
+    def _room(self, own: torch.Tensor) -> torch.Tensor:
+        """Return memory for the others' parts of a slot; it is kept: what is made and freed each step costs page faults."""
+        numel = (self.size - 1) * own.numel()
+        for place, spare in enumerate(self._spare):
+            if spare.numel() == numel and spare.dtype == own.dtype:
+                return self._spare.pop(place)
+        return own.new_empty(numel)
 
     def gather(self, flat: torch.Tensor) -> Works:
         """Fill every slot of `flat` from its rank."""
@@ -96,21 +136,18 @@ class Row:
 
 
 def reduce_scatter(slots: Sequence[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Works:
-    """Sum `flat` over the group, `own` in its place; the other slots are used up. `slots`: those of `flat`, in the group's order.
-
-    On a CPU by an all-reduce in place: gloo's reduce-scatter is one too, of a copy that it makes on a thread of its own. So its
-    bits and bytes are the same. Copies as large as a bucket, made and freed on many threads, had the C library's heaps grow by one
-    a step, up to gigabytes.
-    """
-    if flat.device.type == "cpu":
-        return [dist.all_reduce(flat, group=group, async_op=True)]
+    """Sum `flat` over the group, `own` in its place; the other slots are used up. `slots`: those of `flat`, in the group's order."""
     if _lie_in_order(slots, flat):
         return [_reduce_scatter_single(own, flat, group=group, async_op=True)]
     return [dist.reduce_scatter(own, list(slots), group=group, async_op=True)]
 
 
 def all_gather(slots: Sequence[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Works:
-    """Fill every slot of `flat` from its rank; this rank's is `own`. On a CPU by broadcasts in place, for the same reason."""
+    """Fill every slot of `flat` from its rank; this rank's is `own`.
+
+    On a CPU by broadcasts in place: gloo's all-gather fills a copy that it makes on a thread of its own. Copies as large as a
+    bucket, made and freed on many threads, had the C library's heaps grow by one a step, up to gigabytes.
+    """
     if flat.device.type == "cpu":
         return [
             dist.broadcast(slot, src=_global_rank(group, rank), group=group, async_op=True)
@@ -141,6 +178,7 @@ class EvenWires:
         return self._row.scatter(memory.grads)
 
     def exchange(self, memory: BucketMemory) -> Works:
+        self._row.add_up(memory.grads)
         if self._replicas == 1:
             return []
         own = self._row.own(memory.grads)
@@ -187,6 +225,7 @@ class RingWires:
         return self._row.scatter(memory.grads)
 
     def exchange(self, memory: BucketMemory) -> Works:
+        self._row.add_up(memory.grads)
         # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
         give, take = self._row.own(memory.grads), self._taken(memory)
         pair = [

@@ -73,40 +73,34 @@ HOSTS = {5: "aabbc", 6: "cdcbbc"}
 
 @contextlib.contextmanager
 def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
-    """Count the bytes that this rank must send at least, per kind of collective (payload, bandwidth-optimal)."""
+    """Count the bytes that this rank sends, per kind of transfer: point to point what there is, of collectives the least (payload)."""
     sent = {"scatter": 0, "sum": 0, "copy": 0, "gather": 0, "other": 0}
     patched: Any = dist
-    kept: tuple[Any, ...] = (wires.reduce_scatter, wires.all_gather, dist.all_reduce, dist.batch_isend_irecv)
-    point, inner = [""], [False]
+    kept: tuple[Any, ...] = (wires.all_gather, dist.all_reduce, dist.batch_isend_irecv)
+    ring = {id(getattr(part.wires, "_ring", None)) for part in optimizer._parts}
+    point = [""]
     optimizer.on_point = lambda name, step: point.__setitem__(0, name)
-
-    def scatter(slots: list[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
-        sent["scatter"] += (group.size() - 1) * own.nbytes
-        inner[0] = True  # what it is made of is not counted once more
-        try:
-            return kept[0](slots, own, flat, group)
-        finally:
-            inner[0] = False
 
     def gather(slots: list[torch.Tensor], own: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
         sent["gather" if point[0] == "done" else "sum"] += (group.size() - 1) * own.nbytes
-        return kept[1](slots, own, flat, group)
+        return kept[0](slots, own, flat, group)
 
     def reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        kind = "sum" if async_op else "other"
-        sent[kind] += 0 if inner[0] else 2 * (group.size() - 1) * tensor.nbytes // group.size()
-        return kept[2](tensor, group=group, async_op=async_op)
+        sent["sum" if async_op else "other"] += 2 * (group.size() - 1) * tensor.nbytes // group.size()
+        return kept[1](tensor, group=group, async_op=async_op)
 
-    def copies(ops: list[Any]) -> Any:
-        sent["copy"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        return kept[3](ops)
+    def pairs(ops: list[Any]) -> Any:
+        for op in ops:
+            if op.op is dist.isend:
+                sent["copy" if id(op.group) in ring else "scatter"] += op.tensor.nbytes
+        return kept[2](ops)
 
-    patched.all_reduce, patched.batch_isend_irecv = reduce, copies
-    wires.reduce_scatter, wires.all_gather = scatter, gather  # type: ignore[assignment]
+    wires.all_gather = gather  # type: ignore[assignment]
+    patched.all_reduce, patched.batch_isend_irecv = reduce, pairs
     try:
         yield sent
     finally:
-        wires.reduce_scatter, wires.all_gather, patched.all_reduce, patched.batch_isend_irecv = kept
+        wires.all_gather, patched.all_reduce, patched.batch_isend_irecv = kept
 
 
 def the_wire_carries_what_theory_says() -> None:
