@@ -40,7 +40,13 @@ class Script:
         self.console = folder / "console.log"
         path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TTP_", "TORCHELASTIC_", "PET_"))}
-        own = {"PATH": path, "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, "TTP_HEARTBEAT_S": "0.2"}
+        own = {
+            "PATH": path,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "TTP_TEST_MARK": self.mark,
+            "TTP_HEARTBEAT_S": "0.2",
+        }
         with open(self.console, "ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -64,7 +70,18 @@ class Script:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the script did not end\n{self.text}") from None
+            still_here = self.leftovers()
+            self._say_where_they_stand()
+            raise AssertionError(f"the script did not end; still here: {still_here}\n{self.text}") from None
+
+    def _say_where_they_stand(self) -> None:
+        """Have the launchers write the stacks of all threads into the log, which ends them (PYTHONFAULTHANDLER)."""
+        for pid, command in marked(self.mark):
+            if "ttprun" in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
 
     def wait_for_step(self, metrics: Path, step: int) -> None:
         deadline = time.monotonic() + 200

@@ -38,6 +38,8 @@ LOST_S = 30.0
 CONNECT_S = 3.0
 FLUSH_S = 2.0
 """How long the end of a start waits for what is still to be told."""
+READ_S = 3.0
+"""How long whoever keeps the store then waits for the others to read it."""
 
 _TOLD = "ttp/nodes/told"
 _FAULT = "ttp/nodes/fault"
@@ -92,7 +94,7 @@ class Neighbours:
         self._stopping.set()
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join(FLUSH_S)
+            self._thread.join(FLUSH_S + READ_S)
 
     # --- telling ---
 
@@ -235,11 +237,11 @@ class Neighbours:
             self._wake.wait(self._look_s)
 
     def _until_read(self, store: Store) -> None:
-        """Keep the store until the others have looked into it, if they do within FLUSH_S: it ends with this launcher."""
+        """Keep the store until the others have looked into it, if they do within READ_S: it ends with this launcher."""
         others = [_alive(node) for node in range(self._nodes) if node != self._node]
         for key in others:
             store.add(key, 0)  # what is read must be there
-        before, until_s = store.multi_get(others), time.monotonic() + FLUSH_S
+        before, until_s = store.multi_get(others), time.monotonic() + READ_S
         while time.monotonic() < until_s:
             # One look may have been half done.
             if all(int(now) >= int(then) + 2 for now, then in zip(store.multi_get(others), before, strict=True)):

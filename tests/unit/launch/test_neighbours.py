@@ -106,7 +106,7 @@ def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with that launcher: who looks once a second would find nobody."""
-    monkeypatch.setattr("ttp.launch.neighbours.FLUSH_S", DEADLINE_S)
+    monkeypatch.setattr("ttp.launch.neighbours.READ_S", DEADLINE_S)
     group = make(3)
     first, *others = group.all
     until(lambda: all(launcher._reached for launcher in others), "first answers")
@@ -120,7 +120,7 @@ def test_a_launcher_that_fails_for_good_waits_for_nobody_who_does_not_look(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node may be lost: nothing holds this one."""
-    monkeypatch.setattr("ttp.launch.neighbours.FLUSH_S", 0.3)
+    monkeypatch.setattr("ttp.launch.neighbours.READ_S", 0.3)
     first = make(2, silent=(1,)).all[0]
     first.tell_failed("a has failed")
     first.close()
