@@ -5,7 +5,8 @@ nobody is attached any more, or when the launcher asks; on SIGTERM only when no 
 that to every process of a job, and Ctrl-C of a terminal does not reach it: it has to see its ranks through their dying gasp. Loads no torch.
 
 `--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
-standby that nobody has come to, and so does the end of all its guardians; SIGTERM does not while one of them runs.
+standby that nobody has come to, and so does the end of all its guardians; SIGTERM does not while one of them runs. A first
+controller has the rank that started it as a guardian, and ends with it in the same way while no rank is attached and none was.
 
 Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
 """
@@ -175,7 +176,7 @@ async def listen(host: str, port: int, patience_s: float) -> tuple[grpc.aio.Serv
 
 
 async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: float) -> None:
-    """End an idle standby once its guardians are gone; ranks of other nodes get `patience_s` to come to it."""
+    """End a controller that nobody has come to once its guardians are gone; ranks of other nodes get `patience_s` to come to it."""
     while guardians.alive():
         await asyncio.sleep(GUARDIAN_POLL_S)
     while True:

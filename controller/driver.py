@@ -98,7 +98,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class LeaveIfIdle:
-    """Nobody will come to this standby any more; one that has taken over stays until its work is done."""
+    """Nobody will come to this controller any more; one that ranks have come to stays until its work is done."""
 
     reason: str
 
@@ -207,7 +207,8 @@ class Driver:
             case StopAsked(reason):
                 self._stop(reason)
             case LeaveIfIdle(reason):
-                if self._state.stage is Stage.STANDBY:
+                stage = self._state.stage
+                if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self._routes):
                     self._finish(reason)
             case _:
                 assert_never(item)

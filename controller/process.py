@@ -69,7 +69,7 @@ def start_controller(
 
     bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
     (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. standby: i makes it
-    the i-th standby; guardians: when these processes are gone, an idle standby ends. options: more arguments of
+    the i-th standby; guardians: when these processes are gone, one that nobody has come to ends. options: more arguments of
     `python -m ttp.controller`.
     Raises ControllerError: the port is taken, the folder cannot be written, it did not start in time.
     """

@@ -6,6 +6,7 @@ Owns their start and end, and what becomes of an exception out of `train`. Decid
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from dataclasses import replace
@@ -198,6 +199,7 @@ class Protection:
                 lease_s=settings.lease_s,
                 total_timeout_s=settings.total_timeout_s,
                 options=controller_options(settings),
+                guardians=(os.getpid(),),
             )
         except (ControllerError, OSError) as error:
             if self._world_size > 1:

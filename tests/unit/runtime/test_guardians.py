@@ -92,3 +92,13 @@ def test_an_idle_standby_ends_after_its_guardians(new_controller: StartControlle
     assert standby.wait(1.5) is None, "one guardian lives"
     end(children[1])
     assert standby.wait(LONG_S) == 0
+
+
+def test_a_first_controller_that_no_rank_has_come_to_ends_after_the_rank_that_started_it(
+    new_controller: StartController, children: list[Child]
+) -> None:
+    """Rank 0 was killed before it had connected: without a launcher that sweeps, its controller would keep its port for good."""
+    controller = new_controller(guardians=(children[0].pid,), options=("--orphan-timeout-s", "0.2"))
+    assert controller.wait(1.5) is None, "its rank lives"
+    end(children[0])
+    assert controller.wait(LONG_S) == 0
