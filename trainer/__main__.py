@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ttp.errors import CheckpointError, ConfigError, ControllerError, DatasetError, LayoutError, TTPError
+from ttp.errors import STAY_WRONG, ConfigError, ControllerError, TTPError
 
 from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
 
@@ -45,16 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"ttp.trainer: {exc}", file=sys.stderr)
         return 2
+    from ttp import error_file
+
     from .train import run  # torch is loaded only when there is something to train
     from .world import world_from_env
 
+    error_file.install()
     try:
         run(config, world_from_env())
     except ControllerError:
         raise
     except TTPError as exc:
         print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, LayoutError, DatasetError, CheckpointError)) else 1
+        error_file.record(exc)
+        return 2 if isinstance(exc, STAY_WRONG) else 1
     except KeyboardInterrupt:
         return 130
     return 0

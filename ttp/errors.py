@@ -17,7 +17,7 @@
 Every message says what, who, got, wanted, and what to do next.
 
 Two kinds of failure at a start: what stays wrong until somebody corrects it (ConfigError, LayoutError, DatasetError,
-CheckpointError; a program's exit status 2, and ttprun makes no restart), and faults, which the next start may not meet
+CheckpointError; STAY_WRONG below: ttprun makes no restart, and a program that catches them ends with status 2), and faults, which the next start may not meet
 (ControllerError; status 75). A controller's port that is taken is a fault too: who holds it may leave.
 """
 
@@ -69,6 +69,10 @@ class DatasetError(TTPError):
 
 class ControllerError(TTPError):
     """The controller could not be started, or was lost before the ranks had assembled: a fault, the next start may do better."""
+
+
+STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointError)
+"""Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
 
 
 class ProtocolError(TTPError):

@@ -82,6 +82,7 @@ def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, sav
     console = job.console_tail(400)
     assert "CheckpointMismatch" in console and "model." in console and "wanted" in console
     assert "not restarting" in console and len(job.journals()) == 1
+    assert "cause   exit code 2: CheckpointMismatch: " in console
     assert by_step(job.metrics()) == {}
     assert sorted(p.name for p in (output / "checkpoints").glob("iter_*")) == ["iter_0000008"]
 

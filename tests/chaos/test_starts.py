@@ -105,6 +105,20 @@ def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, 
         job.assert_nothing_left()
 
 
+def test_a_script_whose_checkpoint_is_another_models_is_not_restarted(tmp_path: Path) -> None:
+    """The exception goes out of it, and its exit code is Python's 1: the story names it, and what must be corrected."""
+    script = (
+        "import ttp\nfrom ttp.errors import CheckpointMismatch\nttp.ttp_to_persist(main := lambda: None)\n"
+        "raise CheckpointMismatch(\"'model.weight' has shape (4, 8), wanted (4, 16)\")"
+    )
+    with Launch(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "50") as job:
+        assert job.wait() == 1
+        said = "CheckpointMismatch: 'model.weight' has shape (4, 8), wanted (4, 16)"
+        assert f"cause   exit code 1: {said}\n" in job.text
+        assert "next    no restart: CheckpointMismatch says what must be corrected first\n" in job.text
+        assert "restarting (" not in job.text and "] start 1:" not in job.text
+
+
 @pytest.mark.long
 def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
     """0 leaves the end to --max-restarts alone; a signal to the launcher ends the waiting."""

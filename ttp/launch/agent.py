@@ -28,10 +28,10 @@ from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.futility import FutileStarts, Verdict
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.round import SHUTDOWN_S, USAGE_ERROR, Launching, Round
+from ttp.launch.round import SHUTDOWN_S, Launching, Round
 from ttp.launch.signals import Notices
 from ttp.launch.stores import ROUND_S
-from ttp.launch.story import exception_text, ranks_text, root_cause_first, traceback_text
+from ttp.launch.story import exception_text, ranks_text, recorded_by, root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.progress import progress_key
@@ -365,18 +365,18 @@ class HoldAgent(LocalElasticAgent):
         was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
         root = next(iter(result.failures), None)
+        round_.raised = recorded_by(result.failures)
         if root is not None and (raised := exception_text(result.failures[root])):
             what = f"{what}; rank {root} raised {raised}"
-            round_.raised[root] = [raised]
         if root is not None and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
         restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
         futile = self._futility_of(round_)
-        if futile.text and round_.refused_by_workers():  # one that got on was not refused: its restart may go better
+        if futile.text and (refused := round_.refusal()):  # one that got on was not refused: its restart may go better
             self._remaining_restarts = 0
-            self.last_words = f"{what}; exit code {USAGE_ERROR} says that the configuration is wrong"
-            round_.next = f"no restart: exit code {USAGE_ERROR} says that the configuration is wrong"
-            log.error("not restarting: %s; exit code %d says that the configuration is wrong", what, USAGE_ERROR)
+            self.last_words = f"{what}; {refused}"
+            round_.next = f"no restart: {refused}"
+            log.error("not restarting: %s", self.last_words)
             self._tell_others(round_, self.last_words, again=False)
             return
         self.last_words = what = f"{what}; {futile.text}" if futile.text else what

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
+from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 
 log = logging.getLogger("ttp.launch")
@@ -65,6 +66,8 @@ class Ending:
     """What follows, in words."""
     pids: Mapping[int, int]
     """Of this node's workers, by rank."""
+    raised: Mapping[int, Recorded] = field(default_factory=dict)
+    """The exceptions that some of them recorded."""
     one_node: bool = True
     elsewhere: str | None = ""
     """What ended the start on another node, in the words of that one's launcher; None: something has, and it is not known what."""
@@ -278,9 +281,15 @@ class Chronicle:
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
-        seen = (ending.exits, ending.first_exit_unix_s)
         story = fault_of(
-            start.number, lines, *seen, pids=ending.pids, one_node=ending.one_node, elsewhere=ending.elsewhere or ""
+            start.number,
+            lines,
+            ending.exits,
+            ending.first_exit_unix_s,
+            raised=ending.raised,
+            pids=ending.pids,
+            one_node=ending.one_node,
+            elsewhere=ending.elsewhere or "",
         )
         if story is None:
             return bool(lines) or ending.elsewhere is not None

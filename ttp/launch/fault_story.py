@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.durable import step_of_directory
+from ttp.launch.story import Recorded
 
 Line = Mapping[str, Any]
 """`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the start began with, i for a standby."""
@@ -26,6 +27,8 @@ _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover
 _PEER = "peer_error"
 _NOTICE = "preempted"
 _EXITING = "exiting"
+_ENDED = ("exited", "silent")
+"""Kinds that say that a rank is gone, and not why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ def fault_of(
     exits: Mapping[int, str],
     first_exit_unix_s: float | None = None,
     *,
+    raised: Mapping[int, Recorded] | None = None,
     pids: Mapping[int, int] | None = None,
     one_node: bool = False,
     elsewhere: str = "",
@@ -123,15 +127,19 @@ def fault_of(
     """Tell the fault of a start from all its controllers' lines; None if there was none.
 
     `exits`: how workers on this node ended that failed by themselves, as the launcher saw it; `first_exit_unix_s`: when it
-    saw the first of them. pids: of this node's workers. one_node: no other node has a journal of this start. elsewhere: what
+    saw the first of them. raised: what they recorded. pids: of this node's workers. one_node: no other node has a journal of this start. elsewhere: what
     ended it on another node, as that one's launcher said.
     """
+    exits, raised = dict(exits), dict(raised or {})
+    for rank in raised.keys() & exits.keys():
+        exits[rank] = f"{exits[rank]}: {raised[rank].line}"
     lines = leading_lines(lines)
     fault = _lines_of_the_fault(lines)
     if not fault:
         if not exits and not elsewhere:
             return None
-        culprits = tuple(Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in sorted(exits))
+        alone = (Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in sorted(exits))
+        culprits = tuple(_quoted(culprit, raised) for culprit in alone)
         return FaultStory(
             start=start,
             began_unix_s=first_exit_unix_s or 0.0,
@@ -140,7 +148,7 @@ def fault_of(
             not_saved="the journal tells of no fault" if lines else "no controller on this node led the ranks",
             elsewhere="" if exits else elsewhere,
         )
-    culprits = _culprits(lines, fault, exits)
+    culprits = tuple(_quoted(culprit, raised) for culprit in _culprits(lines, fault, exits))
     began = float(fault[0]["unix_s"])
     if first_exit_unix_s is not None and any(culprit.rank in exits for culprit in culprits):
         began = min(began, first_exit_unix_s)
@@ -148,7 +156,7 @@ def fault_of(
     story = FaultStory(
         start=start,
         began_unix_s=began,
-        kind=_kind(fault, {culprit.rank for culprit in culprits} & set(exits)),
+        kind=_kind(fault, {culprit.rank for culprit in culprits}, exits, raised),
         culprits=culprits,
         survivors=_survivors(fault, {culprit.rank for culprit in culprits}),
         took_over=max(int(line["controller"]) for line in fault),
@@ -189,9 +197,14 @@ def _last(lines: Sequence[Line], event: str) -> Line | None:
     return next((line for line in reversed(lines) if line["event"] == event), None)
 
 
-def _kind(fault: Sequence[Line], ended: set[int]) -> str:
-    """Return the root cause's kind, in the controller's newest words; `ended`: culprits that the launcher saw end by
-    themselves, which a controller that only suspected them did not live to hear."""
+def _kind(fault: Sequence[Line], culprits: Collection[int], exits: Collection[int], raised: Collection[int]) -> str:
+    """Return the root cause's kind, in the controller's newest words. The launcher may know better: culprits ended by themselves,
+    which a controller that only suspected them did not live to hear; or by an exception that they did not tell it."""
+    told = _told_kind(fault, set(culprits) & set(exits))
+    return "exception" if told in _ENDED and culprits and set(culprits) <= set(raised) else told
+
+
+def _told_kind(fault: Sequence[Line], ended: set[int]) -> str:
     if ended and not any(line["event"] in ("death_seen", "hung", "fault_reported") for line in fault):
         return "exited"
     named = next((line for line in reversed(fault) if line["event"] in ("publish_sent", "freeze_sent")), None)
@@ -231,6 +244,15 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
     told = (_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
     ready = _ready_on_all_ranks(fault)
     return tuple(_advanced(culprit, ready) for culprit in told)
+
+
+def _quoted(culprit: Culprit, raised: Mapping[int, Recorded]) -> Culprit:
+    """Add the exception that a rank recorded and did not tell the controller."""
+    told = raised.get(culprit.rank)
+    if told is None or culprit.trace:
+        return culprit
+    known = culprit.cause if told.line in culprit.cause else f"{culprit.cause}: {told.line}"
+    return replace(culprit, cause=known, trace=trace_end(told.trace))
 
 
 def _has_begun(found: Mapping[int, Culprit], told_to_leave: Collection[int]) -> bool:

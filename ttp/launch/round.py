@@ -23,17 +23,15 @@ from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
+from ttp.launch.refusals import USAGE_ERROR, refusal
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.shells import BehindShells
 from ttp.launch.signals import signal_name, signals_held_back
-from ttp.launch.story import Fault, describe, first_failure, outcome_text, ranks_text
+from ttp.launch.story import Fault, Recorded, describe, first_failure, outcome_text, ranks_text
 from ttp.launch.stragglers import Stragglers
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
 log = logging.getLogger("ttp.launch")
-
-USAGE_ERROR = 2
-"""The exit status of a program that refuses its command line or configuration."""
 
 LEAVE_GRACE_S = 5.0
 """Between the first worker that left with its state safe and the last: all are told at once."""
@@ -126,7 +124,7 @@ class Round:
         """Since when it is known here that the job has failed on another node."""
         self.next = ""
         """What follows this start, in words, once it is known."""
-        self.raised: dict[int, list[str]] = {}
+        self.raised: dict[int, Recorded] = {}
         """By rank, the exceptions that workers here recorded, once they were read."""
         self._behind_shells = BehindShells()
         self._courier = Courier(
@@ -256,11 +254,9 @@ class Round:
         all_ended = all(rank in deaths and deaths[rank].settled for rank in self._pids)
         return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
 
-    def refused_by_workers(self) -> bool:
-        """Say whether workers ended because their command line or configuration is wrong (exit code 2, as of argparse and of
-        the bundled trainer), and none for another reason: a restart would end the same way."""
-        statuses = {death.status for death in self.deaths().values() if death.failed}
-        return USAGE_ERROR in statuses and statuses <= {USAGE_ERROR, *SAVED_EXIT_CODES}
+    def refusal(self) -> str:
+        """Say why a restart would end the same way: workers have refused what they were given. Empty: it may go better."""
+        return refusal({rank: death.status for rank, death in self.deaths().items() if death.failed}, self.raised)
 
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
@@ -468,7 +464,8 @@ class Round:
         own = [death for death in deaths if death.status not in SAVED_EXIT_CODES or death.rank in self.raised]
         ending = Ending(
             log_dir=self._courier.log_dir,
-            exits={death.rank: ": ".join((death.text, *self.raised.get(death.rank, ()))) for death in own},
+            exits={death.rank: death.text for death in own},
+            raised=self.raised,
             first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
             next=self.next or (self._fault.cause if self._fault is not None else ""),
             pids=self.processes,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.launch.deathwatch import Death
-from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED
+from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 
 TRACEBACK_LINES = 60
+LONGEST_LINE = 400
 
 _LEFT: dict[int | None, str] = {
     EXIT_CODE_PERSISTED: "left for the restart",
@@ -76,23 +77,60 @@ def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> st
     return "; ".join(f"{ranks_text(d.rank for d in group)}: {text}" for text, group in groups.items())
 
 
-def exception_text(failure: ProcessFailure) -> str:
-    """Quote the exception that a worker recorded in its error file; empty if it recorded none."""
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The exception that a worker recorded in its error file."""
+
+    text: str
+    """`ValueError: boom`; may have several lines."""
+    trace: str
+    """Its traceback; empty: none was recorded."""
+
+    @property
+    def name(self) -> str:
+        """The exception's class, without the module."""
+        return self.text.partition(":")[0]
+
+    @property
+    def line(self) -> str:
+        """What it said, in a line for people."""
+        first = next((line.strip() for line in self.text.splitlines() if line.strip()), "")
+        return first if len(first) <= LONGEST_LINE else f"{first[:LONGEST_LINE]}..."
+
+
+def recorded(failure: ProcessFailure) -> Recorded | None:
+    """Return what a worker recorded in its error file; None if it recorded nothing, or nothing that can be read."""
     message = failure.error_file_data.get("message")
     text = message.get("message", "") if isinstance(message, dict) else message
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
     if not os.path.exists(failure.error_file) or not isinstance(text, str):
-        return ""
-    return f"{text.strip()} (traceback: {failure.error_file})"
+        return None
+    return Recorded(text.strip(), trace if isinstance(trace, str) else "")
+
+
+def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:
+    """Return by rank what failed workers recorded. The first of `failures` is the root cause; of the others, one that left with its
+    state safe tells of another rank's failure."""
+    told = {rank: recorded(failure) for rank, failure in failures.items()}
+    root = next(iter(failures), None)
+    return {
+        rank: each
+        for rank, each in told.items()
+        if each is not None and (rank == root or failures[rank].exitcode not in SAVED_EXIT_CODES)
+    }
+
+
+def exception_text(failure: ProcessFailure) -> str:
+    """Quote the exception that a worker recorded in its error file; empty if it recorded none."""
+    told = recorded(failure)
+    return f"{told.text} (traceback: {failure.error_file})" if told is not None else ""
 
 
 def traceback_text(failure: ProcessFailure) -> str:
     """Return the traceback that a worker recorded in its error file, indented, its middle left out when it is very long."""
-    message = failure.error_file_data.get("message")
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
-    if not os.path.exists(failure.error_file) or not isinstance(trace, str):
-        return ""
-    lines = trace.rstrip().splitlines()
+    told = recorded(failure)
+    lines = told.trace.rstrip().splitlines() if told is not None else []
     if len(lines) > TRACEBACK_LINES:
         half = TRACEBACK_LINES // 2
         lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]

@@ -22,6 +22,7 @@ from ttp.launch.courier import Link
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
 from ttp.launch.round import Launching
+from ttp.launch.story import Recorded
 
 
 def no_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
@@ -240,16 +241,16 @@ class Ended(Left):
 
     def __init__(self, neighbours: Others) -> None:
         self.neighbours = neighbours
-        self.raised: dict[int, list[str]] = {}
+        self.raised: dict[int, Recorded] = {}
         self.next = ""
 
     def outcome(self) -> str:
         return "rank 0: exit code 3"
 
-    refused = False
+    refused = ""
     left_on_a_notice = True
 
-    def refused_by_workers(self) -> bool:
+    def refusal(self) -> str:
         return self.refused
 
     def told_to_leave(self) -> bool:
@@ -400,7 +401,7 @@ def test_exit_code_2_is_final_only_where_the_start_made_no_new_step(
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: new_step)
     round_ = Ended(Others())
-    round_.refused, round_.left_on_a_notice = True, False
+    round_.refused, round_.left_on_a_notice = "exit code 2 says that the configuration is wrong", False
     agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
     assert round_.neighbours.told == (["failed"] if final else ["restarts"])
     assert (agent._remaining_restarts == 0) is final

@@ -8,6 +8,7 @@ from typing import Any
 from tests.unit.launch.journals import JOURNALS, journal, story
 from ttp.launch.chronicle import Start, read_start
 from ttp.launch.fault_story import Culprit, Line, Place, Saved, false_alarms, fault_of, trace_end
+from ttp.launch.story import Recorded
 
 
 def line(unix_s: float, event: str, controller: int = 0, **fields: object) -> Line:
@@ -226,3 +227,27 @@ def test_a_rank_that_dies_after_the_notice_is_told_with_those_that_had_it() -> N
         and {1: "SIGTERM; step 420 is finished", 0: "signal SIGKILL"}.items()
         <= {culprit.rank: culprit.cause for culprit in told.culprits}.items()
     )
+
+
+def test_an_exception_that_the_controller_was_not_told_is_named_all_the_same() -> None:
+    """It was raised outside of train: the stream broke, and the launcher has read the worker's error file."""
+    lines = journal("killed")
+    first = next(number for number, one in enumerate(lines) if one["event"] == "assembled")
+    at_s = float(lines[-1]["unix_s"])
+    signs = [
+        line(at_s, "suspect", rank=2, why="its stream broke"),
+        line(at_s, "freeze_sent", freeze_id=1, ranks=[], kind="silent", culprits=[2], text="its stream broke"),
+        line(at_s, "death_seen", rank=2, kind="exited", text="exiting"),
+    ]
+    trace = (
+        'Traceback:\n  File "train.py", line 8\n    session.resume()\nttp.errors.CheckpointMismatch: of another model'
+    )
+    raised = {2: Recorded("CheckpointMismatch: of another model\nsecond line", trace)}
+    told = fault_of(0, [*lines[: first + 1], *signs], {2: "exit code 1"}, raised=raised, one_node=True)
+    assert told is not None and told.kind == "exception"
+    assert told.culprits[0].cause == "exit code 1: CheckpointMismatch: of another model"
+    assert told.culprits[0].trace[-1] == "ttp.errors.CheckpointMismatch: of another model"
+    killed_too = fault_of(0, [*lines[: first + 1], *signs], {2: "signal SIGKILL"})
+    assert killed_too is not None and killed_too.kind == "silent"
+    unled = fault_of(0, [], {2: "exit code 1"}, raised=raised)
+    assert unled is not None and unled.culprits[0].cause == "exit code 1: CheckpointMismatch: of another model"

@@ -21,6 +21,7 @@ from ttp.launch.chronicle import Chronicle
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.story import Recorded
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_pat
         start.fail_one()
         start.held.join(DEADLINE_S)
         start.round.end_workers(signal.SIGTERM, 5.0)
-        start.round.raised[1] = ["ValueError: boom"]
+        start.round.raised[1] = Recorded("ValueError: boom", "")
         start.round.next = "restart 1 of 3"
     finally:
         start.close()

@@ -16,6 +16,7 @@ from ttp.launch.story import (
     first_failure,
     outcome_text,
     ranks_text,
+    recorded_by,
     root_cause_first,
 )
 
@@ -122,6 +123,17 @@ def test_a_persisted_rank_that_recorded_an_exception_can_be_the_root(tmp_path: P
 def test_a_killed_worker_has_no_exception_to_quote() -> None:
     """torch puts a placeholder where there is no file."""
     assert exception_text(failure(0, -9)) == ""
+
+
+def test_the_exceptions_of_all_failed_workers_are_read(tmp_path: Path) -> None:
+    """But not of one that left with its state safe after another had failed."""
+    files = [write_error(tmp_path / f"{rank}.json", f"ValueError: {rank}\nmore", 10.0) for rank in range(3)]
+    told = recorded_by({0: failure(0, 1, files[0]), 1: failure(1, 1, files[1]), 2: failure(2, 75, files[2])})
+    assert {rank: (each.name, each.line) for rank, each in told.items()} == {
+        0: ("ValueError", "ValueError: 0"),
+        1: ("ValueError", "ValueError: 1"),
+    }
+    assert list(recorded_by({2: failure(2, 75, files[2]), 0: failure(0, -9)})) == [2]
 
 
 def test_a_fault_has_one_deadline() -> None:
