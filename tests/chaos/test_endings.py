@@ -126,10 +126,11 @@ def alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("program", ["./nosuch", "nosuch-on-path"])
+@pytest.mark.parametrize("program", ["./nosuch", "nosuch-on-path", "nosuch.py"])
 def test_a_program_that_is_not_there_is_told_in_a_line(tmp_path: Path, program: str) -> None:
-    """With torchrun's exit code, and without its traceback."""
-    options = ("--nproc-per-node", "2", "--no-python", program)
+    """With torchrun's exit code, and without its traceback; a script too, for which torchrun starts workers first."""
+    script = program.endswith(".py")
+    options = ("--nproc-per-node", "2", *(() if script else ("--no-python",)), program)
     with (
         Launch(tmp_path, "", *options) as job,
         Launch(tmp_path, "", *options, program=TORCHRUN, name="torchrun") as plain,
@@ -137,6 +138,7 @@ def test_a_program_that_is_not_there_is_told_in_a_line(tmp_path: Path, program: 
         assert job.wait() == plain.wait() == 1
         assert f"ttprun: error: the workers cannot be started: '{program}' (no such file or directory)" in job.text
         assert "Traceback" not in job.text and "Traceback" in plain.text
+        assert "start 0:" not in job.text and "the job has ended" not in job.text
         job.assert_nothing_left()
 
 

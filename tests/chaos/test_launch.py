@@ -369,7 +369,7 @@ from pathlib import Path
 from torch.distributed import run
 from ttp.launch.arguments import make_parser
 from ttp.launch.main import launch
-from ttp.launch.round import Launching
+from ttp.launch.launching import Launching
 from ttp.launch.topology import choose_rendezvous
 
 args = make_parser().parse_args()

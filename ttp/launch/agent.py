@@ -26,9 +26,10 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from ttp.config import start_name
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.futility import FutileStarts, Verdict
+from ttp.launch.launching import Launching
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.round import SHUTDOWN_S, Launching, Round
+from ttp.launch.round import SHUTDOWN_S, Round
 from ttp.launch.signals import Notices
 from ttp.launch.stores import ROUND_S
 from ttp.launch.story import exception_text, ranks_text, recorded_by, root_cause_first, traceback_text
@@ -173,7 +174,12 @@ class HoldAgent(LocalElasticAgent):
         return local_pids
 
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Let torch start them. Raises NotStarted for a program that is not there, or that may not be run."""
+        """Let torch start them. Raises NotStarted for a program or script that is not there, or that may not be run."""
+        if (script := self._launching.script) and not os.path.exists(script):
+            raise NotStarted(
+                f"the workers cannot be started: {script!r} (no such file or directory); wanted a Python script that is there: a"
+                f" path as seen from the folder of ttprun ({os.getcwd()}); a module goes with -m, another program with --no-python"
+            )
         try:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
             self._notices.install()

@@ -37,8 +37,8 @@ from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.handlers import make_rendezvous, plain_endpoint
+from ttp.launch.launching import Launching
 from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.round import Launching
 from ttp.launch.signals import without_ignored
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
@@ -118,6 +118,7 @@ def make_launching(settings: Settings, args: Namespace) -> Launching:
         open_link=open_link,
         request_shutdown=request_shutdown,
         futile_starts=args.ttp_futile_starts,
+        script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
         chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None),
     )
 

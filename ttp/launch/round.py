@@ -10,16 +10,16 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.launch.chronicle import Chronicle, Ending, Start
-from ttp.launch.controllers import RequestShutdown, end_controllers, is_controller
-from ttp.launch.courier import Courier, Link
+from ttp.launch.chronicle import Ending, Start
+from ttp.launch.controllers import end_controllers, is_controller
+from ttp.launch.courier import Courier
 from ttp.launch.deathwatch import Death, DeathWatch
-from ttp.launch.futility import FUTILE_STARTS, SHORT_START_S
+from ttp.launch.futility import SHORT_START_S
+from ttp.launch.launching import Launching
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
@@ -67,23 +67,6 @@ ASK_AGAIN_S = 1.0
 
 SETTLE_S = 10.0
 """How long a worker that has begun to end may take to end altogether before torch is asked about it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launching:
-    """What every start of one job has in common. Times in seconds."""
-
-    total_timeout_s: float
-    """TTP_OT: a fault's deadline."""
-    poll_s: float
-    """Between two looks of the death watch."""
-    open_link: Callable[[str, str, Mapping[int, int]], Link]
-    """`open_link(address, job_id, pids)`: connect to a controller as the launcher of these ranks (rank -> pid)."""
-    request_shutdown: RequestShutdown
-    futile_starts: int = FUTILE_STARTS
-    """So many starts in a row that died before their first new step end the job; 0: no number does."""
-    chronicle: Chronicle | None = None
-    """Tells the job's starts and faults; None: nobody wants to know."""
 
 
 class Round:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ttp.launch.chronicle import Chronicle
+from ttp.launch.launching import Launching
 from ttp.launch.rendezvous import JobStore
-from ttp.launch.round import Launching, Round
+from ttp.launch.round import Round
 from ttp.meeting import controller_key
 
 DEADLINE_S = 30.0

@@ -6,6 +6,9 @@ import logging
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +20,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_rendezvous import FixedNodes
 from ttp.launch import agent as agent_module
-from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet
+from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotStarted
 from ttp.launch.courier import Link
+from ttp.launch.launching import Launching
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
-from ttp.launch.round import Launching
 from ttp.launch.story import Recorded
 
 
@@ -424,3 +427,18 @@ def test_the_story_is_told_before_the_wait_for_a_start_that_was_for_nothing(monk
     agent._stop_workers(agent.get_worker_group())
     agent._stop_workers(agent.get_worker_group())
     assert done == ["the start is closed", "waits 1 s", "the start is closed", "waits 0 s"]
+
+
+def test_a_script_that_is_not_there_is_refused_before_any_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In torch's order of things Python would be started first, and say so once a rank."""
+    asked: list[object] = []
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: asked.append(group))
+    monkeypatch.setattr("ttp.launch.signals.Notices.install", lambda self: None)
+    agent = make_agent()
+    for script, refused in ((str(tmp_path), False), (str(tmp_path / "nosuch.py"), True), ("", False)):
+        monkeypatch.setattr(agent, "_launching", replace(agent._launching, script=script))
+        with pytest.raises(NotStarted, match=r"nosuch.py' \(no such file") if refused else nullcontext():
+            agent._start_processes(agent.get_worker_group())
+    assert len(asked) == 2

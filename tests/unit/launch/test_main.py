@@ -10,7 +10,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.launch import main
 from ttp.launch.chronicle import Chronicle
-from ttp.launch.round import Launching
+from ttp.launch.launching import Launching
 
 
 class Ended:

@@ -18,9 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.unit.launch.start import DEADLINE_S, LineToController
 from ttp.launch import given_up
 from ttp.launch import round as rounds
+from ttp.launch.launching import Launching
 from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
 from ttp.launch.rendezvous import JobStore
-from ttp.launch.round import Launching, Round
+from ttp.launch.round import Round
 from ttp.launch.shells import BehindShells
 from ttp.launch.stragglers import Stragglers
 from ttp.meeting import controller_key, process_key, process_text

@@ -1,0 +1,33 @@
+"""What every start of one job has in common: the launcher's settings, and its ways to the controllers and to people.
+
+Made once, from the command line and the environment (`main.make_launching`); decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ttp.launch.chronicle import Chronicle
+from ttp.launch.controllers import RequestShutdown
+from ttp.launch.courier import Link
+from ttp.launch.futility import FUTILE_STARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launching:
+    """What every start of one job has in common. Times in seconds."""
+
+    total_timeout_s: float
+    """TTP_OT: a fault's deadline."""
+    poll_s: float
+    """Between two looks of the death watch."""
+    open_link: Callable[[str, str, Mapping[int, int]], Link]
+    """`open_link(address, job_id, pids)`: connect to a controller as the launcher of these ranks (rank -> pid)."""
+    request_shutdown: RequestShutdown
+    futile_starts: int = FUTILE_STARTS
+    """So many starts in a row that died before their first new step end the job; 0: no number does."""
+    script: str = ""
+    """The file that Python is to run; empty: a module, a program, or what comes on stdin."""
+    chronicle: Chronicle | None = None
+    """Tells the job's starts and faults; None: nobody wants to know."""
