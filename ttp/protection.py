@@ -124,7 +124,13 @@ class Protection:
         if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
             cause = replace(cause, kind=CauseKind.EXCEPTION)
         if cause.kind is CauseKind.EXCEPTION:
-            log.error("rank %d: train raised; holding this rank's shards for the others", self._rank, exc_info=exc)
+            kept = exc if log.hasHandlers() else None  # else stderr has the traceback when the process ends
+            log.error(
+                "rank %d: train raised %s; holding this rank's shards for the others",
+                self._rank,
+                cause.text,
+                exc_info=kept,
+            )
             error_file.record(exc)
             self.processor.release_at_exit()
         else:

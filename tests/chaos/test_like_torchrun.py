@@ -126,21 +126,34 @@ def test_the_same_command_line_gives_the_same_job(tmp_path: Path, name: str) -> 
     assert ours["status"] == (1 if failed else 0) and bool(ours["root"]) == failed
 
 
-def test_an_exception_without_record_is_named_all_the_same(tmp_path: Path) -> None:
-    """torchrun knows the exit code only; under ttprun a script that is protected leaves its traceback in the error file."""
+@pytest.mark.parametrize("redirects", ["0", "2"])
+def test_an_exception_without_record_is_named_all_the_same(tmp_path: Path, redirects: str) -> None:
+    """torchrun knows the exit code only; under ttprun a script that is protected leaves its traceback in the error file. It is shown
+    once: by the rank itself, or by the launcher where the rank's stderr is in a file."""
     worker = (
         "import ttp\n@ttp.ttp_to_persist\ndef train(): pass\n"
         "def build():\n    if rank == 1: raise ValueError('no such data set')\nbuild()\n"
     )
     error = tmp_path / "error.json"
-    options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", str(tmp_path / "logs"))
+    options = (
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "0",
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--redirects",
+        redirects,
+    )
     with Launch(tmp_path, worker, *options, environ={"TORCHELASTIC_ERROR_FILE": str(error)}) as job:
         assert job.wait() == 1
     message = json.loads(error.read_text())["message"]
     assert message["message"] == "ValueError: no such data set" and message["errorCode"] == 1
     assert "in build" in message["extraInfo"]["py_callstack"]
     assert "rank 1: exit code 1" in job.text and "rank 1 raised ValueError: no such data set" in job.text
-    assert re.search(r"rank 1's traceback:\n +Traceback .*\n( +.*\n)+ +ValueError: no such data set", job.text)
+    quoted = re.search(r"rank 1's traceback:\n +Traceback .*\n( +.*\n)+ +ValueError: no such data set", job.text)
+    assert (quoted is not None) == (redirects == "2") and job.text.count("Traceback (most recent call last)") == 1
+    assert "traceback : ValueError: no such data set (in the error file)" in job.text
 
 
 def observe(out: Path, case: Case, program: Sequence[str]) -> dict[str, Any]:

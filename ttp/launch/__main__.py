@@ -35,14 +35,20 @@ def main() -> None:
 
 def _run() -> None:
     """Run the job; errors that say all themselves end it in a line, with the exit code that torchrun's traceback has."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+    from ttp.config import enabled
     from ttp.launch.agent import NeverMet, NotStarted
     from ttp.launch.main import main as run
 
     try:
         run()
+    except ChildFailedError as failed:
+        if not enabled():
+            raise
+        sys.exit(str(failed).strip())
     except RendezvousClosedError:
         sys.exit(1)  # why, the log has said
     except (NeverMet, NotStarted, RendezvousError) as error:

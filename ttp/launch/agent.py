@@ -367,14 +367,14 @@ class HoldAgent(LocalElasticAgent):
         return RunResult(state=result.state, return_values=result.return_values, failures=failures)
 
     def _judge(self, round_: Round, result: RunResult, max_restarts: int) -> None:
-        """Say in one line what happened and what comes, with the root cause's traceback; have the restart wait when the start
+        """Say in one line what happened and what comes, with the root cause's traceback where nobody else shows it; have the restart wait when the start
         was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
         root = next(iter(result.failures), None)
         round_.raised = recorded_by(result.failures)
         if root is not None and (raised := exception_text(result.failures[root])):
             what = f"{what}; rank {root} raised {raised}"
-        if root is not None and (trace := traceback_text(result.failures[root])):
+        if root is not None and self._launching.quotes_traces and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
         restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
         futile = self._futility_of(round_)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 from ttp.config import enabled
@@ -89,6 +90,13 @@ def make_parser() -> ArgumentParser:
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=MAX_RESTARTS)
     return parser
+
+
+def hides_stderr(args: Namespace) -> bool:
+    """Say whether some worker's stderr is in a file, and not on the console."""
+    redirects = Std.from_str(args.redirects)
+    each = redirects.values() if isinstance(redirects, dict) else (redirects,)
+    return bool(args.local_ranks_filter) or any(Std.ERR & one == Std.ERR for one in each)
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

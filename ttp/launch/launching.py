@@ -29,5 +29,7 @@ class Launching:
     """So many starts in a row that died before their first new step end the job; 0: no number does."""
     script: str = ""
     """The file that Python is to run; empty: a module, a program, or what comes on stdin."""
+    quotes_traces: bool = False
+    """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
     chronicle: Chronicle | None = None
     """Tells the job's starts and faults; None: nobody wants to know."""

@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.launch.agent import HoldAgent
-from ttp.launch.arguments import make_parser
+from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
@@ -40,6 +40,7 @@ from ttp.launch.handlers import make_rendezvous, plain_endpoint
 from ttp.launch.launching import Launching
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.signals import without_ignored
+from ttp.launch.story import briefly
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 
 log = logging.getLogger("ttp.launch")
@@ -119,6 +120,7 @@ def make_launching(settings: Settings, args: Namespace) -> Launching:
         request_shutdown=request_shutdown,
         futile_starts=args.ttp_futile_starts,
         script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
+        quotes_traces=hides_stderr(args),
         chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None),
     )
 
@@ -160,7 +162,8 @@ def launch(
         if result.is_failed():
             reason = agent.last_words
             why = f"{here}: the job has failed: {reason}"
-            raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=result.failures)
+            brief = {rank: briefly(failure) for rank, failure in result.failures.items()}
+            raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=brief)
         values: dict[int, Any] = result.return_values
         elsewhere = handler.failed_elsewhere()
         ended = (

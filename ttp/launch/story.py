@@ -5,6 +5,7 @@ Text and order only: no waiting, no signals, no files but the workers' own error
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -119,6 +120,17 @@ def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:
         for rank, each in told.items()
         if each is not None and (rank == root or failures[rank].exitcode not in SAVED_EXIT_CODES)
     }
+
+
+def briefly(failure: ProcessFailure) -> ProcessFailure:
+    """Return a copy of which torch's report quotes the exception without its traceback: the worker has printed that. The error
+    file stays as it is."""
+    told = recorded(failure)
+    if told is None:
+        return failure
+    brief = copy.copy(failure)
+    brief.message = f"{told.line} (in the error file)"
+    return brief
 
 
 def exception_text(failure: ProcessFailure) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ttp import meeting
 from ttp.errors import ConfigError
 from ttp.launch import handlers, topology
-from ttp.launch.arguments import make_parser
+from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.handlers import store_host
 from ttp.launch.main import main
 from ttp.launch.topology import choose_rendezvous
@@ -348,3 +348,13 @@ def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.Capture
         make_parser().parse_args(["--ttp-death-poll=2", "train.py"])
     assert caught.value.code == 2
     assert "'2': wanted seconds above 0, at most 1 (2 ms are 0.002)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [((), False), (("-r", "3"), True), (("-r", "1"), False), (("-t", "3"), False), (("-r", "0:2"), True),
+     (("--local-ranks-filter", "0"), True)],
+)  # fmt: skip
+def test_it_is_known_whether_the_console_has_the_workers_errors(options: tuple[str, ...], hidden: bool) -> None:
+    """Else the launcher quotes the traceback of the root cause."""
+    assert hides_stderr(make_parser().parse_args([*options, "train.py"])) is hidden

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ttp.launch.deathwatch import Death
 from ttp.launch.story import (
     Fault,
+    briefly,
     describe,
     exception_text,
     first_failure,
@@ -134,6 +135,17 @@ def test_the_exceptions_of_all_failed_workers_are_read(tmp_path: Path) -> None:
         1: ("ValueError", "ValueError: 1"),
     }
     assert list(recorded_by({2: failure(2, 75, files[2]), 0: failure(0, -9)})) == [2]
+
+
+def test_torchs_report_quotes_an_exception_without_its_traceback(tmp_path: Path) -> None:
+    """The failure itself, and its error file, are as they were: `@record` copies that for whoever started the launcher."""
+    failed = failure(0, 1, write_error(tmp_path / "0.json", "ValueError: boom", 10.0))
+    report = str(ChildFailedError("job", {0: briefly(failed)}))
+    assert "ValueError: boom (in the error file)" in report and "Traceback ..." not in report
+    assert (
+        "Traceback ..." in str(ChildFailedError("job", {0: failed})) and briefly(failed).error_file == failed.error_file
+    )
+    assert briefly(killed := failure(0, -9)) is killed
 
 
 def test_a_fault_has_one_deadline() -> None:
