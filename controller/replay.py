@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,4 +121,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as any filter
     sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -124,6 +125,8 @@ def _run_as_program() -> None:
     """Run `main` and end the process. After an error it ends at once: taking torch's process groups down while a collective
     is in flight can hang or abort."""
     status = 1
+    if set(sys.argv) & {"--plan", "--help", "-h"}:  # nothing is trained: `| head` ends it as any filter
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         status = main()
     except BaseException as exc:  # the interpreter's own way out would come after the teardown

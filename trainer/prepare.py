@@ -10,6 +10,7 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
@@ -232,4 +233,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as any filter
     sys.exit(main())

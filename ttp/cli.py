@@ -35,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hand the rest of the command line to the tool named first; return its exit status: 1 where nobody reads what it prints
     (`| head`)."""
     try:
-        status = _do(argv)
-        sys.stdout.flush()
-        return status
+        try:
+            return _do(argv)
+        finally:  # argparse leaves by SystemExit after its help
+            sys.stdout.flush()
     except BrokenPipeError:
         if not replace_lost():  # it was another pipe
             raise

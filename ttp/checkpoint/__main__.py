@@ -2,6 +2,6 @@
 
 import sys
 
-from ttp.checkpoint.cli import main
+from ttp.cli import main
 
-sys.exit(main())
+sys.exit(main(["ckpt", *sys.argv[1:]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -50,18 +51,42 @@ def test_help_lists_the_tools_and_succeeds(capsys: pytest.CaptureFixture[str]) -
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("words", [("--help",), ("chaos", "faults"), ("chaos", "matrix", "--table")])
-def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(tmp_path: Path, words: tuple[str, ...]) -> None:
+TTP = "ttp.cli"
+SHELL_SAYS_141 = -signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "status"),
+    [
+        (TTP, ("--help",), 1),
+        (TTP, ("chaos", "faults"), 1),
+        (TTP, ("chaos", "matrix", "--table"), 1),
+        (TTP, ("ckpt", "--help"), 1),
+        ("ttp.checkpoint", ("--help",), 1),
+        ("ttp.controller.replay", ("--help",), SHELL_SAYS_141),
+        ("ttp.trainer", ("--help",), SHELL_SAYS_141),
+        ("ttp.trainer", ("--plan", "--world-size", "8"), SHELL_SAYS_141),
+        ("ttp.trainer.prepare", ("--help",), SHELL_SAYS_141),
+    ],
+)
+def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(
+    tmp_path: Path, module: str, words: tuple[str, ...], status: int
+) -> None:
     """`ttp ... | head`: also where Python writes the last of it at its end."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ttp.cli", *words], stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+            [sys.executable, "-m", module, *words],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"},
         )
     finally:
         os.close(write_end)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_another_broken_pipe_is_an_error_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
