@@ -5,17 +5,21 @@
   `segment_bytes` it becomes `PATH.inputs.1` (the one before is dropped) and a new one begins with a fresh state; so each
   file replays on its own, and a long job keeps its recent past.
 
+A new launch in the same folder has files of the same names: those of the earlier one go to `earlier/`.
+
 Lines are written and flushed by a thread of its own: a slow or full disk delays and loses lines, never a decision.
 Never decides anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +65,8 @@ class Journal:
 
     def __init__(self, path: Path, settings: ControllerSettings, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # then this start's lines follow the earlier ones
+            set_aside(path)
         self._settings = settings
         self._segment_bytes = segment_bytes
         self._inputs_path = inputs_path(path)
@@ -164,6 +170,28 @@ class Journal:
 def inputs_path(path: Path) -> Path:
     """Return where the inputs of the journal `path` are."""
     return path.with_name(path.name + ".inputs")
+
+
+def set_aside(path: Path) -> None:
+    """Move the journal `path` of an earlier launch, if there is one, into the folder `earlier` beside it, under the time (UTC) of its
+    last line; its inputs too, so that it replays there. Raises OSError."""
+    if not path.is_file():
+        return
+    last = time.strftime("%Y%m%dT%H%M%S", time.gmtime(path.stat().st_mtime))
+    folder = path.parent / "earlier"
+    folder.mkdir(exist_ok=True)
+    inputs = inputs_path(path)
+    for file in (path, inputs, Path(f"{inputs}.1")):
+        if file.exists():
+            os.replace(file, folder / f"{last}_{file.name}")
+
+
+def set_aside_later(log_dir: Path) -> None:
+    """Do so with the journals of all later starts than the first, which is about to begin: an earlier launch had more starts. Raises
+    OSError."""
+    for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
+        if path.stem.split("_")[1] != "0":
+            set_aside(path)
 
 
 def read_story(path: Path) -> Iterator[JournalLine]:

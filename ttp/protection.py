@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ttp import error_file, meeting
 from ttp.config import Settings
 from ttp.controller.agent_link import request_shutdown
+from ttp.controller.journal import set_aside_later
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ConfigError, ControllerError
 from ttp.holder import OptimizerHolder
@@ -193,6 +194,8 @@ class Protection:
         settings = self._settings
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
+            if settings.round_number == 0:
+                set_aside_later(log_dir)
             self._controller = start_controller(
                 bind="127.0.0.1" if settings.one_node else "0.0.0.0",
                 advertise="127.0.0.1" if settings.one_node else settings.host,

@@ -7,6 +7,7 @@ nobody can tell later, when it has been pruned.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,20 +110,21 @@ class JournalTail:
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        self._read: dict[Path, int] = {}
+        self._read: dict[int, int] = {}
+        """By inode, so many bytes: a launch that follows in the same folder moves the file aside, and has its own under that name."""
 
     def new_lines(self) -> Iterator[Line]:
         """Yield the whole lines that were added since the last call."""
-        for path in sorted((*self._log_dir.glob("journal_*.jsonl"), *self._log_dir.glob("standby_*_*.jsonl"))):
-            place = int(path.stem.split("_")[2]) if path.stem.startswith("standby") else 0
-            begin = self._read.get(path, 0)
-            if path.stat().st_size <= begin:
-                continue
+        found = [*self._log_dir.glob("journal_*.jsonl"), *self._log_dir.glob("standby_*_*.jsonl")]
+        for path in sorted((*self._log_dir.glob("earlier/*.jsonl"), *found)):
+            place = int(path.stem.rpartition("_")[2]) if "standby" in path.stem else 0
             with open(path, "rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                begin = self._read.get(inode, 0)
                 file.seek(begin)
                 content = file.read()
             whole = content[: content.rfind(b"\n") + 1]
-            self._read[path] = begin + len(whole)
+            self._read[inode] = begin + len(whole)
             for text in whole.splitlines():
                 line = json.loads(text)
                 yield {**line.get("fields", {}), **line, "controller": place}

@@ -76,9 +76,12 @@ class Ending:
 class Chronicle:
     """Tells one job. `watch` runs on the courier's thread of a start, the rest on the agent's."""
 
-    def __init__(self, story_path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, story_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
+    ) -> None:
         """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first start, or of a later one
-        whose journals are elsewhere, when it can be written no more). Lines wait for a place, or for room."""
+        whose journals are elsewhere, when it can be written no more). Lines wait for a place, or for room. `launch`: names this launcher in each: others append."""
+        self._launch = launch
         self._story_path = story_path
         self._next_story_path: Path | None = None
         self._unwritten: list[str] = []
@@ -146,7 +149,7 @@ class Chronicle:
         """Write a line in the middle of a fault, on rank 0's node: a disk that hangs keeps nobody from the fault's deadline."""
         if not self._here:  # read without the lock, which a disk that hangs may hold
             return
-        self._late.append(_line(self._clock(), event, {"start": start, **fields}))
+        self._late.append(self._line(self._clock(), event, {"start": start, **fields}))
 
         def write() -> None:
             with self._lock:
@@ -320,8 +323,11 @@ class Chronicle:
         self._write("start", fields, start.begun_unix_s)
 
     def _write(self, event: str, fields: Mapping[str, Any], unix_s: float | None = None) -> None:
-        self._unwritten.append(_line(unix_s if unix_s is not None else self._clock(), event, fields))
+        self._unwritten.append(self._line(unix_s if unix_s is not None else self._clock(), event, fields))
         self._write_out()
+
+    def _line(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
+        return json.dumps({"unix_s": unix_s, "event": event, "launch": self._launch, **fields}) + "\n"
 
     def _write_out(self) -> None:
         if self._story_path is None:
@@ -340,10 +346,6 @@ class Chronicle:
         """A start has its journals there: the story goes there if it has no other place, or cannot stay where it is."""
         self._next_story_path = log_dir / STORY_NAME
         self._story_path = self._story_path or self._next_story_path
-
-
-def _line(unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
-    return json.dumps({"unix_s": unix_s, "event": event, **fields}) + "\n"
 
 
 def _append(path: Path, text: str) -> None:

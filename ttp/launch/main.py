@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
         check_local_addr(config.local_addr, config.max_nodes)
-        launch(config, command, command_args, make_launching(settings, args))
+        launch(config, command, command_args, make_launching(settings, args, config.run_id))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -99,8 +99,9 @@ def _warn_of_unknown_variables() -> None:
         log.warning("the variable %s is set, and nothing reads it: %s", name, meant)
 
 
-def make_launching(settings: Settings, args: Namespace) -> Launching:
+def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launching:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
+    launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
 
     def open_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
         from ttp.controller.agent_link import AgentLink
@@ -121,7 +122,7 @@ def make_launching(settings: Settings, args: Namespace) -> Launching:
         futile_starts=args.ttp_futile_starts,
         script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
         quotes_traces=hides_stderr(args),
-        chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None),
+        chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
     )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ttp.chaos.watch import Watch
+from ttp.controller.journal import set_aside
 
 
 def test_journals_are_read_wherever_a_start_keeps_them(tmp_path: Path) -> None:
@@ -18,4 +19,22 @@ def test_journals_are_read_wherever_a_start_keeps_them(tmp_path: Path) -> None:
         line = {"unix_s": float(start), "event": "assembled", "fields": {"world_size": 2}}
         (folder / f"journal_{start}.jsonl").write_text(json.dumps(line) + "\n")
     assert sorted(line["unix_s"] for line in watch.look()) == [0.0, 1.0, 2.0]
+    assert watch.look() == []
+
+
+def test_a_journal_that_a_later_launch_has_moved_aside_is_read_to_its_end(tmp_path: Path) -> None:
+    """The new one has its name, and is shorter; no line is read twice."""
+
+    def line(unix_s: float) -> str:
+        return json.dumps({"unix_s": unix_s, "event": "assembled", "fields": {"world_size": 2}}) + "\n"
+
+    watch, path = Watch(), tmp_path / "journal_0.jsonl"
+    watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
+    path.write_text(line(1.0) + line(2.0))
+    assert len(watch.look()) == 2
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line(3.0))
+    set_aside(path)
+    path.write_text(line(4.0))
+    assert sorted(each["unix_s"] for each in watch.look()) == [3.0, 4.0]
     assert watch.look() == []

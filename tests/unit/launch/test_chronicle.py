@@ -20,17 +20,17 @@ from ttp.launch.chronicle import Chronicle, Ending, Start, read_start
 from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
-START_KEYS = ["unix_s", "event", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
-HOLD_KEYS = ["unix_s", "event", "start", "cause", "ranks", "up_to_s"]
-HELD_KEYS = ["unix_s", "event", "start", "held_s", "why", "ranks"]
+START_KEYS = ["unix_s", "event", "launch", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
+HOLD_KEYS = ["unix_s", "event", "launch", "start", "cause", "ranks", "up_to_s"]
+HELD_KEYS = ["unix_s", "event", "launch", "start", "held_s", "why", "ranks"]
 FAULT_KEYS = [
-    "unix_s", "event", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
+    "unix_s", "event", "launch", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
     "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere",
 ]  # fmt: skip
 CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached"]
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
-    "unix_s", "event", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
+    "unix_s", "event", "launch", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
     "lost_s", "lasted_s", "untold_starts", "why", "lasted_since",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
@@ -108,6 +108,18 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     assert start["rows"][0] == {"ranks": "0", "host": "vm", "shards": ["shard 0 of 2 (0.2 MiB)"], "also_on": ["rank 2"]}
     assert end["saved_steps"] == [7] and end["faults"] == 1
     assert not (tmp_path / "story.jsonl").exists()
+
+
+def test_two_launchers_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+    """Both begin with start 0, and the second appends."""
+    for launch in ("none_1a", "none_2b"):
+        chronicle = Chronicle(launch=launch)
+        chronicle.begin(here=True)
+        assert chronicle.watch(put("killed", tmp_path), tmp_path)
+        chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
+        chronicle.finish("succeeded")
+    told = [(line["launch"], line["event"]) for line in written(tmp_path / "story.jsonl")]
+    assert told == [(launch, event) for launch in ("none_1a", "none_2b") for event in ("start", "hold", "end")]
 
 
 def test_a_restart_of_the_same_ranks_repeats_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +222,7 @@ def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
     path = tmp_path / "story.jsonl"
     Chronicle(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
     (left,) = written(path)
-    assert list(left) == ["unix_s", "event", "node", "result", "why", "starts"] and left["event"] == "left"
+    assert list(left) == ["unix_s", "event", "launch", "node", "result", "why", "starts"] and left["event"] == "left"
     assert (left["why"], left["starts"]) == ("NeverMet: 5 starts in a row", 0) and capsys.readouterr().err == ""
     first = Chronicle(path, clock=lambda: KILLED_AT_S)
     first.begin(here=True)
@@ -405,7 +417,7 @@ def test_a_job_that_cannot_be_summed_up_has_an_end(
     with caplog.at_level(logging.WARNING, "ttp.launch"):
         chronicle.finish("failed", "rank 2: signal SIGKILL")
     assert "not even without what other launchers told: TypeError" in caplog.text
-    end = {"event": "end", "result": "failed", "starts": 1, "why": "rank 2: signal SIGKILL"}
+    end = {"event": "end", "launch": "", "result": "failed", "starts": 1, "why": "rank 2: signal SIGKILL"}
     assert written(tmp_path / "story.jsonl")[-1] == {"unix_s": KILLED_AT_S, **end}
 
 

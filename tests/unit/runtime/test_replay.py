@@ -8,7 +8,7 @@ import pytest
 
 from ttp.controller.events import ControllerSettings, Event, Received, Tick
 from ttp.controller.events import Journal as Line
-from ttp.controller.journal import Journal
+from ttp.controller.journal import Journal, set_aside_later
 from ttp.controller.machine import initial, transition
 from ttp.controller.replay import compare, main
 from ttp.errors import ProtocolError
@@ -62,6 +62,25 @@ def test_the_end_of_a_long_journal_decides_the_same_again(tmp_path: Path) -> Non
     compared = compare(path)
     assert compared.difference == ""
     assert 0 < len(compared.again) < 4
+
+
+def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_path: Path) -> None:
+    """Both begin with start 0 in the same folder; what is left of later starts is the earlier one's as well."""
+    path = tmp_path / "journal_0.jsonl"
+    record(path, EVENTS)
+    for later in ("journal_1.jsonl", "standby_1_1.jsonl"):
+        record(tmp_path / later, EVENTS[:2])
+    record(path, EVENTS[:2])
+    set_aside_later(tmp_path)
+    assert sorted(each.name for each in tmp_path.glob("*.jsonl")) == [path.name]
+    first, second = (sorted((tmp_path / "earlier").glob(f"*_{name}_?.jsonl")) for name in ("journal", "standby_1"))
+    assert len(first) == 2 and len(second) == 1
+    told = {each.name.partition("_")[2]: compare(each) for each in first}
+    assert [(name, one.difference, len(one.told)) for name, one in sorted(told.items())] == [
+        ("journal_0.jsonl", "", len(told["journal_0.jsonl"].again)),
+        ("journal_1.jsonl", "", len(compare(path).told)),
+    ]
+    assert len(told["journal_0.jsonl"].told) > len(compare(path).told) > 0 and compare(path).difference == ""
 
 
 def test_an_altered_story_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
