@@ -100,6 +100,8 @@ class Chronicle:
         """Starts whose end this launcher has told, a calm one too."""
         self._untold: tuple[Start, Ending] | None = None
         """A start that the launcher on another node tells, unless that node is lost: then rank 0 comes to another one."""
+        self._protected = False
+        """A rank has called `ttp.start`: it has said where its journals are."""
         self._introduced = -1
         self._rows: Any = None
         self._stories: list[FaultStory] = []
@@ -213,6 +215,7 @@ class Chronicle:
             lasted_s=round(now - begun, 3),
             untold_starts=tuple(number for number in range(self._number + 1) if number not in known),
             lasted_since=0 if whole else self._first,
+            protected=self._protected or self._first > 0 or any(number not in self._told for number in known),
         )
 
     def _earlier(self) -> Earlier:
@@ -344,6 +347,7 @@ class Chronicle:
 
     def _story_beside(self, log_dir: Path) -> None:
         """A start has its journals there: the story goes there if it has no other place, or cannot stay where it is."""
+        self._protected = True
         self._next_story_path = log_dir / STORY_NAME
         self._story_path = self._story_path or self._next_story_path
 

@@ -53,6 +53,8 @@ class Summary:
     """Why it failed, where `result` does not say it."""
     lasted_since: int = 0
     """The start with which `lasted_s` begins: this launcher was not there before, and nobody's story is."""
+    protected: bool = True
+    """A rank has called `ttp.start`; False: none has in any start, and nobody knows what the script did."""
 
 
 def fault_lines(story: FaultStory) -> list[str]:
@@ -80,10 +82,13 @@ def summary_lines(summary: Summary) -> list[str]:
         faults += f"; how {_starts(summary.untold_starts)} ended is not known on this node"
     saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
-    lost = counted(summary.steps_lost, "step")
+    losses = [counted(summary.steps_lost, "step")] if summary.steps_lost or not summary.unknown_losses else []
     if summary.unknown_losses:
-        lost += f", and not known after {counted(summary.unknown_losses, 'fault')}"
+        losses.append(f"not known after {counted(summary.unknown_losses, 'fault')}")
+    lost = f"{', and '.join(losses)}; {_seconds(summary.lost_s)} without training"
     nothing = "not known" if summary.untold_starts else "nothing"
+    if not summary.protected and summary.faults:
+        lost = "not known: no rank has called ttp.start"
     since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
     found = [
         ("result", summary.result),
@@ -91,7 +96,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
-        ("lost", f"{lost}; {_seconds(summary.lost_s)} without training" if summary.faults else nothing),
+        ("lost", lost if summary.faults else nothing),
     ]
     return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
 

@@ -31,7 +31,7 @@ CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "tr
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "launch", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
-    "lost_s", "lasted_s", "untold_starts", "why", "lasted_since",
+    "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
@@ -106,7 +106,7 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     assert list(fault["culprits"][0]) == CULPRIT_KEYS and list(fault["saved"]) == SAVED_KEYS
     assert [start["event"], fault["event"], end["event"]] == ["start", "fault", "end"]
     assert start["rows"][0] == {"ranks": "0", "host": "vm", "shards": ["shard 0 of 2 (0.2 MiB)"], "also_on": ["rank 2"]}
-    assert end["saved_steps"] == [7] and end["faults"] == 1
+    assert end["saved_steps"] == [7] and end["faults"] == 1 and end["protected"] is True
     assert not (tmp_path / "story.jsonl").exists()
 
 
@@ -188,14 +188,17 @@ def test_the_story_of_a_lost_node_is_told_by_the_one_that_rank_0_comes_to(
 
 
 def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a summary that does not speak of training."""
     chronicle = Chronicle()
     chronicle.begin(here=True)
     chronicle.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
+    chronicle.finish("failed", "rank 1: exit code 1")
     told = capsys.readouterr().err
     assert (
         "who     rank 1 (pid 71)" in told
         and "cause   exit code 1" in told
         and "saved   nothing: no controller on this node led the ranks" in told
+        and told.endswith("faults  1 fault\nlost    not known: no rank has called ttp.start\n")
     )
 
 

@@ -132,6 +132,14 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
     assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
 
 
+def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
+    """Its script failed before `ttp.start`: nobody trained, or nobody knows."""
+    failed = replace(SUMMARY, unknown_losses=2, false_alarms=0, saved_steps=(), protected=False)
+    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not known: no rank has called ttp.start"]
+    silent = summary_lines(replace(failed, protected=True))
+    assert silent[-1] == "lost    not known after 2 faults; 31.2 s without training"
+
+
 def test_a_fault_of_another_node_is_told_in_that_nodes_words() -> None:
     """No rank here is at fault, and what was lost is not known."""
     told = fault_of(3, [], {}, elsewhere="b has failed (rank 2: signal SIGKILL) and starts again")
