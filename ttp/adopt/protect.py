@@ -1,4 +1,4 @@
-"""`ttp.protect`: a trainer that knows nothing of ttp, protected with three lines.
+"""`ttp.protect`: a trainer that knows nothing of ttp, protected with a line in five places.
 
     guard = ttp.protect(model, optimizer, schedulers=[scheduler], save_dirs=["checkpoints"])
 
