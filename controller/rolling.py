@@ -22,13 +22,15 @@ from .state import ControllerState, Dump, Fault, Stage, Work
 
 
 def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for the end of an update
-    without which no step is covered."""
+    """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
+    without: the end of an update, or the word of a rank that has reported and was not heard since."""
     fault = state.fault
     assert fault is not None and state.coverage is not None
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
+    if isinstance(verdict, Refusal) and now < (known_at := _known_at(state, fault)):
+        return replace(state, fault=replace(fault, round_deadline=known_at))
     out.append(Journal("frozen", frozen_fields(state)))
     if isinstance(verdict, Refusal):
         return refuse(state, _with_what_failed(fault, verdict), now, out)
@@ -101,6 +103,20 @@ def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[in
         if report is not None and not report.closed and not report.torn and is_holder(state, report.rank)
     )
     return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()
+
+
+def _known_at(state: ControllerState, fault: Fault) -> float:
+    """Return when all that have reported, and were not heard since, are heard again or dead; half of the fault's time at most. It may
+    be this controller that hears nobody, which is no reason to refuse. -inf: there are none."""
+    members, settings = state.members, state.settings
+    if not members.suspects:
+        return -inf
+    last_heard = (
+        max(member.heard, members.amnesty)
+        for report, member in zip(fault.reports, members.table, strict=True)
+        if report is not None and member.suspect and member.dead is None and report.rank not in fault.stuck
+    )
+    return min(max(last_heard, default=-inf) + settings.lease_s, fault.began + settings.total_timeout_s / 2)
 
 
 def _wait_for_updates(

@@ -172,14 +172,28 @@ def test_the_driver_comes_when_no_culprit_was_found_within_a_lease() -> None:
     assert job.at(Stage.FREEZING) and next_deadline(job.state) == 3.0
 
 
-def test_a_rank_that_is_not_heard_any_more_counts_as_one_that_did_not_answer() -> None:
-    """Whatever it had reported before its stream broke."""
+def all_but_the_holder_that_went_silent_are_heard() -> ControllerBench:
+    """Return a job whose round is over: rank 3 is dead, and rank 1, which holds the same shard, has reported and lost its stream."""
     job = ControllerBench(freeze_timeout_s=2.0)
     job.say(killed(3), report(1, 1, DONE, 7))
     job.close(1)
     job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7))
     job.wait(2.1, heard=(0, 2))
-    assert "rank 1, which did not answer" in job.told("refused")[0]["reason"]
+    return job
+
+
+def test_a_rank_that_is_not_heard_any_more_is_no_reason_to_refuse_before_it_is_dead() -> None:
+    """It may be the controller that does not hear."""
+    job = all_but_the_holder_that_went_silent_are_heard()
+    assert job.at(Stage.FREEZING) and next_deadline(job.state) == LEASE_S
+    job.wait(LEASE_S - 2.0, heard=(0, 2))
+    assert "rank 1, dead" in job.told("refused")[0]["reason"]
+
+
+def test_a_rank_that_is_heard_again_after_the_rounds_time_is_counted() -> None:
+    job = all_but_the_holder_that_went_silent_are_heard()
+    job.say(registration(1), Heartbeat(1, DONE, 7))
+    assert job.told("decided")[0]["able"] == (0, 1, 2)
 
 
 def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
