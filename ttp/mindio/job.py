@@ -272,8 +272,8 @@ def make_groups(ranks: Sequence[int]) -> ReplicaGroups | None:
 
 
 def _port(ip: str, port: int) -> int:
-    if not ip or not 1024 <= port <= 65535:
-        raise ConfigError(f"controller at {ip!r}, port {port}: wanted an address, and a port from 1024 to 65535")
+    if not ip or type(port) is not int or not 1024 <= port <= 65535:
+        raise ConfigError(f"controller at {ip!r}, port {port!r}: wanted an address, and a port from 1024 to 65535")
     return port
 
 

@@ -108,6 +108,10 @@ class TTPReplicaOptimizer:
             compare_every=0,  # `step` does it, where a peer's death cannot keep the trainer from its bookkeeping
             **kwargs,
         )
+        self._given = optimizer
+        optimizer.param_groups = (
+            self.core.param_groups
+        )  # as in Megatron: a schedule that works on either acts on the update
         self.core.close()  # gradients are taken at `reduce_model_grads`: which backward pass is the last, only the trainer knows
         self.compare_every = 100
         """After so many steps the replicas' bits are compared, and a difference is reported (0: never)."""
@@ -241,6 +245,7 @@ class TTPReplicaOptimizer:
             raise ConfigError(f"ttp_end_updating_os({step}): the update that was begun is {begun}")
         self._record = None
         self._begun = False
+        self._given._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for: its own `step` is never called
         self.core.end_update(step)
         self.core.start_gather(step)
 

@@ -12,7 +12,7 @@ from ttp.optim.replica_optimizer import LossScale
 
 
 def loss_scale_of(scaler: Any) -> LossScale | None:
-    """Return the rule of a Megatron grad scaler: none, constant, or dynamic with hysteresis 1. Raises ConfigError."""
+    """Return the rule of a Megatron grad scaler: none, constant, or dynamic. Raises ConfigError."""
     if scaler is None:
         return None
     try:
@@ -23,13 +23,11 @@ def loss_scale_of(scaler: Any) -> LossScale | None:
         ) from None
     if not hasattr(scaler, "growth_interval"):
         return LossScale(scale, dynamic=False)
-    if getattr(scaler, "hysteresis", 1) != 1:
-        raise ConfigError(
-            f"grad_scaler has hysteresis {scaler.hysteresis}: the scale is lowered at every overflow here; pass --hysteresis 1"
-        )
     return LossScale(
         scale,
         growth_interval=int(scaler.growth_interval),
         growth_factor=float(scaler.growth_factor),
         backoff_factor=float(scaler.backoff_factor),
+        hysteresis=int(getattr(scaler, "hysteresis", 1)),
+        least=float(getattr(scaler, "min_scale", LossScale().least)),
     )

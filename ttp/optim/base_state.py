@@ -160,9 +160,10 @@ def described(
     told = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in groups]
     for group, rate in zip(told, learning_rates, strict=False):
         group["lr"] = rate
+    forgiven = {"forgiven": scale.forgiven} if scale.forgiven else {}  # with hysteresis only
     return {
         "step": step,
-        "loss_scale": {"scale": scale.scale, "good_steps": scale.good_steps},
+        "loss_scale": {"scale": scale.scale, "good_steps": scale.good_steps, **forgiven},
         "param_groups": told,
     }
 

@@ -399,7 +399,7 @@ class TTPReplicaOptimizer(Optimizer):
         restore_hyper_parameters(self.param_groups, saved)
         if self._rule is not None:
             scale = host_state["loss_scale"]
-            self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]))
+            self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]), int(scale.get("forgiven", 0)))
         for part in self._parts:
             part.shards.spread_scalars()
         self._torn = ""

@@ -35,13 +35,19 @@ class ClipValue:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Loss scaling for FP16. Dynamic: back off at an overflow, grow after `growth_interval` good steps (as GradScaler)."""
+    """Loss scaling for FP16. Dynamic: back off at an overflow, grow after `growth_interval` good steps (as GradScaler).
+
+    `hysteresis`: at so many overflows since the scale last grew it begins to be lowered, then at each (as Megatron's scaler);
+    `least`: it is never lowered below.
+    """
 
     initial: float = 65536.0
     dynamic: bool = True
     growth_interval: int = 2000
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
+    hysteresis: int = 1
+    least: float = 1e-30
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.initial) and self.initial > 0):
@@ -51,23 +57,31 @@ class LossScale:
                 f"LossScale got growth_interval {self.growth_interval}, growth_factor {self.growth_factor}, "
                 f"backoff_factor {self.backoff_factor}; wanted >= 1, >= 1, and above 0 up to 1"
             )
+        if self.hysteresis < 1 or not self.least > 0:
+            raise ConfigError(
+                f"LossScale got hysteresis {self.hysteresis}, least {self.least}; wanted >= 1, and above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """The loss scale now, and the good steps since it last changed."""
+    """The loss scale now, the good steps since it last changed, and the overflows that were let pass."""
 
     scale: float = 1.0
     good_steps: int = 0
+    forgiven: int = 0
+    """Overflows since the scale last grew that have not lowered it, because of the rule's hysteresis."""
 
     def after(self, skipped: bool, rule: LossScale | None) -> ScaleState:
         """Return the state after one more step."""
         if rule is None or not rule.dynamic:
             return self
+        if skipped and self.forgiven + 1 < rule.hysteresis:
+            return ScaleState(self.scale, 0, self.forgiven + 1)
         if skipped:
-            return ScaleState(max(self.scale * rule.backoff_factor, 1e-30), 0)
+            return ScaleState(max(self.scale * rule.backoff_factor, rule.least), 0, self.forgiven)
         if self.good_steps + 1 < rule.growth_interval:
-            return ScaleState(self.scale, self.good_steps + 1)
+            return ScaleState(self.scale, self.good_steps + 1, self.forgiven)
         grown = self.scale * rule.growth_factor
         return ScaleState(grown if grown <= 3.0e38 else self.scale, 0)
 

@@ -111,6 +111,7 @@ def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
         (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1), "protects purely data-parallel jobs"),
         (lambda: ttp.mindio.ttp_init_controller(0, 1, -1), "replica is -1"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", 80), "port 80"),
+        (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", "8000"), "port '8000'"),  # type: ignore[arg-type]
         (lambda: ttp.mindio.ttp_start_processor("127.0.0.1", 8000), "before ttp_init_processor"),
         (lambda: ttp.mindio.ttp_register_save_ckpt_handler(None), "wanted a function"),  # type: ignore[arg-type]
         (lambda: ttp.mindio.ttp_set_ckpt_args((1,)), "without an optimizer"),
@@ -145,7 +146,7 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
     """Each with the argument's name."""
 
     class Scaler:
-        scale, growth_interval, growth_factor, backoff_factor, hysteresis = 1024.0, 100, 2.0, 0.5, 2
+        scale, growth_interval, growth_factor, backoff_factor = torch.tensor([1024.0]), 100, torch.tensor([2.0]), 1.5
 
     wrong: list[tuple[dict[str, object], str]] = [
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad is not supported"),
@@ -154,13 +155,28 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
         ({"models": [torch.nn.Linear(1, 1)]}, "of which the models name 0"),
         ({"grad_scaler": object()}, "without a number"),
         ({"params_have_main_grad": True}, "'weight' has no main_grad"),
-        ({"grad_scaler": Scaler()}, "hysteresis 2"),
+        ({"grad_scaler": Scaler()}, "backoff_factor 1.5"),
     ]
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):
             build(**changes)
-    Scaler.hysteresis = 1
-    assert build(grad_scaler=Scaler()).get_loss_scale().item() == 1024.0
+
+
+def test_a_grad_scaler_keeps_its_hysteresis_and_its_least_scale() -> None:
+    """Megatron's defaults for FP16 are hysteresis 2 and a scale that does not fall below 1."""
+
+    class Scaler:
+        scale, min_scale = torch.tensor([4.0]), torch.tensor([1.0])
+        growth_interval, growth_factor, backoff_factor, hysteresis = 1000, torch.tensor([2.0]), torch.tensor([0.5]), 2
+
+    optimizer = build(grad_scaler=Scaler())
+    scales = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        optimizer.models[0](torch.full((1, 4), float("inf"))).sum().backward()
+        assert optimizer.step() == (False, None, None)
+        scales.append(optimizer.get_loss_scale().item())
+    assert scales == [4.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_the_base_optimizers_own_settings_are_kept() -> None:
@@ -168,6 +184,35 @@ def test_the_base_optimizers_own_settings_are_kept() -> None:
     optimizer = build()
     assert optimizer.param_groups[0]["lr"] == 0.1 and tuple(optimizer.param_groups[0]["betas"]) == (0.8, 0.9)
     assert set(optimizer.core.expected_tensors()) >= {"model.weight", "optim.state.bias.exp_avg"}
+
+
+def test_a_schedule_of_torch_on_the_given_optimizer_acts_on_the_update() -> None:
+    """Megatron's optimizer has the param groups of the one that it was given, so a schedule may be built on either, before or after."""
+    model = torch.nn.Linear(4, 2)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.25}]
+    given = torch.optim.SGD(groups, lr=0.5)
+    before = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 0.5**step)
+    optimizer = modellink.TTPReplicaOptimizer(given, 0.0, False, False, False, False, False, torch.float32, None, model)
+    after = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 0.1**step)
+    for rates in ((0.5, 0.25), (0.25, 0.125), (0.05, 0.025)):
+        old = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        assert optimizer.step()[0]
+        moved = [(was - param).mean().item() for was, param in zip(old, model.parameters(), strict=True)]
+        assert moved == pytest.approx(rates)
+        (before if rates[0] == 0.5 else after).step()
+
+
+def test_the_shard_group_of_odd_sizes_needs_no_declaration() -> None:
+    """MindIO's patch for odd sizes calls no `build_optimizer_replica_group`, and its patch of clip_grads.py asks for the group."""
+    with pytest.raises(ConfigError, match="no data-parallel group is known"):
+        modellink.get_os_shard_group()
+    model = torch.nn.Linear(4, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    modellink.TTPOddReplicaOptimizer(adam, 1.0, False, False, False, False, False, torch.float32, None, model)
+    assert modellink.get_dp_rank_list() == [0]
+    modellink.get_os_shard_group()  # all ranks: here there is no process group at all
 
 
 def test_the_enumeration_has_mindios_values() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
-from ttp.optim.base_state import base_defaults, create_state
+from ttp.optim.base_state import base_defaults, create_state, described
 from ttp.optim.replica_optimizer import ClipNorm, ClipValue, LossScale, TTPOddReplicaOptimizer, TTPReplicaOptimizer
 from ttp.optim.verdict import ScaleState, clip_factor
 
@@ -336,6 +336,58 @@ def test_the_loss_scale_backs_off_grows_and_stays_finite() -> None:
     assert ScaleState(8.0).after(True, LossScale(8.0, dynamic=False)) == ScaleState(8.0)
     assert clip_factor(ClipNorm(1.0), 4.0) == 1.0 / (4.0 + 1e-6)
     assert clip_factor(ClipNorm(1.0), 0.5) == clip_factor(None, 9.0) == clip_factor(ClipValue(0.1), 9.0) == 1.0
+
+
+class MegatronScaler:
+    """What Megatron-LM 23.06's DynamicGradScaler does, written down anew."""
+
+    def __init__(self, hysteresis: int) -> None:
+        self.scale, self.hysteresis, self.tracker, self.good = 64.0, hysteresis, hysteresis, 0
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.good = 0
+            self.tracker -= 1
+            if self.tracker <= 0:
+                self.scale = max(self.scale * 0.5, 4.0)
+            return
+        self.good += 1
+        if self.good == 3:
+            self.good, self.tracker = 0, self.hysteresis
+            self.scale *= 2.0
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_and_the_least_scale_are_megatrons(hysteresis: int) -> None:
+    """Scales of 400 steps with overflows at random are those of its rule, also when the state is written and read on the way."""
+    rule = LossScale(64.0, growth_interval=3, hysteresis=hysteresis, least=4.0)
+    theirs, ours = MegatronScaler(hysteresis), ScaleState(64.0)
+    overflows = torch.rand(400, generator=torch.Generator().manual_seed(hysteresis)) < 0.3
+    for skipped in overflows.tolist():
+        theirs.update(skipped)
+        told = described(0, ours.after(skipped, rule), [], [])["loss_scale"]
+        ours = ScaleState(told["scale"], told["good_steps"], told.get("forgiven", 0))
+        assert ours.scale == theirs.scale
+
+
+def test_the_overflows_that_were_let_pass_are_part_of_the_state() -> None:
+    """A run that goes on after one of them lowers the scale at the next, as an unbroken one does."""
+
+    def optimizer() -> TTPReplicaOptimizer:
+        rule = LossScale(2.0**20, hysteresis=2)
+        return TTPReplicaOptimizer(torch.nn.Linear(2, 1).named_parameters(), loss_scale=rule, lr=0.1)
+
+    def overflow(of: TTPReplicaOptimizer) -> float:
+        of.zero_grad()
+        of.gradient("weight").fill_(float("inf"))
+        assert of.step().skipped
+        return of.loss_scale
+
+    first, second = optimizer(), optimizer()
+    assert overflow(first) == 2.0**20
+    list(second.load_begin())
+    second.load_end(first.current_step, first.host_state())
+    assert overflow(first) == overflow(second) == 2.0**19
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from ttp.errors import ConfigError
+from ttp.exchange import world
 from ttp.mindio.job import ReplicaGroups, current_job, make_groups
+from ttp.mindio.optimizer import TTPOddReplicaOptimizer
 
 
 def build_optimizer_replica_group(ranks: Sequence[int]) -> None:
-    """Declare one data-parallel group (every rank calls, for every group in the same order: a collective). Odd sizes may too."""
+    """Declare one data-parallel group (every rank calls, for every group in the same order: a collective). Odd sizes may too;
+    MindIO's patch for them does not, and with `TTPOddReplicaOptimizer` the group is then all ranks."""
     groups = make_groups(ranks)
     if groups is not None:
         current_job().groups = groups
@@ -28,9 +33,11 @@ def get_os_shard_group() -> Any:
 
 
 def _groups() -> ReplicaGroups:
-    groups = current_job().groups
-    if groups is None:
+    job = current_job()
+    if (groups := job.groups) is not None:
+        return groups
+    if not isinstance(job.optimizer, TTPOddReplicaOptimizer):
         raise ConfigError(
             "no data-parallel group is known: call build_optimizer_replica_group(ranks) after new_group(ranks)"
         )
-    return groups
+    return ReplicaGroups(tuple(range(world()[1])), dist.group.WORLD)
