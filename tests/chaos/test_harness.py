@@ -77,6 +77,35 @@ def test_a_job_that_loses_its_steps_is_not_good(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("other", "state"), [("", "held"), (" + 100 * (guard.resumed is not None)", "violated")])
+def test_a_trainer_that_goes_on_with_other_data_is_told_from_one_that_does_not(
+    tmp_path: Path, other: str, state: str
+) -> None:
+    """DDP in barrier mode, which itself tells neither a loss nor a norm, and which does not save its last step. The fault comes
+    behind the last periodic checkpoint; in one of the two the data's order is another one after a restart."""
+    example = (ROOT / "examples" / "ddp" / "train.py").read_text()
+    save = next(line for line in example.splitlines(keepends=True) if "guard.save()" in line)
+    script = tmp_path / "train.py"
+    script.write_text(
+        example.replace(save, "")
+        .replace("sampler.set_epoch(epoch)", f"sampler.set_epoch(epoch{other})")
+        .replace("clip=clip, save_dirs", "clip=clip, save_interval=300, save_dirs")
+    )
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("{seed: 4, faults: [{fault: kill, rank: 1, step: 330, point: updating}]}")
+    command = [*TTPRUN, "--nproc-per-node", "2", str(script), "--epochs", "35", "--save-dir", "{output}/checkpoints"]
+    output = tmp_path / "out"
+    status = main(["run", str(scenario), "--output", str(output), "--", *command])
+    content = json.loads((output / "result.json").read_text())
+    verdicts = {one["name"].split()[0]: one for one in content["verdicts"]}
+    assert (verdicts["I3"]["state"], verdicts["I12"]["state"]) == (state, state), verdicts
+    assert status == (1 if state == "violated" else 0)
+    if state == "held":
+        assert verdicts["I3"]["text"].endswith("the newest checkpoints' tensors: the same bits")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kept", "state"), [("torch.ones(1 << 14)", "violated"), ("None", "held")])
 def test_a_trainer_that_keeps_a_tensor_a_step_is_told_from_one_that_does_not(
     tmp_path: Path, kept: str, state: str

@@ -52,11 +52,14 @@ class AdoptedOptimizer:
         optimizer: Optimizer,
         clip: ClipNorm | None = None,
         averages: Mapping[str, Average] | None = None,
+        tells_norm: bool = False,
     ) -> None:
-        """A collective over WORLD. Raises ConfigError, LayoutError for what cannot be protected."""
+        """A collective over WORLD. `tells_norm`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
+        Raises ConfigError, LayoutError for what cannot be protected."""
         check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
         self.optimizer = optimizer
         self.clip = clip
+        self._tells_norm = clip is not None or tells_norm
         self.current_step = 0
         self.last_record: CommitRecord | None = None
         self.on_point: Callable[[str, int], None] | None = None
@@ -239,7 +242,7 @@ class AdoptedOptimizer:
             [float(self._tracker.notice), place, place * place], dtype=torch.float64, device=self.device
         )
         world = 1
-        if self.clip is not None:
+        if self._tells_norm:
             vector = torch.cat([vector, self._own_squares()])
         if dist.is_initialized() and dist.get_world_size() > 1:
             world = dist.get_world_size()
@@ -251,7 +254,7 @@ class AdoptedOptimizer:
                 " all ranks as many batches"
             )
         total = math.sqrt(norms[0]) if norms and norms[0] >= 0 else math.nan if norms else 0.0
-        skipped = not math.isfinite(total)
+        skipped = self.clip is not None and not math.isfinite(total)
         factor = 1.0 if skipped else clip_factor(self.clip, total)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), notices > 0
@@ -260,7 +263,7 @@ class AdoptedOptimizer:
         """Return the sum of squares (FP64, one element) of the gradients that this rank counts: every element of the model's is
         counted once over all ranks."""
         norms = [
-            torch.linalg.vector_norm(gradient_of(param), dtype=torch.float64)
+            torch.linalg.vector_norm(_dense(gradient_of(param)), dtype=torch.float64)
             for group in self.optimizer.param_groups
             for param in group["params"]
             if param.grad is not None and self._state.counts(param)
@@ -399,3 +402,8 @@ class AdoptedOptimizer:
         if self._torn or step not in (None, self.current_step):
             state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
             raise CheckpointError(f"this rank {state}; step {step or 'newest'} was wanted; take another holder")
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """Return what has the norm of `grad`, which may be sparse (an embedding's)."""
+    return grad.coalesce().values() if grad.is_sparse else grad

@@ -84,7 +84,10 @@ def protect(
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
-    adopted = AdoptedOptimizer(model, optimizer, clip, averages)
+    judged = bool(
+        (settings or Settings.from_env()).chaos
+    )  # by the bits of each step: in barrier mode there are no others
+    adopted = AdoptedOptimizer(model, optimizer, clip, averages, tells_norm=judged)
     try:
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)

@@ -27,7 +27,7 @@ from ttp.chaos.stage import staged
 from ttp.chaos.target import OUTPUT
 from ttp.chaos.tensors import compare_checkpoints
 from ttp.chaos.watch import Record, StepTold
-from ttp.checkpoint.load import list_checkpoints
+from ttp.checkpoint.load import list_checkpoints, step_of
 from ttp.errors import ConfigError
 
 
@@ -135,7 +135,7 @@ def _lap(
                 f" see docs/your_trainer.md\n{target.console_tail()}"
             )
         leftovers = target.leftovers()
-        mine = _newest(record)
+        mine = None if final is None else comparable(list_checkpoints(record.save_dirs), final)
         differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
         litter = _litter(record)
         run = Run(
@@ -146,6 +146,13 @@ def _lap(
 
 def _newest(record: Record) -> Path | None:
     return next(iter(list_checkpoints(record.save_dirs)), None)
+
+
+def comparable(found: Sequence[Path], final: Path) -> Path | None:
+    """Return which of a lap's checkpoints (newest first) to compare with the unbroken run's newest: that of its step, else the newest
+    if it is older, for then one is missing. A newer one, of a fault behind a trainer's last periodic save, has no counterpart."""
+    same = next((path for path in found if path.name == final.name), None)
+    return same or next((path for path in found[:1] if step_of(path) < step_of(final)), None)
 
 
 def _litter(record: Record) -> list[str]:

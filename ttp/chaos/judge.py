@@ -241,7 +241,10 @@ def _bytes(run: Run) -> Verdict:
     if wrong:
         return _verdict(name, wrong, "", {})
     steps = len({told.step for told in run.unbroken.steps})
-    final = "not compared" if run.final is None else "the same bits"
+    final = "not compared (the two runs have none of one step)" if run.final is None else "the same bits"
+    if not tells_bits(run.unbroken):
+        state = UNSEEN if run.final is None else HELD
+        return Verdict(name, state, f"{_NO_BITS}; the newest checkpoints' tensors: {final}")
     return Verdict(
         name, HELD, f"sums and grad norm of {steps} steps are the same bits; the newest checkpoints' tensors: {final}"
     )
@@ -255,7 +258,17 @@ def _data(run: Run) -> Verdict:
     if not any(incident.resumed_step is not None for incident in run.incidents):
         return Verdict(name, UNSEEN, "the job was never resumed")
     wrong = differences(run.record, run.unbroken)
+    if not wrong and not tells_bits(run.unbroken):
+        return Verdict(name, UNSEEN, _NO_BITS)
     return _verdict(name, wrong, "every step after a resume has the unbroken run's sums", {})
+
+
+_NO_BITS = "no step has a sum or a grad norm that could differ"
+
+
+def tells_bits(record: Record) -> bool:
+    """Say whether the steps carry anything that a diverged run would have otherwise."""
+    return any(told.sums or float.fromhex(told.grad_norm) != 0.0 for told in record.steps)
 
 
 def differences(hurt: Record, unbroken: Record) -> list[str]:

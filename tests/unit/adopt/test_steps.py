@@ -274,3 +274,28 @@ def test_a_compiled_step_is_protected_and_compiled_once() -> None:
     for _ in range(2):
         step()
     assert gate.state_step == 4 and len(graphs) == compiled
+
+
+@pytest.mark.parametrize(("value", "norm"), [(1.0, 6**0.5), (torch.inf, torch.inf)])
+def test_a_barrier_that_tells_the_norm_updates_as_one_that_does_not(value: float, norm: float) -> None:
+    """`ttp chaos` compares it in every step; nothing is clipped for it, and nothing skipped."""
+    models = []
+    for tells_norm in (False, True):
+        model, adopted, _ = adopt(tells_norm=tells_norm)
+        model.bias.grad.fill_(value)
+        adopted.optimizer.step()
+        record = adopted.last_record
+        assert adopted.mode == "barrier" and record is not None and not record.skipped
+        assert record.grad_norm == pytest.approx(norm if tells_norm else 0.0) and record.clip_factor == 1.0
+        models.append(model)
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_the_norm_of_a_sparse_gradient_counts_each_row_as_often_as_it_was_looked_up() -> None:
+    """An embedding's gradient holds rows, some of them twice."""
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    adopted = AdoptedOptimizer(embedding, SGD(embedding.parameters(), lr=0.1), tells_norm=True)
+    adopted.attach(Gate(0))
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    adopted.optimizer.step()
+    assert adopted.last_record is not None and adopted.last_record.grad_norm == pytest.approx((2 * 4 + 2) ** 0.5)

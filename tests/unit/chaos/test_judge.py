@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ttp.chaos.campaign import Campaign, Lap, read_unbroken, write_unbroken
+from ttp.chaos.campaign import Campaign, Lap, comparable, read_unbroken, write_unbroken
 from ttp.chaos.incident import NOT_REACHED, OVERDUE, Firing, Incident, settle
 from ttp.chaos.judge import HELD, UNSEEN, VIOLATED, Run, judge
 from ttp.chaos.memory import MIB, Curve, Sample
@@ -198,6 +198,31 @@ def test_final_tensors_count_and_without_an_unbroken_run_nothing_is_claimed() ->
     )
     alone = states(Run(run.record, run.incidents, 0, (), (), None, None))
     assert alone["I3"] == alone["I12"] == UNSEEN
+
+
+def test_steps_that_carry_nothing_hold_nothing() -> None:
+    """No sum and a norm of 0 are the same in a run that has diverged: bits were not seen then, but in the checkpoints."""
+
+    def mute(record: Record) -> None:
+        record.steps = [dataclasses.replace(told, grad_norm=(0.0).hex(), sums=()) for told in record.steps]
+
+    run, whole = good_run(mute), unbroken()
+    mute(whole)
+    unseen = states(Run(run.record, run.incidents, 0, (), (), whole, None))
+    assert unseen["I3"] == unseen["I12"] == UNSEEN
+    in_files = states(Run(run.record, run.incidents, 0, (), (), whole, ()))
+    assert (in_files["I3"], in_files["I12"]) == (HELD, UNSEEN)
+    whole.steps.append(told(LAST + 1, 30.0, 0, 0))
+    assert states(Run(run.record, run.incidents, 0, (), (), whole, ()))["I12"] == VIOLATED
+
+
+def test_checkpoints_of_one_step_are_compared() -> None:
+    """A dying gasp behind the last periodic save has no counterpart in the unbroken run; an older newest one means that one is missing."""
+    found = [Path(f"/lap/iter_{step:07d}") for step in (62, 60, 30)]
+    assert comparable(found, Path("/unbroken/iter_0000060")) == found[1]
+    assert comparable(found, Path("/unbroken/iter_0000061")) is None
+    assert comparable(found, Path("/unbroken/iter_0000070")) == found[0]
+    assert comparable([], Path("/unbroken/iter_0000070")) is None
 
 
 def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
