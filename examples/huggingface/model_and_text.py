@@ -23,10 +23,9 @@ Say = Callable[[str], None]
 
 def load_config(path: str, say: Say) -> Any:
     """Return the model's configuration with the overrides of the working directory. Raises TypeError for a value of another
-    type than the configuration's own."""
+    type than the configuration's own, and what `read_overrides` raises."""
     config = AutoConfig.from_pretrained(path)
-    overrides = json.loads(OVERRIDES.read_text(encoding="utf-8")) if OVERRIDES.exists() else {}
-    for key, value in overrides.items():
+    for key, value in read_overrides().items():
         old = getattr(config, key, None)
         if old is None:
             say(f"warning: {OVERRIDES}: {key} is {'None' if hasattr(config, key) else 'not there'} in the model's"
@@ -39,6 +38,20 @@ def load_config(path: str, say: Say) -> Any:
         say(f"{OVERRIDES}: {key}: {old} -> {value}")
         setattr(config, key, value)
     return config
+
+
+def read_overrides() -> dict[str, Any]:
+    """Return what the working directory's file says, if there is one. Raises ValueError when it is no JSON object."""
+    if not OVERRIDES.exists():
+        return {}
+    text = OVERRIDES.read_text(encoding="utf-8")
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{OVERRIDES}: {error}; wanted a JSON object") from None
+    if not isinstance(overrides, dict):
+        raise ValueError(f'{OVERRIDES}: got {text.strip()[:60]}: wanted a JSON object, as {{"num_hidden_layers": 2}}')
+    return overrides
 
 
 def load_tokenizer(path: str, say: Say) -> Any:

@@ -68,6 +68,10 @@ def test_overrides_keep_the_types_of_the_configuration(tmp_path: Path, monkeypat
     Path("override_config.json").write_text(json.dumps({"n_layer": "2"}))
     with pytest.raises(TypeError, match="n_layer is '2': wanted a int"):
         model_and_text.load_config(str(tmp_path), said.append)
+    for text in ("[1]", "2", '"n_layer"', "{n_layer: 2}", ""):
+        Path("override_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"override_config\.json: .*wanted a JSON object"):
+            model_and_text.load_config(str(tmp_path), said.append)
 
 
 def test_masked_tokens_are_the_labels_that_count() -> None:
