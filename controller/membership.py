@@ -72,7 +72,7 @@ class Swept:
     run_out: tuple[int, ...]
     """Ranks whose lease has passed: to be declared dead."""
     cut_off: bool = False
-    """Nobody at all is heard: the controller itself is cut off, and leases begin anew."""
+    """Nobody at all, or hardly anybody, is heard: the controller itself is cut off or was, and leases begin anew."""
 
 
 def empty(world_size: int) -> Membership:
@@ -186,13 +186,16 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     """
     if members.present == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at, last_heard = [], [], inf, -inf
+    newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, []
+    late_at = now - CUT_OFF_HEARTBEATS * settings.heartbeat_s
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
         since = max(member.heard, members.amnesty)
         suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
         last_heard = max(last_heard, member.heard)
+        if member.heard < late_at:
+            unheard.append(member.heard)
         if now >= dead_at:
             run_out.append(rank)
         elif member.suspect or now >= suspect_at:
@@ -207,6 +210,10 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     if run_out and welcomed and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s:
         # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
         # order about is silent anyway, so it gives all of them new leases, until it must be true.
+        return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
+    if run_out and welcomed and 2 * len(unheard) > members.alive and members.amnesty < max(unheard):
+        # Most have not been heard for that long: it was cut off, and their words are under way behind those of the first. They
+        # get a lease more, once: they may have died together.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
     return Swept(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 
