@@ -84,9 +84,8 @@ def protect(
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
-    judged = bool(
-        (settings or Settings.from_env()).chaos
-    )  # by the bits of each step: in barrier mode there are no others
+    # The chaos harness judges by the bits of each step: in barrier mode there are no others.
+    judged = bool((settings or Settings.from_env()).chaos)
     adopted = AdoptedOptimizer(model, optimizer, clip, averages, tells_norm=judged)
     try:
         host = HostObjects(schedulers, state or {})

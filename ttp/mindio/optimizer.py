@@ -109,9 +109,8 @@ class TTPReplicaOptimizer:
             **kwargs,
         )
         self._given = optimizer
-        optimizer.param_groups = (
-            self.core.param_groups
-        )  # as in Megatron: a schedule that works on either acts on the update
+        # As in Megatron: a schedule that works on either acts on the update.
+        optimizer.param_groups = self.core.param_groups
         self.core.close()  # gradients are taken at `reduce_model_grads`: which backward pass is the last, only the trainer knows
         self.compare_every = 100
         """After so many steps the replicas' bits are compared, and a difference is reported (0: never)."""
@@ -245,7 +244,8 @@ class TTPReplicaOptimizer:
             raise ConfigError(f"ttp_end_updating_os({step}): the update that was begun is {begun}")
         self._record = None
         self._begun = False
-        self._given._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for: its own `step` is never called
+        # What torch's schedules look for, as its own `step` is never called.
+        self._given._opt_called = True  # type: ignore[attr-defined]
         self.core.end_update(step)
         self.core.start_gather(step)
 
