@@ -1,0 +1,44 @@
+"""The controller was cut off, and hears the first ranks again: whose silence counts."""
+
+from __future__ import annotations
+
+from tests.unit.protocol.bench import ControllerBench
+from ttp.controller.state import Stage
+from ttp.proto.messages import Heartbeat, Phase
+
+COMPUTE = Phase.COMPUTE
+LEASE_S = 3.0
+
+
+def heard_again_from(*ranks: int) -> ControllerBench:
+    """Nobody was heard for a while, not so long that all became suspect; these ranks are heard now, and the others' leases end."""
+    job = ControllerBench()
+    job.wait(0.5)
+    job.wait(1.0, heard=ranks)
+    job.wait(1.7, heard=())
+    job.say(*(Heartbeat(rank, COMPUTE, 1) for rank in ranks))
+    job.wait(0.4, heard=ranks)
+    assert job.now > 0.5 + LEASE_S
+    return job
+
+
+def test_whose_words_come_after_those_of_the_first_is_not_dead() -> None:
+    """Connections that a network had cut find back one after the other: each tries again at its own moment."""
+    job = heard_again_from(0)
+    assert not job.told("death_seen")
+    job.wait(0.6)
+    job.all_report(1)
+    assert [line["rank"] for line in job.told("cleared")] == [1, 2, 3] and job.at(Stage.RUNNING)
+
+
+def test_most_ranks_have_a_lease_more_only_once() -> None:
+    """They may have died together."""
+    job = heard_again_from(0)
+    job.wait(LEASE_S, heard=(0,))
+    assert {line["rank"] for line in job.told("death_seen")} == {1, 2, 3}
+
+
+def test_half_of_the_ranks_that_go_silent_together_are_dead_after_a_lease() -> None:
+    """A node of two: to wait longer would help nobody."""
+    job = heard_again_from(0, 1)
+    assert {line["rank"] for line in job.told("death_seen")} == {2, 3}
