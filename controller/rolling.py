@@ -30,7 +30,7 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
     if isinstance(verdict, Refusal) and now < (known_at := _known_at(state, fault)):
-        return replace(state, fault=replace(fault, round_deadline=known_at))
+        return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
     out.append(Journal("frozen", frozen_fields(state)))
     if isinstance(verdict, Refusal):
         return refuse(state, _with_what_failed(fault, verdict), now, out)

@@ -196,6 +196,19 @@ def test_a_rank_that_is_heard_again_after_the_rounds_time_is_counted() -> None:
     assert job.told("decided")[0]["able"] == (0, 1, 2)
 
 
+def test_a_rank_that_went_silent_in_an_update_which_does_not_end_is_known_after_its_lease() -> None:
+    """The wait for the update is over then: its deadline has passed, and the driver must not come again and again until then."""
+    job = ControllerBench(freeze_timeout_s=0.5, progress_timeout_s=1.0)
+    job.say(killed(3))
+    job.say(report(0, 1, READY, 7), report(1, 1, UPDATING, 7, closed=False, records=[7]), report(2, 1, READY, 7))
+    job.wait(0.5, heard=(0, 1, 2))
+    job.close(1)
+    job.wait(0.6, heard=(0, 2))
+    assert job.told("awaiting_updates") and job.at(Stage.FREEZING)
+    job.wait(LEASE_S, heard=(0, 2))
+    assert "rank 1, dead" in job.told("refused")[0]["reason"]
+
+
 def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
     """Only that of rank 1 can make a state whole."""
     job = ControllerBench()
