@@ -21,8 +21,10 @@ from ttp.optim.split import gradient_of, local_of
 from ttp.optim.wires import BucketMemory, Wires, Works
 
 SCATTERING = 2
-"""Reduce-scatters under way at most. The next bucket waits for the oldest: gloo's point-to-point works are not known to be
-done before somebody waits for them, and what is received has memory of its own until then."""
+"""Reduce-scatters under way when another bucket is launched, at most: gloo's point-to-point works are not known to be done before
+somebody waits for them, and what is received has memory of its own until then. Hooks wait for none, they leave the other
+buckets to `finish`: a peer that does not reach a parameter launches its bucket only there, and may meet this rank in a
+collective of the backward pass before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +143,8 @@ class GradBuckets:
             if place.bucket >= self._next and (place.stale or (self._direct and place.param.grad is None)):
                 place.view.zero_()
         while self._next < len(self._buckets):
+            if len(self._scattering) > SCATTERING:
+                self._exchange()
             self._launch()
         while self._scattering:
             self._exchange()
@@ -179,12 +183,10 @@ class GradBuckets:
             return
         place.arrived = True
         self._missing[place.bucket] -= 1
-        while self._next < len(self._buckets) and not self._missing[self._next]:
-            self._launch()
-        while self._scattering and (
-            len(self._scattering) > SCATTERING or all(work.is_completed() for work in self._scattering[0][1])
-        ):
+        while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
             self._exchange()
+        while self._next < len(self._buckets) and not self._missing[self._next] and len(self._scattering) <= SCATTERING:
+            self._launch()
 
     def _collect(self, place: _Place) -> None:
         if self._direct:

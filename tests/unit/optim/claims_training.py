@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.unit.optim.material import (
@@ -217,6 +219,39 @@ def gradients_survive_careless_clearing() -> None:
     optimizer.step()
     optimizer.close()
     straight.close()
+
+
+class _Meeting(torch.autograd.Function):
+    """A layer whose backward pass is a collective, as that of experts or of a tensor that is split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def backward_waits_for_no_peer_and_received_slots_have_room_for_three_buckets() -> None:
+    """Rank 1 does not reach the parameters of the first buckets: it launches all of them at the end, behind a collective of its backward."""
+    torch.manual_seed(job.seed)
+    layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(10))
+    optimizer = TTPReplicaOptimizer(layers.named_parameters(), torch.optim.SGD, replicas=1, bucket_bytes=1024, lr=0.1)
+    assert len(optimizer.layout.buckets) == 10
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = _Meeting.apply(layers[0](torch.ones(2, 16)))  # type: ignore[no-untyped-call]
+        for layer in layers[1 : 10 if job.rank == 0 else 9]:
+            x = layer(x)
+        backward(x.sum())
+        optimizer.step()
+    (part,) = optimizer._parts
+    spare = part.wires._row._spare  # type: ignore[attr-defined]
+    assert sum(tensor.nbytes for tensor in spare) <= 3 * 1024 * (job.world - 1) // job.world
+    optimizer.close()
 
 
 def three_replicas_are_identical() -> None:

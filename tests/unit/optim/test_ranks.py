@@ -58,6 +58,10 @@ def test_a_process_does_not_grow(run_ranks: Callable[..., None]) -> None:
     run_ranks(4, "a_process_does_not_grow")
 
 
+def test_ranks_that_reach_other_parameters(run_ranks: Callable[..., None]) -> None:
+    run_ranks(2, "backward_waits_for_no_peer_and_received_slots_have_room_for_three_buckets")
+
+
 def test_three_replicas(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "three_replicas_are_identical")
 
