@@ -118,16 +118,23 @@ class JournalTail:
         found = [*self._log_dir.glob("journal_*.jsonl"), *self._log_dir.glob("standby_*_*.jsonl")]
         for path in sorted((*self._log_dir.glob("earlier/*.jsonl"), *found)):
             place = int(path.stem.rpartition("_")[2]) if "standby" in path.stem else 0
+            for text in self._added(path).splitlines():
+                line = json.loads(text)
+                yield {**line.get("fields", {}), **line, "controller": place}
+
+    def _added(self, path: Path) -> bytes:
+        """Return the whole lines that a file has got; none where it was moved aside just now, as the next look finds it there."""
+        try:
             with open(path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 begin = self._read.get(inode, 0)
                 file.seek(begin)
                 content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            self._read[inode] = begin + len(whole)
-            for text in whole.splitlines():
-                line = json.loads(text)
-                yield {**line.get("fields", {}), **line, "controller": place}
+        except FileNotFoundError:
+            return b""
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read[inode] = begin + len(whole)
+        return whole
 
 
 class Watch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ttp.chaos.watch import Watch
 from ttp.controller.journal import set_aside
 
@@ -38,3 +40,23 @@ def test_a_journal_that_a_later_launch_has_moved_aside_is_read_to_its_end(tmp_pa
     path.write_text(line(4.0))
     assert sorted(each["unix_s"] for each in watch.look()) == [3.0, 4.0]
     assert watch.look() == []
+
+
+def test_a_journal_that_is_moved_aside_between_two_looks_at_its_folder_is_read_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that begins moves it between the harness' listing and its opening."""
+    watch, path = Watch(), tmp_path / "journal_0.jsonl"
+    watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
+    path.write_text(json.dumps({"unix_s": 1.0, "event": "assembled", "fields": {"world_size": 2}}) + "\n")
+    listing = Path.glob
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        found = list(listing(folder, pattern))
+        if pattern.startswith("earlier"):
+            set_aside(path)
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert watch.look() == []
+    assert [line["unix_s"] for line in watch.look()] == [1.0]
