@@ -6,7 +6,8 @@ that to every process of a job, and Ctrl-C of a terminal does not reach it: it h
 
 `--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
 standby that nobody has come to, and so does the end of all its guardians; SIGTERM does not while one of them runs. A first
-controller has the rank that started it as a guardian, and ends with it in the same way while no rank is attached and none was.
+controller has the rank that started it as a guardian, and ends after it in the same way until its ranks have assembled, while
+none is attached.
 
 Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
 """
