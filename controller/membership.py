@@ -186,7 +186,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     """
     if members.present == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, []
+    newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, 0
     late_at = now - CUT_OFF_HEARTBEATS * settings.heartbeat_s
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
@@ -194,8 +194,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
         since = max(member.heard, members.amnesty)
         suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
         last_heard = max(last_heard, member.heard)
-        if member.heard < late_at:
-            unheard.append(member.heard)
+        unheard += member.heard < late_at
         if now >= dead_at:
             run_out.append(rank)
         elif member.suspect or now >= suspect_at:
@@ -211,7 +210,8 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
         # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
         # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)
-    if run_out and welcomed and 2 * len(unheard) > members.alive and members.amnesty < max(unheard):
+    most_unheard = welcomed and 2 * unheard > members.alive
+    if run_out and most_unheard and members.amnesty < max(members.table[rank].heard for rank in run_out):
         # Most have not been heard for that long: it was cut off, and their words are under way behind those of the first. They
         # get a lease more, once: they may have died together.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)

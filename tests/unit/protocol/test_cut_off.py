@@ -42,3 +42,15 @@ def test_half_of_the_ranks_that_go_silent_together_are_dead_after_a_lease() -> N
     """A node of two: to wait longer would help nobody."""
     job = heard_again_from(0, 1)
     assert {line["rank"] for line in job.told("death_seen")} == {2, 3}
+
+
+def test_a_rank_that_is_heard_now_and_then_does_not_keep_the_dead_alive() -> None:
+    """Those whose leases end have had the lease more; that another of the many was heard since is no reason for a third one."""
+    job = ControllerBench()
+    job.wait(0.5)
+    for until_s in (1.8, 4.7):
+        job.wait(until_s - job.now, heard=(0,))
+        job.say(Heartbeat(1, COMPUTE, 1))
+    assert not job.told("death_seen")
+    job.wait(0.6 + 2 * LEASE_S - job.now, heard=(0,))
+    assert {line["rank"] for line in job.told("death_seen")} == {2, 3}
