@@ -16,9 +16,10 @@
 
 Every message says what, who, got, wanted, and what to do next.
 
-Two kinds of failure at a start: what stays wrong until somebody corrects it (ConfigError, LayoutError, DatasetError,
-CheckpointError; STAY_WRONG below: ttprun makes no restart, and a program that catches them ends with status 2), and faults, which the next start may not meet
-(ControllerError; status 75). A controller's port that is taken is a fault too: who holds it may leave.
+Two kinds of failure at a start: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
+program that catches them ends with status 2), and faults, which the next start may not meet (ControllerError; status 75). A
+controller's port that is taken is a fault too: who holds it may leave. A CheckpointError may be either, as what it is about
+may be a disk: the bundled trainer ends with status 2, and of another program ttprun makes restarts while they are of use.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ControllerError(TTPError):
     """The controller could not be started, or was lost before the ranks had assembled: a fault, the next start may do better."""
 
 
-STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointError)
+STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointMismatch)
 """Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
 
 

@@ -40,3 +40,9 @@ def test_an_error_of_the_same_name_is_another_librarys() -> None:
     theirs = Recorded("ConfigError: no such key", "...\nsomelib.errors.ConfigError: no such key")
     fault = Recorded("ControllerError: its port is taken", "...\nttp.errors.ControllerError: its port is taken")
     assert refusal({0: 1}, {0: theirs}) == refusal({0: 1}, {0: fault}) == ""
+
+
+def test_a_checkpoint_error_may_be_a_disks() -> None:
+    """It may go better next time: a file system that was away, a file that a node could not take."""
+    told = Recorded("CheckpointError: no space left", "...\nttp.errors.CheckpointError: no space left\n")
+    assert refusal({0: 1}, {0: told}) == ""
