@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ttp.errors import STAY_WRONG, ConfigError, ControllerError, TTPError
+from ttp.errors import STAY_WRONG, CheckpointError, ConfigError, ControllerError, TTPError
 
 from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TTPError as exc:
         print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
         error_file.record(exc)
-        return 2 if isinstance(exc, STAY_WRONG) else 1
+        return 2 if isinstance(exc, (*STAY_WRONG, CheckpointError)) else 1
     except KeyboardInterrupt:
         return 130
     return 0
