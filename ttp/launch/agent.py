@@ -367,8 +367,8 @@ class HoldAgent(LocalElasticAgent):
         return RunResult(state=result.state, return_values=result.return_values, failures=failures)
 
     def _judge(self, round_: Round, result: RunResult, max_restarts: int) -> None:
-        """Say in one line what happened and what comes, with the root cause's traceback where nobody else shows it; have the restart wait when the start
-        was for nothing, and allow none when it could change nothing."""
+        """Say in one line what happened and what comes, with the root cause's traceback where nobody else shows it.
+        Have the restart wait when the start was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
         root = next(iter(result.failures), None)
         round_.raised = recorded_by(result.failures)

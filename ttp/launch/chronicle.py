@@ -80,7 +80,8 @@ class Chronicle:
         self, story_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
     ) -> None:
         """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first start, or of a later one
-        whose journals are elsewhere, when it can be written no more). Lines wait for a place, or for room. `launch`: names this launcher in each: others append."""
+        whose journals are elsewhere, when it can be written no more). Lines wait for a place, or for room. `launch`: names this
+        launcher in each: others append."""
         self._launch = launch
         self._story_path = story_path
         self._next_story_path: Path | None = None

@@ -127,8 +127,8 @@ def fault_of(
     """Tell the fault of a start from all its controllers' lines; None if there was none.
 
     `exits`: how workers on this node ended that failed by themselves, as the launcher saw it; `first_exit_unix_s`: when it
-    saw the first of them. raised: what they recorded. pids: of this node's workers. one_node: no other node has a journal of this start. elsewhere: what
-    ended it on another node, as that one's launcher said.
+    saw the first of them. raised: what they recorded. pids: of this node's workers. one_node: no other node has a
+    journal of this start. elsewhere: what ended it on another node, as that one's launcher said.
     """
     exits, raised = dict(exits), dict(raised or {})
     for rank in raised.keys() & exits.keys():

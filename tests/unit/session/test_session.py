@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +150,16 @@ def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller
     caplog.clear()
     session.close()
     assert controller.wait(0.0) == 0 and caplog.text == ""
+
+
+def test_the_controller_knows_the_rank_that_started_it(tmp_path: Path) -> None:
+    """With it ends a controller that no rank has come to."""
+    _, _, session = new_run(tmp_path, ON)
+    assert session._protection is not None and session._protection._controller is not None
+    controller = session._protection._controller
+    words = Path(f"/proc/{controller.pid}/cmdline").read_text().split("\0")
+    assert words[words.index("--guardian") + 1] == str(os.getpid())
+    session.close()
 
 
 class AskedController:
