@@ -230,16 +230,21 @@ def _take_work_back(state: ControllerState, rank: int, now: float, out: list[Eff
 def _name_death(
     state: ControllerState, rank: int, member: Member, cause: Cause, now: float, out: list[Effect]
 ) -> ControllerState:
-    """More became known of a death that was seen already: the status after `exiting`, or that a silent rank is gone."""
+    """More became known of a death that was seen already: its status, why it was killed, or that a silent rank is gone."""
     assert member.dead is not None
     gone = replace(member, attached=False)
-    if member.dead.text == EXITING_TEXT and cause.text != EXITING_TEXT:
+    if says_more(member.dead.text, cause.text):
         out.append(Journal("death_named", {"rank": rank, "text": cause.text}))
         gone = replace(gone, dead=cause)
         if state.fault is not None:
             causes = tuple(cause if known is member.dead else known for known in state.fault.causes)
             state = replace(state, fault=replace(state.fault, causes=causes))
     return replace(state, members=update(state.members, rank, gone))
+
+
+def says_more(known: str, told: str) -> bool:
+    """Say whether an agent now knows better how a process has ended: the status, or why it was killed."""
+    return told != known and (known == EXITING_TEXT or told.startswith(known))
 
 
 def _left_in_peace(state: ControllerState, rank: int, member: Member, now: float, out: list[Effect]) -> ControllerState:

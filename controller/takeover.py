@@ -17,7 +17,7 @@ from .coverage import coverage_of, named, survives, warnings
 from .events import Effect, Fields, Journal, Supersede
 from .leaving import finish_job, leave, over
 from .membership import SUSPECT_AFTER, bury, forgive, update
-from .presence import CLEAN_EXIT_TEXT, EXITING_TEXT, fault_line, register
+from .presence import CLEAN_EXIT_TEXT, EXITING_TEXT, fault_line, register, says_more
 from .rounds import add_cause, begin_fault
 from .state import ControllerState, Fault, Stage
 
@@ -56,7 +56,7 @@ def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list
         fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": "", "pid": message.pid}
         out.append(Journal("left" if in_peace else "death_seen", fields))
         members = bury(members, rank, cause, True, now)
-    elif member.dead.text != EXITING_TEXT:
+    elif not says_more(member.dead.text, cause.text):
         return state
     finished = member.finished or in_peace
     members = update(members, rank, replace(members.table[rank], dead=cause, finished=finished))

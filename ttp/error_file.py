@@ -2,7 +2,7 @@
 
 torch's `@record` writes the file TORCHELASTIC_ERROR_FILE, and scripts that do not use it end with a bare exit code 1.
 `install` does the same for them. The form is that of torch's handler; a file that is there already is not replaced. Never
-changes what the process prints, nor its exit status.
+changes what the process prints, nor its exit status; `before_end` may have somebody else called first, who does.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from ttp.config import error_file
 
 _path = ""
 """The file of this process; empty: the hook is not installed."""
+_before_end: Callable[[BaseException], None] | None = None
 
 
 def install() -> None:
@@ -31,6 +33,21 @@ def install() -> None:
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         record(exc)
+        previous(kind, exc, trace)
+
+    sys.excepthook = hook
+
+
+def before_end(call: Callable[[BaseException], None]) -> None:
+    """Have `call` called with the exception that ends this process, before its traceback is printed (once, for good)."""
+    global _before_end
+    if _before_end is not None:
+        return
+    _before_end = call
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+        call(exc)
         previous(kind, exc, trace)
 
     sys.excepthook = hook

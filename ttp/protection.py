@@ -114,12 +114,17 @@ class Protection:
                 return False
         return True
 
+    @property
+    def released(self) -> bool:
+        """Say whether it is settled what becomes of the job, so that nobody needs this rank any more."""
+        return self.processor.wait_for_verdict(0.0)
+
     def hold(self) -> None:
         """Stay as a holder: this thread has nothing left to do. Returns only when nobody will end the process any more."""
         self.processor.wait_for_verdict()
 
     def hold_after(self, exc: BaseException) -> None:
-        """Tell the controller that `train` raised and stay as a holder. Returns when the exception may go on; a rank whose
+        """Tell the controller that training raised and stay as a holder. Returns when the exception may go on; a rank whose
         peer was the cause leaves with status 75 instead."""
         cause = cause_of(self._rank, type(exc).__name__, str(exc))
         if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
@@ -127,7 +132,7 @@ class Protection:
         if cause.kind is CauseKind.EXCEPTION:
             kept = exc if log.hasHandlers() else None  # else stderr has the traceback when the process ends
             log.error(
-                "rank %d: train raised %s; holding this rank's shards for the others",
+                "rank %d: training raised %s; holding this rank's shards for the others",
                 self._rank,
                 cause.text,
                 exc_info=kept,
@@ -144,6 +149,17 @@ class Protection:
         """`train` returned: stay as a holder until every rank's has."""
         self.processor.finished()
 
+    def part(self, exc: BaseException | None) -> None:
+        """The session ends, and no `train` has returned: wait until all ranks' sessions end, and go on then whatever has become of
+        the others. Or, with an exception on its way, until the state is safe."""
+        if self.released:
+            return
+        if exc is not None:
+            self.hold_after(exc)
+            return
+        self.processor.release_at_exit()
+        self.processor.finished()
+
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone.
 
@@ -151,7 +167,7 @@ class Protection:
         ranks may still need (this one's training has not come to its end) is left to them, and not waited for; an idle standby then
         ends after this process and its launcher.
         """
-        settled = self.processor.wait_for_verdict(0.0)
+        settled = self.released
         self._notice.close()
         self.processor.stop()
         if self._standby is not None and settled:

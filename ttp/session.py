@@ -25,6 +25,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +96,16 @@ def start(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
     error_file.install()
+    error_file.before_end(_hold)
     session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
     _current = session
     return session
+
+
+def _hold(exc: BaseException) -> None:
+    """An exception ends the process that no `ttp_to_persist` has seen."""
+    if _current is not None and _current.pid == os.getpid():  # not in a child that was forked
+        _current.hold_after(exc)
 
 
 def current_session() -> Session:
@@ -127,6 +135,7 @@ class Session:
         self.optimizer = optimizer
         self.settings = settings
         self.rank, self.world_size = world()
+        self.pid = os.getpid()
         if isinstance(save_dirs, str | os.PathLike):
             save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
         named = [str(Path(directory).resolve()) for directory in save_dirs]
@@ -143,7 +152,7 @@ class Session:
             rank=self.rank,
             world_size=self.world_size,
             host=settings.host,
-            pid=os.getpid(),
+            pid=self.pid,
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
             publisher=publisher,
@@ -296,8 +305,9 @@ class Session:
             )
 
     def hold_after(self, exc: BaseException) -> None:
-        """Keep this rank as a holder after `train` raised; returns when the exception may go on."""
-        if self._protection is not None:
+        """Keep this rank as a holder after `train` raised; returns when the exception may go on, at once where it is decided already
+        what becomes of the job."""
+        if self._protection is not None and not self._protection.released:
             self._protection.hold_after(exc)
 
     def hold_until_all_finish(self) -> None:
@@ -307,9 +317,16 @@ class Session:
             self._protection.finished()
 
     def close(self) -> None:
-        """Stop this process's part; afterwards nothing is protected and `ttp.start` may be called again."""
+        """Stop this process's part (all ranks call); afterwards nothing is protected and `ttp.start` may be called again.
+
+        For a trainer without `ttp_to_persist` this is its end: the rank stays as a holder until all ranks have called it, or, where an
+        exception is on its way (`finally: session.close()`), until the state is safe.
+        """
         global _current
         if self._protection is not None:
+            if not self._over:
+                self._over = True
+                self._protection.part(sys.exception())
             self._protection.close()
         self._faults.close()
         self._directories.release()

@@ -38,7 +38,7 @@ def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> N
     assert "rank 0: left for the restart (exit code 75)" in console, console
     assert "ranks 0-1: told to leave, and left (exit code 76)" in console, console
     (seen,) = [line for line in job.journals()[0] if line["event"] == "death_seen" and line["rank"] == 1]
-    assert (seen["kind"], seen["text"], seen["pid"]) == ("exited", "exiting", victim)
+    assert (seen["kind"], seen["text"], seen["pid"]) == ("exited", "signal SIGKILL", victim)
     saved = [line["step"] for start in job.journals() for line in start if line["event"] == "published"]
     assert len(saved) == 2 and saved[1] >= job.last_step() > saved[0] >= 3, console
     assert job.leftovers() == []

@@ -28,7 +28,7 @@ from rich.text import Text
 from ttp.console import open_console
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
-from ttp.launch.fault_story import FaultStory, Line, false_alarms, fault_of, leading_lines
+from ttp.launch.fault_story import ENDED, FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
@@ -39,6 +39,11 @@ STORY_NAME = "story.jsonl"
 WRITE_S = 1.0
 """How long the launcher waits, while it holds ranks, for a line to be written."""
 _NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
+_UNANNOUNCED = (
+    "the ranks have ended with exit code 0, and never told their controller that training was over, so that it took them for dead;"
+    " nothing is lost. Decorate the training function with ttp.ttp_to_persist, or call close() on all ranks at its end: until then"
+    " a rank that dies in the last step still finds its replicas"
+)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """What a journal that is missing, cut off or altered may raise."""
 
@@ -71,6 +76,8 @@ class Ending:
     one_node: bool = True
     elsewhere: str | None = ""
     """What ended the start on another node, in the words of that one's launcher; None: something has, and it is not known what."""
+    succeeded: bool = False
+    """All workers on this node have ended with status 0."""
 
 
 class Chronicle:
@@ -300,6 +307,9 @@ class Chronicle:
         )
         if story is None:
             return bool(lines) or ending.elsewhere is not None
+        if ending.succeeded and left_unannounced(story, ending.pids):
+            log.warning("start %d: %s", start.number, _UNANNOUNCED)
+            return True
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
         story = replace(story, next=ending.next, began_unix_s=story.began_unix_s or self._clock())
@@ -395,6 +405,13 @@ def read_start(log_dir: Path, start: Start) -> list[Line]:
             read = [json.loads(line) for line in file if line.endswith("\n")]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= start.begun_unix_s]
     return leading_lines(lines)
+
+
+def left_unannounced(story: FaultStory, pids: Mapping[int, int]) -> bool:
+    """Say whether a fault of a start whose workers here (`pids`) have all succeeded was none: ranks here left without a word, and
+    nothing was saved for a restart."""
+    ranks = {culprit.rank for culprit in story.culprits}
+    return story.saved is None and not story.elsewhere and story.kind in ENDED and bool(ranks) and ranks <= set(pids)
 
 
 def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> Table:

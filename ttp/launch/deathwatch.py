@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ttp.launch.processes import LOST, Lost, exit_status, status_text
+from ttp.launch.processes import LOST, Lost, exit_status, status_of, status_text
 
 PF_EXITING = 0x4
 """Bit of the flags in `/proc/<pid>/stat`: the kernel has begun to end the process (include/linux/sched.h)."""
@@ -32,6 +32,11 @@ _SHORT_S = 0.05
 
 _GONE = (errno.ENOENT, errno.ESRCH)
 
+_WHOLE_LINE = 1024
+_EXIT_CODE = 49
+"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it together with PF_EXITING, and tells it to whoever
+may trace the process; others read 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -42,7 +47,7 @@ class Death:
     seen_unix_s: float
     seen_monotonic_s: float
     text: str
-    """`exiting`, then `signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known."""
+    """`signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known; `exiting` as long as the kernel does not tell."""
     status: int | None
     settled: bool
     """The process has ended altogether: nothing more will be learnt."""
@@ -65,6 +70,9 @@ class Probe(Protocol):
 
     def gone(self) -> bool:
         """Say whether the process has ended altogether. It need not be a child."""
+
+    def status(self) -> int | None:
+        """Return the status with which a process that begins to end will have ended; None: it is not told, or 0."""
 
     def close(self) -> None: ...
 
@@ -105,6 +113,14 @@ class FlagsProbe:
             return []
         return line.rpartition(b")")[2].split(None, 7)
 
+    def status(self) -> int | None:
+        try:
+            line = os.pread(self._file, _WHOLE_LINE, 0) if self._file is not None else b""
+        except OSError:
+            return None
+        fields = line.rpartition(b")")[2].split()
+        return status_of(int(fields[_EXIT_CODE])) if len(fields) > _EXIT_CODE else None
+
     def ending(self) -> bool:
         try:
             fields = self._fields()
@@ -137,6 +153,10 @@ class StatusProbe:
 
     def gone(self) -> bool:
         return self.ending()
+
+    def status(self) -> int | None:
+        status = exit_status(self._pid)
+        return None if isinstance(status, Lost) else status or None
 
     def close(self) -> None:
         pass
@@ -256,6 +276,10 @@ class DeathWatch:
     def _ending(self, rank: int) -> bool:
         return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).ending()
 
+    def _told(self, rank: int) -> int | None:
+        with self._changed:
+            return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).status()
+
     def _look(self, rank: int) -> None:
         before = self._deaths.get(rank)
         with self._changed:
@@ -266,7 +290,8 @@ class DeathWatch:
         if followed is not None and not followed.gone():
             status = None
         if before is None:
-            text = "exiting" if status is None else status_text(status)
+            told = status if status is not None else self._told(rank)
+            text = "exiting" if told is None else status_text(told)
             death = Death(rank, pid, time.time(), time.monotonic(), text, None, False)
         elif status is None:
             return

@@ -27,7 +27,7 @@ _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover
 _PEER = "peer_error"
 _NOTICE = "preempted"
 _EXITING = "exiting"
-_ENDED = ("exited", "silent")
+ENDED = ("exited", "silent")
 """Kinds that say that a rank is gone, and not why."""
 
 
@@ -201,7 +201,7 @@ def _kind(fault: Sequence[Line], culprits: Collection[int], exits: Collection[in
     """Return the root cause's kind, in the controller's newest words. The launcher may know better: culprits ended by themselves,
     which a controller that only suspected them did not live to hear; or by an exception that they did not tell it."""
     told = _told_kind(fault, set(culprits) & set(exits))
-    return "exception" if told in _ENDED and culprits and set(culprits) <= set(raised) else told
+    return "exception" if told in ENDED and culprits and set(culprits) <= set(raised) else told
 
 
 def _told_kind(fault: Sequence[Line], ended: set[int]) -> str:

@@ -63,6 +63,12 @@ def exit_status(pid: int) -> int | Lost | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
+def status_of(code: int) -> int | None:
+    """Return the exit status in the kernel's word for it (`exit_code`, as of wait(2)); None: 0 may say as well that it is not told."""
+    number, exited = code & 0x7F, (code >> 8) & 0xFF
+    return -number if number else exited or None
+
+
 def status_text(status: int | Lost) -> str:
     """Name an exit status for people: `signal SIGKILL`, `exit code 1`."""
     if isinstance(status, Lost):

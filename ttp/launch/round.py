@@ -454,6 +454,7 @@ class Round:
             pids=self.processes,
             one_node=self._nodes == 1,
             elsewhere=self._elsewhere(),
+            succeeded=self.succeeded(),
         )
         self._chronicle.end(self._start, ending)
 

@@ -118,6 +118,9 @@ def test_exiting_is_reported_before_the_cause_is_known(monkeypatch: pytest.Monke
         def gone(self) -> bool:
             return freed.is_set()
 
+        def status(self) -> None:
+            return None
+
         def close(self) -> None:
             pass
 
@@ -141,6 +144,45 @@ def test_the_flags_of_this_living_process_are_clean() -> None:
     probe = FlagsProbe(os.getpid())
     assert not probe.ending()
     probe.close()
+
+
+@probes
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, 75, 0], ids=str)
+def test_how_a_process_ends_is_told_without_waiting_for_its_end(
+    spawn: Callable[..., subprocess.Popen[bytes]], probe: Callable[[int], Probe], end: int
+) -> None:
+    """A signal or an exit code; the kernel says 0 to those as well that it does not tell, so that counts for nothing."""
+    child = spawn("sh", "-c", f"read line; exit {end}")
+    look = probe(child.pid)
+    assert look.status() is None, "it runs"
+    assert child.stdin is not None
+    if isinstance(end, signal.Signals):
+        child.send_signal(end)
+    else:
+        child.stdin.write(b"go\n")
+        child.stdin.flush()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look.status() == (-end if isinstance(end, signal.Signals) else end or None)
+    look.close()
+
+
+@linux
+def test_a_big_process_is_named_while_the_kernel_still_frees_it() -> None:
+    """From its flags and the kernel's word for its end alone: nobody can wait for it before its memory is free."""
+    code = "import sys; held = bytearray(b'x') * (1 << 29); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    with child.stdin, child.stdout:
+        child.stdout.readline()
+        probe = FlagsProbe(child.pid)
+        child.kill()
+        while not probe.ending():
+            pass
+        told, freed = probe.status(), exit_status(child.pid)
+        child.wait()
+        probe.close()
+    assert told == -signal.SIGKILL
+    assert freed is None, "it was freed before the first look: the test has shown nothing"
 
 
 @linux

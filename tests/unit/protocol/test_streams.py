@@ -283,6 +283,14 @@ def test_a_death_that_was_named_is_not_named_again() -> None:
     assert job.told("death_named") == [{"rank": 1, "text": SIGKILL}]
 
 
+def test_why_a_rank_was_killed_is_added_to_the_signal() -> None:
+    job = ControllerBench()
+    job.say(killed(1, SIGKILL), killed(1, f"{SIGKILL}, out of memory"), killed(1, SIGKILL))
+    assert job.told("death_named") == [{"rank": 1, "text": f"{SIGKILL}, out of memory"}]
+    assert job.state.fault is not None
+    assert [cause.text for cause in job.state.fault.causes] == [f"{SIGKILL}, out of memory"]
+
+
 def test_naming_one_death_leaves_the_other_causes_as_they_are() -> None:
     job = ControllerBench()
     job.say(killed(1, "exiting"), fault(0, CauseKind.EXCEPTION), killed(1, SIGKILL))

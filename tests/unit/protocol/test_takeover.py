@@ -125,13 +125,13 @@ def test_while_nobody_that_came_is_heard_the_others_are_waited_for() -> None:
 def test_exiting_is_not_the_last_word_on_a_death() -> None:
     job = standby()
     job.say(killed(3, "exiting"), killed(3, "signal SIGKILL"))
-    job.say(killed(3, "exit code 1"))
+    job.say(killed(3, "exit code 1"), killed(3, "signal SIGKILL, out of memory"))
     for rank in range(3):
         job.say(coming(rank))
     job.all_report(7, ranks=(0, 1, 2))
     job.all_write(job.orders())
     _, order = job.publish_order()
-    assert order.cause.text == "signal SIGKILL" and order.cause.ranks == (3,)
+    assert order.cause.text == "signal SIGKILL, out of memory" and order.cause.ranks == (3,)
     assert len(job.told("death_seen")) == 1
 
 
