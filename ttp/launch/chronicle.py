@@ -25,6 +25,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ttp.checkpoint.durable import step_of_directory
 from ttp.console import open_console
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
@@ -78,6 +79,8 @@ class Ending:
     """What ended the start on another node, in the words of that one's launcher; None: something has, and it is not known what."""
     succeeded: bool = False
     """All workers on this node have ended with status 0."""
+    first_step: int | None = None
+    """The first step that the start has finished; None: not known, or none."""
 
 
 class Chronicle:
@@ -113,6 +116,8 @@ class Chronicle:
         self._introduced = -1
         self._rows: Any = None
         self._stories: list[FaultStory] = []
+        self._again = 0
+        """Steps that a start has trained again though the fault before it had left them whole: its checkpoint was of no use any more."""
         self._false_alarms = 0
         self._lost_s = 0.0
         self._down_since_unix_s: float | None = None
@@ -217,7 +222,7 @@ class Chronicle:
             faults=len(told),
             false_alarms=self._false_alarms,
             saved_steps=tuple(step for _, step, _ in told if step is not None),
-            steps_lost=sum(lost or 0 for lost in losses),
+            steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
             unknown_losses=sum(lost is None for lost in losses),
             lost_s=round(self._lost_s + others.lost_s, 3),
             lasted_s=round(now - begun, 3),
@@ -294,6 +299,8 @@ class Chronicle:
             self._story_beside(ending.log_dir)
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
+        if ending.first_step is not None:
+            self._compare(start.number, ending.first_step)
         self._false_alarms += false_alarms(lines)
         story = fault_of(
             start.number,
@@ -318,6 +325,21 @@ class Chronicle:
         self._write("fault", asdict(story))
         self._print(fault_lines(story))
         return True
+
+    def _compare(self, start: int, first_step: int) -> None:
+        """Say where a start has not gone on where the fault before it had left off: something was wrong with that checkpoint."""
+        left = next((story for story in reversed(self._stories) if story.start < start), None)
+        kept = (left.saved.step if left.saved else step_of_directory(Path(left.goes_on_from))) if left else None
+        if left is None or kept is None or first_step > kept:
+            return
+        self._again += kept - first_step + 1
+        fields = {"start": start, "first_step": first_step, "kept_step": kept, "steps": kept - first_step + 1}
+        self._write("again", fields)
+        log.warning(
+            "start %d went on with step %d, though step %d was left by the fault in start %d: %s trained again; why %s was of no use,"
+            " its ranks have said as they began",
+            start, first_step, kept, left.start, counted(kept - first_step + 1, "step"), left.goes_on_from,
+        )  # fmt: skip
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:

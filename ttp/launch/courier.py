@@ -21,6 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
+from ttp.progress import progress_key
 from ttp.standby import MOST_STANDBYS, standby_key
 
 log = logging.getLogger("ttp.launch")
@@ -107,6 +108,7 @@ class Courier:
         self._link: Link | None = None
         self._entry: ControllerEntry | None = None
         self._log_dir: Path | None = None
+        self._first_step: int | None = None
         self._told: list[Death] = []
         self._begun = self._done = 0
         """The number of the last look into the store that has begun, and of the last one that was answered."""
@@ -133,6 +135,12 @@ class Courier:
         """Where rank 0 said that this start's journals are, on its node."""
         with self._lock:
             return self._log_dir
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step that this start's ranks have finished; None: they have said of none."""
+        with self._lock:
+            return self._first_step
 
     @property
     def connected(self) -> bool:
@@ -229,6 +237,7 @@ class Courier:
             self._look_for_standbys(store)
             self._look_for_log_dir(store)
             self._look_for_processes(store)
+            self._look_for_first_step(store)
             with self._lock:
                 self._done, self._answered_s, self._trouble = self._begun, time.monotonic(), ""
                 self._lock.notify_all()
@@ -288,6 +297,13 @@ class Courier:
             return
         known, self._processes_known = self._processes_known, None
         known({rank: store.get(key).decode() for rank, key in keys.items()})
+
+    def _look_for_first_step(self, store: Store) -> None:
+        key = progress_key(self._job_store.round_number)
+        if self.first_step is None and store.check([key]):
+            found = int(store.get(key))
+            with self._lock:
+                self._first_step = found
 
     def _call(self, entry: ControllerEntry) -> Link | None:
         try:

@@ -20,6 +20,8 @@ class Earlier:
     faults: tuple[StoryLine, ...]
     lost_s: float
     """From each of these faults until the next start, where there was one."""
+    again: int
+    """Steps that starts trained again which others told of, though the fault before had left them whole."""
     begun_unix_s: float | None
     """When start 0 was told; None: it was not."""
 
@@ -33,8 +35,10 @@ def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int) -> Earl
         back = next((line for line in job if line["event"] == "start" and line["start"] > fault["start"]), None)
         if back is not None and fault["began_unix_s"]:
             lost_s += max(0.0, float(back["unix_s"]) - float(fault["began_unix_s"]))
+    first = lines.index(job[0]) if job else len(lines)
+    again = sum(line["steps"] for line in lines[first:] if line["event"] == "again" and line["start"] not in own)
     begun = float(job[0]["unix_s"]) if job and job[0]["start"] == 0 else None
-    return Earlier(faults=tuple(faults), lost_s=lost_s, begun_unix_s=begun)
+    return Earlier(faults=tuple(faults), lost_s=lost_s, again=again, begun_unix_s=begun)
 
 
 def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
@@ -45,7 +49,7 @@ def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
     job: list[StoryLine] = []
     place = (last, 1)
     for line in reversed(lines):
-        if line["event"] in ("hold", "held", "left"):  # of a launcher that tells of itself only
+        if line["event"] in ("hold", "held", "left", "again"):  # of a launcher itself, and what stands between others
             continue
         if line["event"] == "end":
             if place[0] == 0:

@@ -455,6 +455,7 @@ class Round:
             one_node=self._nodes == 1,
             elsewhere=self._elsewhere(),
             succeeded=self.succeeded(),
+            first_step=self._courier.first_step,
         )
         self._chronicle.end(self._start, ending)
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
-from ttp.launch.chronicle import Chronicle, Ending, Start, read_start
+from ttp.launch.chronicle import Chronicle, Ending, Start, left_unannounced, read_start
+from ttp.launch.fault_story import Culprit, FaultStory, Saved
 from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
@@ -443,3 +444,44 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
         "end",
     ]
     assert json.loads(texts[-1])["faults"] == 2
+
+
+def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fault's story said that no step was lost, and its checkpoint was of no use: the summary knows better."""
+    caplog.set_level(logging.WARNING, "ttp.launch")
+    for first_step, lost in ((8, 0), (None, 0), (7, 1), (1, 7)):
+        folder = tmp_path / str(first_step)
+        folder.mkdir()
+        caplog.clear()
+        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
+        chronicle.begin(here=True)
+        first = replace(ending(folder, rank_2="signal SIGKILL"), first_step=1)
+        chronicle.end(put("killed", folder), first)
+        assert "no step lost" in capsys.readouterr().err
+        chronicle.begin(here=True)
+        second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
+        chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
+        chronicle.finish("succeeded")
+        assert f"lost    {lost} step{'' if lost == 1 else 's'};" in capsys.readouterr().err
+        again = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
+        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in again]
+        assert told == ([(1, first_step, 7, lost)] if lost else [])
+        assert (f"start 1 went on with step {first_step}, though step 7 was left" in caplog.text) == bool(lost)
+
+
+def test_only_ranks_here_that_left_and_saved_nothing_are_no_fault() -> None:
+    """All workers here have succeeded, and the controller took some for dead."""
+    quiet = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(Culprit(rank=0), Culprit(rank=1)))
+    pids = {0: 70, 1: 71}
+    assert left_unannounced(quiet, pids) and left_unannounced(replace(quiet, kind="silent"), pids)
+    saved = Saved(step=7, path="/iter_0000007", bytes=1, ranks=(0,))
+    for fault in (
+        replace(quiet, saved=saved),
+        replace(quiet, kind="hung"),
+        replace(quiet, elsewhere="node b has failed"),
+        replace(quiet, culprits=()),
+        replace(quiet, culprits=(Culprit(rank=0), Culprit(rank=2))),
+    ):
+        assert not left_unannounced(fault, pids)

@@ -16,6 +16,7 @@ from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
+from ttp.progress import progress_key
 from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
@@ -213,6 +214,19 @@ def test_the_journals_folder_is_watched_until_there_was_enough_to_see(
     until(lambda: len(seen) == 3)
     courier.close()
     assert seen == [Path("/output/log")] * 3 and courier.log_dir == Path("/output/log")
+
+
+def test_the_first_step_is_known_even_when_it_came_in_the_last_moment(
+    store: TCPStore, switchboard: Switchboard
+) -> None:
+    """Of this start; a later word of it changes nothing."""
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier.start()
+    store.set(progress_key(6), "3")
+    assert courier.first_step is None
+    store.set(progress_key(7), "9")
+    courier.close(DEADLINE_S)
+    assert courier.first_step == 9
 
 
 def test_a_garbled_entry_is_not_used(

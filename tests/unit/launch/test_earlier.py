@@ -29,7 +29,7 @@ def test_the_job_of_a_launcher_that_left_goes_on() -> None:
     """Its summary stands in the middle."""
     lines = [line(1.0, "start", 0), line(2.0, "fault", 0), END, line(5.0, "start", 1)]
     assert of_this_job(lines, 1) == [lines[0], lines[1], lines[3]]
-    held = [{"unix_s": 1.5, "event": event, "start": 0} for event in ("hold", "held")]
+    held = [{"unix_s": 1.5, "event": event, "start": 0} for event in ("hold", "held", "again")]
     assert of_this_job([lines[0], *held, *lines[1:]], 1) == [lines[0], lines[1], lines[3]]
 
 
@@ -39,3 +39,12 @@ def test_faults_told_by_others_are_counted_until_the_next_start() -> None:
     found = earlier(lines, own={1}, last=1)
     assert found.faults == (lines[1],) and found.lost_s == 3.0 and found.begun_unix_s == 1.0
     assert earlier(lines[2:], own={1}, last=1).begun_unix_s is None
+
+
+def test_steps_that_others_saw_trained_again_are_added_up() -> None:
+    """Those of this job, and not those that were told here."""
+    before = [line(0.1, "start", 0), line(0.2, "again", 0, steps=100), END]
+    lines = [line(1.0, "start", 0), line(2.0, "fault", 0), line(5.0, "start", 1), line(6.0, "again", 1, steps=3)]
+    assert earlier([*before, *lines], own={2}, last=2).again == 3
+    assert earlier([*before, *lines], own={1}, last=1).again == 0
+    assert earlier([], own=(), last=0).again == 0

@@ -80,3 +80,19 @@ def test_what_is_no_failure_of_the_script_is_not_recorded(tmp_path: Path) -> Non
 def test_an_unwritable_place_changes_nothing(tmp_path: Path) -> None:
     """The traceback still goes where it went, and the exit status stays."""
     assert run(tmp_path / "missing" / "error.json") == "hook ValueError\n"
+
+
+def test_somebody_may_be_called_before_the_end() -> None:
+    """Once, with the exception, before the traceback is printed; not where the process ends by itself."""
+    code = """
+from ttp import error_file
+for _ in range(2):
+    error_file.before_end(lambda exc: print("held for", exc, flush=True))
+{end}
+"""
+    for end, wanted in (("raise ValueError('boom')", ["held for boom"]), ("raise SystemExit(1)", []), ("", [])):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(end=end)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.stdout.splitlines() == wanted
+        assert ("ValueError: boom" in done.stderr) == bool(wanted)
