@@ -235,7 +235,8 @@ def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: sig
     *_, fault, end = read_jsonl(output / "log" / "story.jsonl")
     assert fault["kind"] == "preempted" and fault["saved"]["step"] >= 4 and fault["steps_lost"] == 0
     assert fault["next"].startswith("none here: the launcher was told to end (SIG")
-    assert end["result"].startswith("ended by SIG") and end["faults"] == 1
+    assert end["result"].startswith("ended by SIG") and (end["faults"], end["notices"]) == (1, 1)
+    assert {c["cause"].partition(" got SIG")[0] for c in fault["culprits"]} == {"ttprun"}
 
 
 @pytest.mark.timeout(600)

@@ -137,6 +137,8 @@ def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path,
     assert job.leftovers() == []
     console = job.console_tail(10_000)
     assert "ranks 0-1: told to leave, and left (exit code 76)" in console and "restarting" not in console
+    assert "cause   ttprun got SIGTERM, and told the ranks to leave (SIGTERM); step " in console
+    assert "faults  0 faults, 1 notice to leave\n" in console and "Traceback" not in console
     (first,) = published_steps(job)
     assert first >= job.last_step() and "is finished" in story(job, 0, "fault_reported")[0]["text"]
 

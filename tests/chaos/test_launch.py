@@ -198,7 +198,8 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: 
         assert len(job.marked()) >= 5
         job.process.send_signal(number)
         assert job.wait() == 1
-        assert f"got signal: {number.value}" in job.text or number.name in job.text
+        assert job.text.endswith(f"ttprun: the launcher got signal: {number.value} ({number.name})\n"), job.text
+        assert "SignalException" not in job.text, "a signal to the launcher is no defect of it"
         job.assert_nothing_left()
 
 

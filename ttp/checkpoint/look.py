@@ -34,7 +34,7 @@ from ttp.checkpoint.survey import (
     nothing_in,
 )
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import ShareResult
+from ttp.proto.messages import CauseKind, ShareResult
 
 _COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
 
@@ -85,7 +85,8 @@ def _listed_row(entry: Listed) -> tuple[str, ...]:
     found = entry.manifest
     if found is None:
         return str(entry.step), "", "", "", "", f"{state}: {escape(entry.error)}"
-    lost = ", ".join(map(str, found.cause.ranks)) or "-"
+    left = found.cause.kind is CauseKind.PREEMPTED  # when all was saved, and told to
+    lost = "-" if left else ", ".join(map(str, found.cause.ranks)) or "-"
     return (
         str(entry.step),
         found.cause.kind.value,

@@ -23,6 +23,9 @@ def main() -> None:
     try:
         _run()
     except SystemExit as ended:
+        if isinstance(ended.code, str):  # Python prints it as the interpreter ends, which may not come to it
+            print(ended.code, file=sys.stderr)
+            ended.code = 1
         end_despite_calls(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
         raise
     except BaseException:
@@ -35,6 +38,7 @@ def main() -> None:
 
 def _run() -> None:
     """Run the job; errors that say all themselves end it in a line, with the exit code that torchrun's traceback has."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
@@ -49,6 +53,10 @@ def _run() -> None:
         if not enabled():
             raise
         sys.exit(str(failed).strip())
+    except SignalException as signalled:
+        if not enabled():
+            raise
+        sys.exit(f"ttprun: {signalled}")
     except RendezvousClosedError:
         sys.exit(1)  # why, the log has said
     except (NeverMet, NotStarted, RendezvousError) as error:

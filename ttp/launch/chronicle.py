@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -29,7 +30,7 @@ from ttp.checkpoint.durable import step_of_directory
 from ttp.console import open_console
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
-from ttp.launch.fault_story import ENDED, FaultStory, Line, false_alarms, fault_of, leading_lines
+from ttp.launch.fault_story import ENDED, NOTICE, FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
@@ -81,6 +82,8 @@ class Ending:
     """All workers on this node have ended with status 0."""
     first_step: int | None = None
     """The first step that the start has finished; None: not known, or none."""
+    told_by: str = ""
+    """The signal for which the launcher told the ranks to leave; empty: none came."""
 
 
 class Chronicle:
@@ -210,6 +213,7 @@ class Chronicle:
 
     def _summary(self, result: str, now: float, others: Earlier) -> Summary:
         """Sum the job up from what was told here, and by the launchers of other nodes before and in between."""
+        kinds = [*(story.kind for story in self._stories), *(fault["kind"] for fault in others.faults)]
         told = sorted([(story.start, *_kept(asdict(story))) for story in self._stories]
                       + [(int(fault["start"]), *_kept(fault)) for fault in others.faults])  # fmt: skip
         known = {*self._told, *(int(fault["start"]) for fault in others.faults)}
@@ -220,6 +224,7 @@ class Chronicle:
             result=result,
             starts=self._first + self._starts,
             faults=len(told),
+            notices=kinds.count(NOTICE),
             false_alarms=self._false_alarms,
             saved_steps=tuple(step for _, step, _ in told if step is not None),
             steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
@@ -319,6 +324,8 @@ class Chronicle:
             return True
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
+        if ending.told_by:
+            story = told_by(story, ending.told_by)
         story = replace(story, next=ending.next, began_unix_s=story.began_unix_s or self._clock())
         self._stories.append(story)
         self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s
@@ -427,6 +434,16 @@ def read_start(log_dir: Path, start: Start) -> list[Line]:
             read = [json.loads(line) for line in file if line.endswith("\n")]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= start.begun_unix_s]
     return leading_lines(lines)
+
+
+def told_by(story: FaultStory, name: str) -> FaultStory:
+    """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got a signal itself."""
+    if story.kind != NOTICE:
+        return story
+    notice = signal.SIGTERM.name
+    said = f"ttprun got {name}, and told the ranks to leave ({notice})"
+    changed = (replace(each, cause=each.cause.replace(notice, said, 1)) for each in story.culprits)
+    return replace(story, culprits=tuple(changed))
 
 
 def left_unannounced(story: FaultStory, pids: Mapping[int, int]) -> bool:

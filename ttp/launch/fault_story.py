@@ -25,7 +25,7 @@ _NEVER_DECIDED = "the controllers ended before a decision"
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover_began"})
 """A takeover after which training goes on ends, like any other false alarm, with a thaw."""
 _PEER = "peer_error"
-_NOTICE = "preempted"
+NOTICE = "preempted"
 _EXITING = "exiting"
 ENDED = ("exited", "silent")
 """Kinds that say that a rank is gone, and not why."""
@@ -229,10 +229,10 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
             place = {name: fields[name] for name in ("phase", "step", "heard_s") if name in fields}
             cause = known.cause if known.cause and fields["text"] == _EXITING else fields["text"]
             found[fields["rank"]] = replace(known, cause=cause, **place)
-        elif line["event"] == "fault_reported" and fields["kind"] == _NOTICE and _has_begun(found, told_to_leave):
+        elif line["event"] == "fault_reported" and fields["kind"] == NOTICE and _has_begun(found, told_to_leave):
             continue  # the launcher was told to end in the middle of a fault, and has told those that are held
         elif line["event"] == "fault_reported" and fields["kind"] != _PEER:
-            if fields["kind"] == _NOTICE:
+            if fields["kind"] == NOTICE:
                 told_to_leave.add(fields["rank"])
             trace = trace_end(fields.get("detail", ""))
             found[fields["rank"]] = Culprit(rank=fields["rank"], cause=fields["text"], trace=trace)

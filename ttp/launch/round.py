@@ -102,7 +102,8 @@ class Round:
         self._chronicle = launching.chronicle
         if self._chronicle is not None:
             self._chronicle.begin(hosts_rank_zero, self._start.number)
-        self._told_to_end = False
+        self._told_to_end = ""
+        """The signal after which nothing follows this start here."""
         self._over_since_s: float | None = None
         """Since when it is known here that the job has failed on another node."""
         self.next = ""
@@ -361,7 +362,7 @@ class Round:
 
     def told_to_end(self, name: str) -> None:
         """Take in that nothing follows this start here: the launcher got that signal."""
-        self._told_to_end = True
+        self._told_to_end = name
         self.next = f"none here: the launcher was told to end ({name})"
 
     def end_unled(self, death_signal: signal.Signals, grace_s: float) -> None:
@@ -456,6 +457,7 @@ class Round:
             elsewhere=self._elsewhere(),
             succeeded=self.succeeded(),
             first_step=self._courier.first_step,
+            told_by=self._told_to_end,
         )
         self._chronicle.end(self._start, ending)
 

@@ -38,6 +38,8 @@ class Summary:
     result: str
     starts: int
     faults: int
+    notices: int
+    """So many of the faults were notices to leave."""
     false_alarms: int
     saved_steps: tuple[int, ...]
     """Steps of the dying-gasp checkpoints."""
@@ -75,7 +77,9 @@ def fault_lines(story: FaultStory) -> list[str]:
 
 def summary_lines(summary: Summary) -> list[str]:
     """Say how the job went."""
-    faults = counted(summary.faults, "fault")
+    faults = counted(summary.faults - summary.notices, "fault")
+    if summary.notices:
+        faults += f", {summary.notices} notice{'' if summary.notices == 1 else 's'} to leave"
     if summary.false_alarms:
         faults += f", {counted(summary.false_alarms, 'false alarm')}"
     if summary.untold_starts:

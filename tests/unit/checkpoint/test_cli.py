@@ -17,6 +17,7 @@ from rich.console import Console
 from tests.unit.checkpoint.cluster import Cluster
 from ttp.checkpoint import cli
 from ttp.checkpoint.answer import Status, size_text
+from ttp.proto.messages import Cause, CauseKind
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -40,6 +41,14 @@ def test_a_directory_is_listed_newest_first(job: Job, tmp_path: Path) -> None:
     (tmp_path / "iter_0000041" / "__0_0_0.distcp").unlink()
     status, text = run(str(tmp_path), "list")
     assert status == 1 and "broken" in text and "__0_0_0.distcp is missing" in text
+
+
+def test_ranks_that_were_told_to_leave_are_not_listed_as_lost(job: Job, tmp_path: Path) -> None:
+    """They saved all, and left; the manifest names them all the same."""
+    job.save(tmp_path, 42, cause=Cause(CauseKind.PREEMPTED, (0, 1), "SIGTERM"))
+    assert re.search(r" 42 +preempted +- ", run(str(tmp_path), "list")[1])
+    job.save(tmp_path, 43)
+    assert re.search(r" 43 +exited +2 ", run(str(tmp_path), "list")[1])
 
 
 def test_inspect_shows_all_there_is(job: Job, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
-from ttp.launch.chronicle import Chronicle, Ending, Start, left_unannounced, read_start
+from ttp.launch.chronicle import Chronicle, Ending, Start, left_unannounced, read_start, told_by
 from ttp.launch.fault_story import Culprit, FaultStory, Saved
 from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
@@ -31,7 +31,7 @@ FAULT_KEYS = [
 CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached"]
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
-    "unix_s", "event", "launch", "result", "starts", "faults", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
+    "unix_s", "event", "launch", "result", "starts", "faults", "notices", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
     "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
@@ -485,3 +485,14 @@ def test_only_ranks_here_that_left_and_saved_nothing_are_no_fault() -> None:
         replace(quiet, culprits=(Culprit(rank=0), Culprit(rank=2))),
     ):
         assert not left_unannounced(fault, pids)
+
+
+def test_ranks_that_their_launcher_told_to_leave_say_why() -> None:
+    """They know of SIGTERM only; a fault that came before the signal keeps its cause."""
+    told = FaultStory(
+        start=0, began_unix_s=1.0, kind="preempted", culprits=(Culprit(rank=0, cause="SIGTERM; step 6 is finished"),)
+    )
+    (culprit,) = told_by(told, "SIGINT").culprits
+    assert culprit.cause == "ttprun got SIGINT, and told the ranks to leave (SIGTERM); step 6 is finished"
+    died = replace(told, kind="exited", culprits=(Culprit(rank=0, cause="signal SIGTERM"),))
+    assert told_by(died, "SIGINT") == died

@@ -24,6 +24,7 @@ SUMMARY = Summary(
     result="succeeded",
     starts=3,
     faults=2,
+    notices=0,
     false_alarms=1,
     saved_steps=(42, 90),
     steps_lost=0,
@@ -150,3 +151,12 @@ def test_a_fault_of_another_node_is_told_in_that_nodes_words() -> None:
         "cause   b has failed (rank 2: signal SIGKILL) and starts again",
         "saved   nothing: no controller on this node led the ranks",
     ]
+
+
+def test_a_notice_to_leave_is_not_told_as_a_fault() -> None:
+    """The summary of a job that was told to end says what befell it, and what it was told."""
+
+    one = replace(SUMMARY, faults=1, notices=1, false_alarms=0)
+    assert "faults  0 faults, 1 notice to leave" in summary_lines(one)
+    four = replace(SUMMARY, faults=4, notices=3, false_alarms=1)
+    assert "faults  1 fault, 3 notices to leave, 1 false alarm" in summary_lines(four)
