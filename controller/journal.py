@@ -175,23 +175,30 @@ def inputs_path(path: Path) -> Path:
 def set_aside(path: Path) -> None:
     """Move the journal `path` of an earlier launch, if there is one, into the folder `earlier` beside it, under the time (UTC) of its
     last line; its inputs too, so that it replays there. Raises OSError."""
+    inputs = inputs_path(path)
+    _set_aside(path, inputs, Path(f"{inputs}.1"))
+
+
+def set_aside_later(log_dir: Path) -> None:
+    """Do so with the journals of all later starts than the first, which is about to begin, as an earlier launch had more starts; and
+    with the stacks of all its hangs. Raises OSError."""
+    for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
+        if path.stem.split("_")[1] != "0":
+            set_aside(path)
+    for path in log_dir.glob("stacks_*.txt"):
+        _set_aside(path)
+
+
+def _set_aside(path: Path, *companions: Path) -> None:
+    """Move a file and those that belong to it, under the time of its last change."""
     if not path.is_file():
         return
     last = time.strftime("%Y%m%dT%H%M%S", time.gmtime(path.stat().st_mtime))
     folder = path.parent / "earlier"
     folder.mkdir(exist_ok=True)
-    inputs = inputs_path(path)
-    for file in (path, inputs, Path(f"{inputs}.1")):
+    for file in (path, *companions):
         if file.exists():
             os.replace(file, folder / f"{last}_{file.name}")
-
-
-def set_aside_later(log_dir: Path) -> None:
-    """Do so with the journals of all later starts than the first, which is about to begin: an earlier launch had more starts. Raises
-    OSError."""
-    for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
-        if path.stem.split("_")[1] != "0":
-            set_aside(path)
 
 
 def read_story(path: Path) -> Iterator[JournalLine]:

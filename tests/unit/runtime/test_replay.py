@@ -71,7 +71,10 @@ def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_p
     for later in ("journal_1.jsonl", "standby_1_1.jsonl"):
         record(tmp_path / later, EVENTS[:2])
     record(path, EVENTS[:2])
+    (tmp_path / "stacks_0.txt").write_text("where rank 1 stood")
     set_aside_later(tmp_path)
+    (stacks,) = (tmp_path / "earlier").glob("*_stacks_0.txt")
+    assert stacks.read_text() == "where rank 1 stood" and not (tmp_path / "stacks_0.txt").exists()
     assert sorted(each.name for each in tmp_path.glob("*.jsonl")) == [path.name]
     first, second = (sorted((tmp_path / "earlier").glob(f"*_{name}_?.jsonl")) for name in ("journal", "standby_1"))
     assert len(first) == 2 and len(second) == 1
