@@ -37,6 +37,8 @@ STORE_TIMEOUT = timedelta(seconds=60)
 ASSEMBLY_TIMEOUT_S = 300.0
 """How long a rank waits at the start for all others to be registered."""
 CONTROLLER_END_S = 10.0
+OVER_S = 2.0
+"""So long a controller may take to end by itself once it has let its only rank go."""
 OVERTAKEN_POLL_S = 0.02
 
 
@@ -194,6 +196,8 @@ class Protection:
         try:
             if not settled:
                 request_shutdown(controller.address, job_id=self._settings.start_name, reason="its only rank has left")
+                return
+            if controller.wait(OVER_S) is not None:  # it ends by itself
                 return
         except ControllerError as error:
             log.debug("%s; sending SIGTERM", error)

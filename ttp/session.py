@@ -136,6 +136,8 @@ class Session:
         self.settings = settings
         self.rank, self.world_size = world()
         self.pid = os.getpid()
+        self._handled = sys.exception()
+        """The exception within whose handler all of this runs, if that is so: it is not on its way."""
         if isinstance(save_dirs, str | os.PathLike):
             save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
         named = [str(Path(directory).resolve()) for directory in save_dirs]
@@ -326,7 +328,8 @@ class Session:
         if self._protection is not None:
             if not self._over:
                 self._over = True
-                self._protection.part(sys.exception())
+                exc = sys.exception()
+                self._protection.part(exc if exc is not self._handled else None)
             self._protection.close()
         self._faults.close()
         self._directories.release()

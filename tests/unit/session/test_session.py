@@ -152,6 +152,30 @@ def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller
     assert controller.wait(0.0) == 0 and caplog.text == ""
 
 
+def test_a_session_closed_on_the_way_of_an_exception_saves_first(tmp_path: Path) -> None:
+    """No decorator: `finally` is where the trainer says that it ends."""
+    model, optimizer, session = new_run(tmp_path, ON)
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        try:
+            do_steps(model, optimizer, session, 9, dies_after=5)
+        finally:
+            session.close()
+    newest = load.find_newest_valid([tmp_path])
+    assert newest is not None and newest.path == tmp_path / "iter_0000005"
+
+
+def test_a_session_within_an_exceptions_handler_ends_in_peace(tmp_path: Path) -> None:
+    """`except ImportError: main()` has that exception all the time: it is not on its way."""
+    try:
+        raise ImportError("no such library")
+    except ImportError:
+        model, optimizer, session = new_run(tmp_path, ON)
+        do_steps(model, optimizer, session, 2)
+        session.close()
+    assert '"fault_reported"' not in (tmp_path / "ttp_log" / "journal_0.jsonl").read_text()
+    assert '"finished"' in (tmp_path / "ttp_log" / "journal_0.jsonl").read_text()
+
+
 def test_the_controller_knows_the_rank_that_started_it(tmp_path: Path) -> None:
     """With it ends a controller that no rank has come to."""
     _, _, session = new_run(tmp_path, ON)
