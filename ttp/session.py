@@ -162,6 +162,8 @@ class Session:
         self.holder.hosts, self.holder.start = self._directories.hosts, self._directories.start
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         self._over = False
+        self.raised = False
+        """`train` has raised on this rank."""
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
@@ -309,6 +311,7 @@ class Session:
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after `train` raised; returns when the exception may go on, at once where it is decided already
         what becomes of the job."""
+        self.raised = True
         if self._protection is not None and not self._protection.released:
             self._protection.hold_after(exc)
 

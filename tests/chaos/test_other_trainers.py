@@ -33,6 +33,7 @@ def train(folder: Path, ranks: int, example: str, *arguments: str, faults: str =
     )
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
+    assert "took no batch from guard" not in text and "wrote no checkpoint" not in text, text
     assert ("restarting (1 of 3 restarts)" in text) == bool(faults), text
     assert not faults or re.search(r"lost +0 steps;", text), text
     return text

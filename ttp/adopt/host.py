@@ -50,6 +50,11 @@ class HostObjects:
                     "ReduceLROnPlateau follows an evaluation and not every update: give it as state={...}, not in schedulers"
                 )
 
+    @property
+    def has_state(self) -> bool:
+        """True when there is more than schedulers."""
+        return bool(self._state)
+
     def take(self) -> dict[str, Any]:
         """Return everything as JSON values. Raises ConfigError for what JSON cannot carry."""
         return {

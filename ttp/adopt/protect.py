@@ -28,6 +28,7 @@ from ttp.adopt.host import HostObjects, Stateful
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
 from ttp.adopt.seeds import Seeds
+from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
 from ttp.optim.verdict import ClipNorm
@@ -74,7 +75,7 @@ def protect(
     clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
     the barrier. save_interval: a periodic checkpoint after so many steps (0: none). compare_every: after so many steps
     replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
-    resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
+    save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
@@ -129,13 +130,12 @@ class Guard:
             if _rounds_anew(model, self.session.world_size):
                 show(logging.INFO, _ROUNDS_ANEW)
         self._take(0)
-        self.resumed: ResumePoint | None = self.session.resume(resume)
-        """Where the run goes on; None: from its beginning."""
-        if self.resumed is not None:
-            self._give_back(self.resumed)
+        self._resumed = point = self.session.resume(resume)
+        if point is not None:
+            self._give_back(point)
             if self.session.rank == 0:
                 kept = "the optimizer's settings (lr and the like) are the checkpoint's, not the script's"
-                show(logging.INFO, f"going on after step {self.resumed.step} of {self.resumed.path}; {kept}")
+                show(logging.INFO, f"going on after step {point.step} of {point.path}; {kept}")
         elif different := adopted.differing():
             raise ConfigError(
                 f"before the first step, {different[0]}: wanted the same weights on replicas; seed all ranks alike"
@@ -148,13 +148,21 @@ class Guard:
             model.register_forward_pre_hook(untraced(self._before_forward)),
             model.register_forward_hook(untraced(self._after_forward)),
         ]
+        self._usage = Usage(model, session, point, save_interval=save_interval, keeps_state=host.has_state)
 
     # --- where the run stands ---
 
     @property
     def step(self) -> int:
         """Updates so far, over all starts of the job."""
+        self._usage.asks_for_the_step()
         return self._adopted.current_step
+
+    @property
+    def resumed(self) -> ResumePoint | None:
+        """Where the run goes on; None: from its beginning."""
+        self._usage.asks_for_the_step()
+        return self._resumed
 
     @property
     def epoch(self) -> int:
@@ -168,16 +176,19 @@ class Guard:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`: in place of `range(count)`."""
+        self._usage.asks_for_epochs()
         return self._position.epochs(count)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
         run (a function of seed and epoch, as DistributedSampler is)."""
+        self._usage.asks_for_batches()
         return (batch for _, batch in self._position.batches(loader))
 
     def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
         depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
+        self._usage.asks_for_batches()
         return self._position.batches(loader)
 
     # --- beside the steps ---
@@ -191,7 +202,8 @@ class Guard:
         return self.session.pause(at_most_s)
 
     def close(self) -> None:
-        """Stop protecting; the model and the optimizer are as they were found."""
+        """Stop protecting; the model and the optimizer are as they were found. Says when ttp has saved nothing."""
+        self._usage.end()
         for hook in self._hooks:
             hook.remove()
         self._adopted.close()
@@ -215,7 +227,7 @@ class Guard:
         if not _in_backward():
             self._adopted.begin_pass()
             self._passes += 1
-        self._seeds.seed_pass(self.step + 1, self._passes - 1)
+        self._seeds.seed_pass(self._adopted.current_step + 1, self._passes - 1)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if module.training:
@@ -223,6 +235,7 @@ class Guard:
 
     def _step_ended(self, step: int) -> None:
         self._passes = 0
+        self._usage.step_ended(step)
         if self._compare_every and step % self._compare_every == 0:
             for text in self._adopted.differing():
                 if self.session.rank == 0:
