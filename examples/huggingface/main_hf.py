@@ -18,7 +18,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from model_and_text import build_model, build_sequences, collate, is_masked, load_config, load_tokenizer
+from model_and_text import (
+    build_model,
+    build_sequences,
+    collate,
+    is_masked,
+    load_config,
+    load_tokenizer,
+    mask_token_of,
+    tokens_of_a_sequence,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_scheduler
@@ -65,12 +74,12 @@ def main() -> None:
     net = build_model(args.model_name_or_path, config, tokenizer).to(device)
     devices = None if kind.is_host else [device]
     model = DistributedDataParallel(net, devices, find_unused_parameters=True)  # TTP: or the last bit may differ
-    block = min(args.block_size, getattr(config, "max_position_embeddings", args.block_size))
+    block = tokens_of_a_sequence(net, config, args.block_size)
     sequences = build_sequences(args.dataset_name_or_path, args.dataset_config_name, tokenizer, block)
     if args.max_sequences:
         sequences["train"] = sequences["train"][: args.max_sequences]
     say(f"{len(sequences['train'])} sequences of {block} tokens to train on, {len(sequences['test'])} to evaluate on")
-    mask = config.vocab_size - 1 if tokenizer is None else tokenizer.mask_token_id
+    mask = mask_token_of(config, tokenizer)
     batch_of = partial(collate, masked=is_masked(config), mask_token=mask, vocab_size=config.vocab_size)
     samplers = {name: DistributedSampler(each, shuffle=name == "train") for name, each in sequences.items()}
     loaders = {

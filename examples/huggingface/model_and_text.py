@@ -80,6 +80,32 @@ def build_model(path: str, config: Any, tokenizer: Any) -> torch.nn.Module:
     return model
 
 
+def mask_token_of(config: Any, tokenizer: Any) -> int:
+    """Return the token that stands for a masked one; a model that is not masked needs none. Raises SystemExit where it is missing."""
+    mask: int | None = config.vocab_size - 1 if tokenizer is None else tokenizer.mask_token_id
+    if mask is None and is_masked(config):
+        raise SystemExit(
+            f"{type(tokenizer).__name__} has no mask token: wanted one for a {config.model_type}; use the model's own tokenizer"
+        )
+    return -1 if mask is None else mask
+
+
+def tokens_of_a_sequence(model: torch.nn.Module, config: Any, wanted: int) -> int:
+    """Return `wanted`, or as many tokens as the model has positions for. Raises SystemExit for less than one."""
+    limits = {"--block_size": wanted}
+    places = getattr(config, "max_position_embeddings", None)
+    if isinstance(places, int) and places > 0:  # some say -1, or None: as many as you like
+        limits["max_position_embeddings"] = places
+    for name, module in model.named_modules():
+        is_table = isinstance(module, torch.nn.Embedding) and "position" in name.rpartition(".")[2]
+        if is_table and module.padding_idx is not None:  # as RoBERTa's: positions begin behind that of the padding
+            limits[name] = module.num_embeddings - module.padding_idx - 1
+    name = min(limits, key=lambda each: limits[each])
+    if limits[name] < 1:
+        raise SystemExit(f"{name} allows {limits[name]} tokens of a sequence: wanted at least 1")
+    return limits[name]
+
+
 def build_sequences(path: str, config_name: str | None, tokenizer: Any, block: int) -> dict[str, torch.Tensor]:
     """Return tokens_NT to train on (`train`) and to evaluate on (`test`). Raises SystemExit when there is too little text."""
     texts = local_texts(Path(path)) if Path(path).exists() else None

@@ -164,6 +164,14 @@ def test_translation_takes_two_aligned_files(tmp_path: Path) -> None:
 CONFIGURATIONS: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
     "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "roberta": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+        "pad_token_id": 1,
+    },
     "mixtral": {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -179,8 +187,8 @@ CONFIGURATIONS: dict[str, dict[str, object]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_loop_around_models_of_transformers_survives_the_death_of_a_rank(tmp_path: Path, name: str) -> None:
-    """A decoder, a masked encoder whose masks are drawn while batches are fetched, and experts: with random weights, on a text
-    file."""
+    """A decoder, masked encoders whose masks are drawn while batches are fetched (one has fewer positions than the block asks for), and
+    experts: with random weights, on a text file."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": 300, **CONFIGURATIONS[name]}))

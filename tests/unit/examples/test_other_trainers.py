@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +72,76 @@ def test_overrides_keep_the_types_of_the_configuration(tmp_path: Path, monkeypat
         Path("override_config.json").write_text(text)
         with pytest.raises(ValueError, match=r"override_config\.json: .*wanted a JSON object"):
             model_and_text.load_config(str(tmp_path), said.append)
+
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "padding", "longest"),
+    [
+        ("roberta", 34, 1, 32),
+        ("xlm-roberta", 34, 3, 30),
+        ("camembert", 34, 1, 32),
+        ("bert", 34, 0, 34),
+        ("modernbert", 34, 1, 34),
+        ("gpt2", 34, 1, 34),
+        ("mixtral", 34, 1, 34),
+    ],
+)
+def test_a_sequence_is_as_long_as_the_model_has_positions_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, positions: int, padding: int, longest: int
+) -> None:
+    """RoBERTa and its like begin to count behind the padding's position: 514 of them are for 512 tokens."""
+    model_and_text = module_of("huggingface/model_and_text.py")
+    monkeypatch.chdir(tmp_path)
+    special = {"bos_token_id": 0, "eos_token_id": 2, "sep_token_id": 2, "cls_token_id": 0, "pad_token_id": padding}
+    text = {"model_type": kind, "max_position_embeddings": positions, **special, **TINY}
+    Path("config.json").write_text(json.dumps(text))
+    config = model_and_text.load_config(str(tmp_path), print)
+    model = model_and_text.build_model(str(tmp_path), config, None).eval()
+    block = model_and_text.tokens_of_a_sequence(model, config, 1024)
+    assert block == longest
+    batch = torch.full((2, block), 7)
+    assert model(input_ids=batch, labels=batch).loss.isfinite()
+    assert model_and_text.tokens_of_a_sequence(model, config, 20) == 20
+    if longest < positions:
+        longer = torch.full((2, block + 1), 7)
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            model(input_ids=longer, labels=longer)
+
+
+def test_a_sequence_of_no_token_is_refused() -> None:
+    """Whatever allows no more is named."""
+    tokens_of_a_sequence = module_of("huggingface/model_and_text.py").tokens_of_a_sequence
+    model = torch.nn.Module()
+    for unlimited in (None, -1):
+        assert tokens_of_a_sequence(model, SimpleNamespace(max_position_embeddings=unlimited), 7) == 7
+    assert tokens_of_a_sequence(model, SimpleNamespace(), 7) == 7
+    with pytest.raises(SystemExit, match="--block_size allows 0 tokens"):
+        tokens_of_a_sequence(model, SimpleNamespace(), 0)
+    model.position_embeddings = torch.nn.Embedding(2, 4, padding_idx=1)
+    with pytest.raises(SystemExit, match="position_embeddings allows 0 tokens"):
+        tokens_of_a_sequence(model, SimpleNamespace(), 7)
+
+
+def test_a_tokenizer_without_a_mask_is_refused_where_tokens_are_masked() -> None:
+    """And nowhere else; bytes have the last token of the vocabulary for it."""
+    mask_token_of = module_of("huggingface/model_and_text.py").mask_token_of
+    masked, causal = (SimpleNamespace(model_type=kind, vocab_size=300) for kind in ("bert", "gpt2"))
+    assert mask_token_of(masked, None) == mask_token_of(causal, None) == 299
+    assert mask_token_of(masked, SimpleNamespace(mask_token_id=4)) == 4
+    without = SimpleNamespace(mask_token_id=None)
+    with pytest.raises(SystemExit, match="SimpleNamespace has no mask token: wanted one"):
+        mask_token_of(masked, without)
+    mask_token_of(causal, without)
 
 
 def test_masked_tokens_are_the_labels_that_count() -> None:
