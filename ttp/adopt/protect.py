@@ -15,6 +15,7 @@ checkpoints as `ttp.start`.
 from __future__ import annotations
 
 import logging
+import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -79,8 +80,8 @@ def protect(
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
-        if number < 0:
-            raise ConfigError(f"{name} is {number}: wanted a number of steps, or 0 for never")
+        if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
+            raise ConfigError(f"{name} is {number!r}: wanted a number of steps, or 0 for never")
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
     if hasattr(schedulers, "step"):

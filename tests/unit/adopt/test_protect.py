@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ttp
+from ttp.checkpoint import load
 from ttp.config import Settings
 from ttp.errors import CheckpointMismatch, ConfigError
 
@@ -190,6 +192,11 @@ def test_what_cannot_be_protected_is_refused_at_the_start(
         ({"clip": 1.0}, r"clip is 1\.0: wanted ttp\.ClipNorm"),
         ({"schedulers": torch.optim.lr_scheduler.StepLR}, "wanted a list of schedulers"),
         ({"save_dirs": []}, "save_dirs is empty"),
+        ({"save_interval": -1}, "save_interval is -1: wanted a number of steps, or 0 for never"),
+        ({"save_interval": None}, "save_interval is None: wanted a number of steps"),
+        ({"save_interval": 2.5}, r"save_interval is 2\.5: wanted a number of steps"),
+        ({"compare_every": "100"}, "compare_every is '100': wanted a number of steps"),
+        ({"compare_every": float("inf")}, "compare_every is inf: wanted a number of steps"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(tmp_path: Path, named: dict[str, Any], words: str) -> None:
@@ -200,6 +207,16 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path, named: dict[str, 
         named = {"schedulers": named["schedulers"](optimizer, 3)}
     with pytest.raises(ConfigError, match=words):
         ttp.protect(model, optimizer, **{"save_dirs": [tmp_path], "settings": OFF, **named})
+
+
+@pytest.mark.parametrize("number", [np.int64(2), 2.0])
+def test_a_whole_number_is_one_whoever_made_it(tmp_path: Path, number: Any) -> None:
+    """A file of settings has 1e3 for a thousand."""
+    trainer = Trainer(tmp_path, OFF, BASES["plain"], save_interval=number)
+    trainer.train()
+    trainer.close()
+    last = EPOCHS * BATCHES
+    assert [path.name for path in load.list_checkpoints([tmp_path])][:1] == [f"iter_{last:07d}"]
 
 
 def test_one_directory_is_a_list_of_one(tmp_path: Path) -> None:
