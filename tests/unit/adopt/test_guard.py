@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,23 @@ def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
     assert told == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
     position.load_state_dict({"epoch": 1, "batch": 2})
     assert list(position.batches("abc")) == [(2, "c")], "its number in the epoch, not in what is left of it"
+
+
+def test_what_reads_ahead_goes_within() -> None:
+    """What was handed out counts: around the guard's batches a prefetcher would have a restart leave one out."""
+
+    def prefetched(batches: Iterable[str]) -> Iterator[str]:
+        kept = None
+        for batch in batches:
+            if kept is not None:
+                yield kept
+            kept = batch
+        if kept is not None:
+            yield kept
+
+    within, around = DataPosition(lambda epoch, index: None), DataPosition(lambda epoch, index: None)
+    assert next(within.batches(prefetched("abc"))) == (0, "a") and within.batch == 1
+    assert next(prefetched(batch for _, batch in around.batches("abc"))) == "a" and around.batch == 2
 
 
 @pytest.mark.parametrize(
