@@ -125,7 +125,7 @@ def test_while_nobody_that_came_is_heard_the_others_are_waited_for() -> None:
 def test_exiting_is_not_the_last_word_on_a_death() -> None:
     job = standby()
     job.say(killed(3, "exiting"), killed(3, "signal SIGKILL"))
-    job.say(killed(3, "exit code 1"), killed(3, "signal SIGKILL, out of memory"))
+    job.say(killed(3, "signal SIGKILL, out of memory"), killed(3, "signal SIGKILL"), killed(3, "exit code 1"))
     for rank in range(3):
         job.say(coming(rank))
     job.all_report(7, ranks=(0, 1, 2))
