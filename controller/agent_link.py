@@ -78,7 +78,7 @@ class AgentLink:
             return self._sent_away_s
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
-        """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` while the kernel frees it."""
+        """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` as long as the kernel does not tell how."""
         report = WorkerExit(rank, pid, text, time.time())
         with self._lock:
             self._exits.append(report)

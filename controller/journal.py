@@ -190,7 +190,7 @@ def set_aside_later(log_dir: Path) -> None:
 
 
 def _set_aside(path: Path, *companions: Path) -> None:
-    """Move a file and those that belong to it, under the time of its last change."""
+    """Move a file and those that belong to it, under the time of its last change. Raises OSError."""
     if not path.is_file():
         return
     last = time.strftime("%Y%m%dT%H%M%S", time.gmtime(path.stat().st_mtime))

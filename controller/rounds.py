@@ -102,7 +102,7 @@ def quarter_of_the_rest(state: ControllerState, now: float) -> float:
 
 
 def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerState:
-    """Note what became known during a fault. A rank's later, better text replaces `exiting`."""
+    """Note what became known during a fault."""
     fault = state.fault
     assert fault is not None
     if cause.kind is CauseKind.PEER_ERROR and len(fault.causes) >= _KEPT_HINTS:

@@ -187,7 +187,7 @@ class WorkerExit:
     rank: int
     pid: int
     text: str
-    """`signal SIGKILL`, `exit code 1`, or `exiting` while the kernel still frees it."""
+    """`signal SIGKILL`, `exit code 1`, or `exiting` as long as the kernel does not tell how."""
     seen_unix_s: float
 
 

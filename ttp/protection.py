@@ -134,7 +134,7 @@ class Protection:
         if cause.kind is CauseKind.EXCEPTION:
             kept = exc if log.hasHandlers() else None  # else stderr has the traceback when the process ends
             log.error(
-                "rank %d: training raised %s; holding this rank's shards for the others",
+                "rank %d raised %s; holding this rank's shards for the others",
                 self._rank,
                 cause.text,
                 exc_info=kept,

@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,8 @@ def start(
 
 def _hold(exc: BaseException) -> None:
     """An exception ends the process that no `ttp_to_persist` has seen."""
+    if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
+        return  # somebody has a traceback printed: nothing ends
     if _current is not None and _current.pid == os.getpid():  # not in a child that was forked
         _current.hold_after(exc)
 
@@ -136,8 +139,8 @@ class Session:
         self.settings = settings
         self.rank, self.world_size = world()
         self.pid = os.getpid()
-        self._handled = sys.exception()
-        """The exception within whose handler all of this runs, if that is so: it is not on its way."""
+        self._handled = id(sys.exception())
+        """Of the exception within whose handler all of this runs, if that is so: it is not on its way. Not itself, with all its frames."""
         if isinstance(save_dirs, str | os.PathLike):
             save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
         named = [str(Path(directory).resolve()) for directory in save_dirs]
@@ -163,7 +166,7 @@ class Session:
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         self._over = False
         self.raised = False
-        """`train` has raised on this rank."""
+        """Training has raised on this rank."""
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
@@ -309,7 +312,7 @@ class Session:
             )
 
     def hold_after(self, exc: BaseException) -> None:
-        """Keep this rank as a holder after `train` raised; returns when the exception may go on, at once where it is decided already
+        """Keep this rank as a holder after training raised; returns when the exception may go on, at once where it is decided already
         what becomes of the job."""
         self.raised = True
         if self._protection is not None and not self._protection.released:
@@ -321,18 +324,26 @@ class Session:
         if self._protection is not None:
             self._protection.finished()
 
+    def exception_on_its_way(self) -> BaseException | None:
+        """Return the exception that is being handled, unless that was so when the session began, or it is a good end (`sys.exit()`)."""
+        exc = sys.exception()
+        good_end = isinstance(exc, SystemExit) and exc.code in (None, 0)
+        return None if good_end or id(exc) == self._handled else exc
+
     def close(self) -> None:
         """Stop this process's part (all ranks call); afterwards nothing is protected and `ttp.start` may be called again.
 
-        For a trainer without `ttp_to_persist` this is its end: the rank stays as a holder until all ranks have called it, or, where an
-        exception is on its way (`finally: session.close()`), until the state is safe.
+        For a trainer without `ttp_to_persist` this is its end: the rank stays as a holder until all ranks have called it, or a fault's state is
+        safe. An exception that is being handled (`finally: session.close()`) counts as the training's, and is held for.
+        As the interpreter ends it is too late for that: then nobody is waited for. In a forked child it does nothing.
         """
         global _current
+        if self.pid != os.getpid():
+            return
         if self._protection is not None:
-            if not self._over:
+            if not self._over and threading.main_thread().is_alive():
                 self._over = True
-                exc = sys.exception()
-                self._protection.part(exc if exc is not self._handled else None)
+                self._protection.part(self.exception_on_its_way())
             self._protection.close()
         self._faults.close()
         self._directories.release()

@@ -279,7 +279,9 @@ def _vetoed(job: Job) -> list[str]:
     unnoticed serves nobody, as for a refusal. Ranks that were kept apart while they wrote may have been lost to a directory: that costs no step."""
     said = next((at for at, line in job.story if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
-    if said == inf or not decided or job.own is not None or _kept_apart(job, said):
+    if said == inf or not decided or job.own is not None:
+        return []
+    if _kept_apart(job, decided[-1].at_s) or _kept_apart(job, said):
         return []
     first = min(job.roots.index(str(fields["path"]).rsplit("/", 1)[0]) for fields in events(job, "published"))
     step = int(str(events(job, "published")[0]["step"]))

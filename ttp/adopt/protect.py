@@ -204,11 +204,12 @@ class Guard:
 
     def close(self) -> None:
         """Stop protecting; the model and the optimizer are as they were found. Says when ttp has saved nothing."""
-        self._usage.end()
+        self._usage.release()
         for hook in self._hooks:
             hook.remove()
         self._adopted.close()
         self.session.close()
+        self._usage.end()  # a fault may have had this rank save, while it waited for the others
 
     # --- inside ---
 

@@ -68,17 +68,21 @@ class Usage:
         if self._steps == _KNOWN_AFTER and not self._keeps_place:
             self._warn(self._uncounted())
 
-    def end(self) -> None:
-        """The guard is closed (any number of times)."""
+    def release(self) -> None:
+        """Let the model go (any number of times)."""
         self._hook.remove()
         atexit.unregister(self._process_ends)
-        if self._ended:
+
+    def end(self) -> None:
+        """The guard is closed (any number of times)."""
+        self.release()
+        if self._ended or self._session.pid != os.getpid():
             return
         self._ended = True
         written = self._session.holder.checkpoint != self._found
         goes_on = self._save_interval > 0 and self._resumed is not None  # the steps since the newest are the interval's
         # After an exception others may have saved the step, and the controller tells what became of it.
-        raised = self._session.raised or sys.exception() is not None
+        raised = self._session.raised or self._session.exception_on_its_way() is not None
         if self._steps and not (written or goes_on or raised or self._saves_itself):
             self._warn(self._unsaved())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,12 +25,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ttp.checkpoint.durable import step_of_directory
 from ttp.console import open_console
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
-from ttp.launch.fault_story import ENDED, NOTICE, FaultStory, Line, false_alarms, fault_of, leading_lines
+from ttp.launch.fault_story import NOTICE, FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
+from ttp.launch.hindsight import UNANNOUNCED, gone_back, left_unannounced, told_by
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
 
@@ -41,11 +40,6 @@ STORY_NAME = "story.jsonl"
 WRITE_S = 1.0
 """How long the launcher waits, while it holds ranks, for a line to be written."""
 _NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
-_UNANNOUNCED = (
-    "the ranks have ended with exit code 0, and never told their controller that training was over, so that it took them for dead;"
-    " nothing is lost. Decorate the training function with ttp.ttp_to_persist, or call close() on all ranks at its end: until then"
-    " a rank that dies in the last step still finds its replicas"
-)
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """What a journal that is missing, cut off or altered may raise."""
 
@@ -120,7 +114,9 @@ class Chronicle:
         self._rows: Any = None
         self._stories: list[FaultStory] = []
         self._again = 0
-        """Steps that a start has trained again though the fault before it had left them whole: its checkpoint was of no use any more."""
+        """Steps that starts have trained again though the fault before had left them whole."""
+        self._first_steps: list[int] = []
+        """Starts that have finished a step."""
         self._false_alarms = 0
         self._lost_s = 0.0
         self._down_since_unix_s: float | None = None
@@ -304,8 +300,6 @@ class Chronicle:
             self._story_beside(ending.log_dir)
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
-        if ending.first_step is not None:
-            self._compare(start.number, ending.first_step)
         self._false_alarms += false_alarms(lines)
         story = fault_of(
             start.number,
@@ -317,10 +311,13 @@ class Chronicle:
             one_node=ending.one_node,
             elsewhere=ending.elsewhere or "",
         )
+        if ending.first_step is not None:
+            self._compare(start.number, ending.first_step)
         if story is None:
             return bool(lines) or ending.elsewhere is not None
         if ending.succeeded and left_unannounced(story, ending.pids):
-            log.warning("start %d: %s", start.number, _UNANNOUNCED)
+            self._write("unannounced", {"start": start.number, "ranks": [culprit.rank for culprit in story.culprits]})
+            log.warning("start %d: %s", start.number, UNANNOUNCED)
             return True
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
@@ -334,19 +331,14 @@ class Chronicle:
         return True
 
     def _compare(self, start: int, first_step: int) -> None:
-        """Say where a start has not gone on where the fault before it had left off: something was wrong with that checkpoint."""
-        left = next((story for story in reversed(self._stories) if story.start < start), None)
-        kept = (left.saved.step if left.saved else step_of_directory(Path(left.goes_on_from))) if left else None
-        if left is None or kept is None or first_step > kept:
+        """Say where a start has not gone on where the fault before it had left off."""
+        left = gone_back(self._stories, start, first_step, self._first_steps)
+        self._first_steps.append(start)
+        if left is None:
             return
-        self._again += kept - first_step + 1
-        fields = {"start": start, "first_step": first_step, "kept_step": kept, "steps": kept - first_step + 1}
-        self._write("again", fields)
-        log.warning(
-            "start %d went on with step %d, though step %d was left by the fault in start %d: %s trained again; why %s was of no use,"
-            " its ranks have said as they began",
-            start, first_step, kept, left.start, counted(kept - first_step + 1, "step"), left.goes_on_from,
-        )  # fmt: skip
+        self._again += left.steps
+        self._write("again", {"start": start, **asdict(left)})
+        log.warning("start %d %s", start, left.text(first_step))
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:
@@ -434,23 +426,6 @@ def read_start(log_dir: Path, start: Start) -> list[Line]:
             read = [json.loads(line) for line in file if line.endswith("\n")]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= start.begun_unix_s]
     return leading_lines(lines)
-
-
-def told_by(story: FaultStory, name: str) -> FaultStory:
-    """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got a signal itself."""
-    if story.kind != NOTICE:
-        return story
-    notice = signal.SIGTERM.name
-    said = f"ttprun got {name}, and told the ranks to leave ({notice})"
-    changed = (replace(each, cause=each.cause.replace(notice, said, 1)) for each in story.culprits)
-    return replace(story, culprits=tuple(changed))
-
-
-def left_unannounced(story: FaultStory, pids: Mapping[int, int]) -> bool:
-    """Say whether a fault of a start whose workers here (`pids`) have all succeeded was none: ranks here left without a word, and
-    nothing was saved for a restart."""
-    ranks = {culprit.rank for culprit in story.culprits}
-    return story.saved is None and not story.elsewhere and story.kind in ENDED and bool(ranks) and ranks <= set(pids)
 
 
 def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> Table:

@@ -301,9 +301,9 @@ class Courier:
     def _look_for_first_step(self, store: Store) -> None:
         key = progress_key(self._job_store.round_number)
         if self.first_step is None and store.check([key]):
-            found = int(store.get(key))
+            told = store.get(key).decode()
             with self._lock:
-                self._first_step = found
+                self._first_step = int(told) if told.isdecimal() else None
 
     def _call(self, entry: ControllerEntry) -> Link | None:
         try:

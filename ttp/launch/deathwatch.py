@@ -34,8 +34,8 @@ _GONE = (errno.ENOENT, errno.ESRCH)
 
 _WHOLE_LINE = 1024
 _EXIT_CODE = 49
-"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it together with PF_EXITING, and tells it to whoever
-may trace the process; others read 0."""
+"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it a moment before PF_EXITING or after, and tells it to
+whoever may trace the process; others read 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,13 @@ def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
     job: list[StoryLine] = []
     place = (last, 1)
     for line in reversed(lines):
-        if line["event"] in ("hold", "held", "left", "again"):  # of a launcher itself, and what stands between others
+        if line["event"] in (
+            "hold",
+            "held",
+            "left",
+            "again",
+            "unannounced",
+        ):  # of a launcher itself, and what stands between others
             continue
         if line["event"] == "end":
             if place[0] == 0:

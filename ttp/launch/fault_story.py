@@ -227,8 +227,7 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
         elif line["event"] == "death_seen":
             known = found.get(fields["rank"], Culprit(rank=fields["rank"]))
             place = {name: fields[name] for name in ("phase", "step", "heard_s") if name in fields}
-            cause = known.cause if known.cause and fields["text"] == _EXITING else fields["text"]
-            found[fields["rank"]] = replace(known, cause=cause, **place)
+            found[fields["rank"]] = replace(known, cause=_and_then(known.cause, fields["text"]), **place)
         elif line["event"] == "fault_reported" and fields["kind"] == NOTICE and _has_begun(found, told_to_leave):
             continue  # the launcher was told to end in the middle of a fault, and has told those that are held
         elif line["event"] == "fault_reported" and fields["kind"] != _PEER:
@@ -244,6 +243,13 @@ def _culprits(lines: Sequence[Line], fault: Sequence[Line], exits: Mapping[int, 
     told = (_completed(culprit, names, exits, frozen, registered) for culprit in found.values())
     ready = _ready_on_all_ranks(fault)
     return tuple(_advanced(culprit, ready) for culprit in told)
+
+
+def _and_then(cause: str, end: str) -> str:
+    """Add to what befell a rank how it ended then."""
+    if not cause:
+        return end
+    return cause if end == _EXITING else f"{cause}; then {end}"
 
 
 def _quoted(culprit: Culprit, raised: Mapping[int, Recorded]) -> Culprit:

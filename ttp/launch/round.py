@@ -104,6 +104,8 @@ class Round:
             self._chronicle.begin(hosts_rank_zero, self._start.number)
         self._told_to_end = ""
         """The signal after which nothing follows this start here."""
+        self._told_by = ""
+        """The same, if the ranks were told to leave for it."""
         self._over_since_s: float | None = None
         """Since when it is known here that the job has failed on another node."""
         self.next = ""
@@ -349,6 +351,7 @@ class Round:
         its rank gets no signal: it would die at once, and with it the rank's exit code.
         """
         fault = self._begin(why)
+        self._told_by = self._told_to_end
         self._courier.look_now(ASK_AGAIN_S)
         told, left_s = ranks_text(self.living()), self._left_s(fault)
         log.info("%s: telling %s to leave (SIGTERM); up to %.0f s to persist", why, told, left_s)
@@ -457,7 +460,7 @@ class Round:
             elsewhere=self._elsewhere(),
             succeeded=self.succeeded(),
             first_step=self._courier.first_step,
-            told_by=self._told_to_end,
+            told_by=self._told_by,
         )
         self._chronicle.end(self._start, ending)
 

@@ -212,8 +212,8 @@ class MindioJob:
         if not self.in_train:
             show(
                 logging.WARNING,
-                "the training loop runs outside of a function decorated with ttp.mindio.ttp_to_persist: a rank whose peer dies"
-                " leaves with its shards before they are saved",
+                "the training loop runs outside of a function decorated with ttp.mindio.ttp_to_persist: what the trainer does by itself"
+                " at an exception (except, finally) comes before this rank's shards are saved",
             )
 
     def long_pause(self) -> None:

@@ -16,8 +16,9 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
-from ttp.launch.chronicle import Chronicle, Ending, Start, left_unannounced, read_start, told_by
+from ttp.launch.chronicle import Chronicle, Ending, Start, read_start
 from ttp.launch.fault_story import Culprit, FaultStory, Saved
+from ttp.launch.hindsight import GoneBack, gone_back, left_unannounced, told_by
 from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
@@ -468,7 +469,9 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         again = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
         told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in again]
         assert told == ([(1, first_step, 7, lost)] if lost else [])
-        assert (f"start 1 went on with step {first_step}, though step 7 was left" in caplog.text) == bool(lost)
+        assert (f"start 1 went on with step {first_step}, though a fault had left step 7 whole" in caplog.text) == bool(
+            lost
+        )
 
 
 def test_only_ranks_here_that_left_and_saved_nothing_are_no_fault() -> None:
@@ -496,3 +499,13 @@ def test_ranks_that_their_launcher_told_to_leave_say_why() -> None:
     assert culprit.cause == "ttprun got SIGINT, and told the ranks to leave (SIGTERM); step 6 is finished"
     died = replace(told, kind="exited", culprits=(Culprit(rank=0, cause="signal SIGTERM"),))
     assert told_by(died, "SIGINT") == died
+
+
+def test_a_start_that_went_back_is_known_over_starts_that_never_got_on() -> None:
+    """Start 0 has left step 7 whole; start 1 saved nothing and knows of no checkpoint; start 2 begins anew."""
+    kept = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(), goes_on_from="/ckpt/iter_0000007")
+    nothing = FaultStory(start=1, began_unix_s=2.0, kind="exited", culprits=(), not_saved="all ranks are dead")
+    assert gone_back([kept, nothing], 2, 1, [0]) == GoneBack(first_step=1, kept_step=7, steps=7)
+    assert gone_back([kept, nothing], 2, 8, [0]) is None and gone_back([], 2, 1, []) is None
+    assert gone_back([kept, nothing], 2, 1, [0, 1]) is None, "start 1 has got on from somewhere, and may have lost that"
+    assert gone_back([nothing], 2, 1, [0]) is None, "not known"

@@ -251,3 +251,18 @@ def test_an_exception_that_the_controller_was_not_told_is_named_all_the_same() -
     assert killed_too is not None and killed_too.kind == "silent"
     unled = fault_of(0, [], {2: "exit code 1"}, raised=raised)
     assert unled is not None and unled.culprits[0].cause == "exit code 1: CheckpointMismatch: of another model"
+
+
+def test_what_befell_a_rank_is_not_unsaid_by_how_it_ended() -> None:
+    """An exception, a notice or a hang, and then somebody's SIGKILL in the middle of the dump."""
+    begins: tuple[tuple[Line, str], ...] = (
+        (line(1.0, "fault_reported", rank=0, kind="exception", text="ValueError: boom", detail=""), "ValueError: boom"),
+        (line(1.0, "fault_reported", rank=0, kind="preempted", text="SIGTERM", detail=""), "SIGTERM"),
+        (line(1.0, "hung", ranks=[0], text="no step for 60 s"), "no step for 60 s"),
+    )
+    frozen = line(1.1, "freeze_sent", kind="x", culprits=[0], text="x", ranks=[0, 1])
+    for first, known in begins:
+        for text, wanted in (("exiting", known), ("signal SIGKILL", f"{known}; then signal SIGKILL")):
+            death = line(2.0, "death_seen", rank=0, kind="exited", text=text)
+            told = fault_of(0, [first, frozen, death, line(3.0, "refused", reason="x")], {})
+            assert told is not None and [culprit.cause for culprit in told.culprits] == [wanted]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,3 +367,47 @@ def test_a_process_of_an_earlier_start_is_none_of_a_later_one() -> None:
     first, second = (Settings.from_env({**run, "TTP_LAUNCHED": "1", "TTP_ROUND_ID": number}) for number in "01")
     assert first.start_name != second.start_name
     assert Settings.from_env(run).start_name == "run"
+
+
+def test_a_forked_child_closes_nothing(tmp_path: Path) -> None:
+    """It has none of the session's threads: there is nobody who could end its wait."""
+    _, _, session = new_run(tmp_path, ON)
+    child = os.fork()
+    if child == 0:
+        session.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert ttp.current_session() is session
+    session.close()
+
+
+@pytest.mark.parametrize(("exc", "counts"), [(SystemExit(0), False), (SystemExit(3), True), (KeyError("x"), True)])
+def test_an_exception_on_its_way_counts_unless_it_is_a_good_end(
+    tmp_path: Path, exc: BaseException, counts: bool
+) -> None:
+    """`sys.exit()` in the middle of a `finally` that closes."""
+    _, _, session = new_run(tmp_path, OFF)
+    with contextlib.suppress(BaseException):
+        try:
+            raise exc
+        finally:
+            assert session.exception_on_its_way() == (exc if counts else None)
+            session.close()
+
+
+def test_a_traceback_that_a_thread_prints_ends_nothing(tmp_path: Path) -> None:
+    """A recipe for threads is to call `sys.excepthook` with their exceptions."""
+    _, _, session = new_run(tmp_path, ON)
+
+    def fail() -> None:
+        try:
+            raise KeyError("of a thread")
+        except KeyError:
+            sys.excepthook(*sys.exc_info())
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert not session.raised
+    session.close()
+    assert '"fault_reported"' not in (tmp_path / "ttp_log" / "journal_0.jsonl").read_text()

@@ -1,0 +1,77 @@
+"""What the launcher knows of a start that its journals do not tell: who told the ranks to leave, that nobody was at fault after all, and
+that a later start has not gone on where a fault had left off.
+
+Pure: stories and a few facts in, stories and words out.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ttp.checkpoint.durable import step_of_directory
+from ttp.launch.fault_story import ENDED, NOTICE, FaultStory
+from ttp.launch.story_text import counted
+
+UNANNOUNCED = (
+    "the ranks ended with exit code 0, and never told their controller that training was over: it took them for dead. No fault is"
+    " counted; whether the weights are on disk, only the trainer knows. Decorate the training function with ttp.ttp_to_persist, or call"
+    " close() on all ranks at its end"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoneBack:
+    """Steps that are trained again."""
+
+    first_step: int
+    """The first that the start has finished."""
+    kept_step: int
+    """What a fault had left whole."""
+    steps: int
+
+    def text(self, first_step: int) -> str:
+        """Say it, for people."""
+        return (
+            f"went on with step {first_step}, though a fault had left step {self.kept_step} whole: {counted(self.steps, 'step')}"
+            " trained again; what its ranks have logged as they began may say why"
+        )
+
+
+def gone_back(
+    stories: Sequence[FaultStory], start: int, first_step: int, progressed: Collection[int]
+) -> GoneBack | None:
+    """Compare a start's first finished step with what the faults before it had left whole; None: it has gone on from there, or that is
+    not known.
+
+    progressed: starts that have finished a step. Behind the newest of those, no fault has changed what there is to go on from.
+    """
+    since = max(progressed, default=-1)
+    known = (_kept(story) for story in reversed(stories) if since <= story.start < start)
+    kept = next((step for step in known if step is not None), None)
+    if kept is None or first_step > kept:
+        return None
+    return GoneBack(first_step=first_step, kept_step=kept, steps=kept - first_step + 1)
+
+
+def _kept(story: FaultStory) -> int | None:
+    return story.saved.step if story.saved is not None else step_of_directory(Path(story.goes_on_from))
+
+
+def told_by(story: FaultStory, name: str) -> FaultStory:
+    """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got the signal `name` itself."""
+    if story.kind != NOTICE:
+        return story
+    notice = signal.SIGTERM.name
+    said = f"ttprun got {name}, and told the ranks to leave ({notice})"
+    changed = (replace(each, cause=each.cause.replace(notice, said, 1)) for each in story.culprits)
+    return replace(story, culprits=tuple(changed))
+
+
+def left_unannounced(story: FaultStory, pids: Mapping[int, int]) -> bool:
+    """Say whether a fault of a start whose workers here (`pids`) have all succeeded was none: ranks here left without a word, and
+    nothing was saved for a restart."""
+    ranks = {culprit.rank for culprit in story.culprits}
+    return story.saved is None and not story.elsewhere and story.kind in ENDED and bool(ranks) and ranks <= set(pids)
