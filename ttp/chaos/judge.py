@@ -7,6 +7,7 @@ The invariants are those of docs/protocol.md; the numbers in the texts are their
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,11 +132,15 @@ def _twice(run: Run) -> list[str]:
         if line["event"] == "published":
             published[int(line["step"])].append(line)
     own = _corrupted(run)
+    starts = sorted(
+        float(line["unix_s"]) for line in run.record.journal if line["event"] == "assembled" and line["controller"] == 0
+    )
     for step, lines in published.items():
         paths = {str(line["path"]) for line in lines}
         if len(paths) > 1 or (len({line["unix_s"] // 1 for line in lines}) > 1 and f"iter_{step:07d}" not in own):
-            terms = [line["controller"] for line in lines]
-            if len(paths) > 1 or len(set(terms)) == 1:
+            # A start that ends before its first new step finds the same step again, and keeps what is there.
+            terms = [(bisect(starts, float(line["unix_s"])), line["controller"]) for line in lines]
+            if len(paths) > 1 or len(set(terms)) < len(terms):
                 wrong.append(f"step {step} was published {len(lines)} times: {', '.join(sorted(paths))}")
     newest: dict[str, int] = {}
     for unix_s, directory, step in run.record.tracker:
@@ -170,7 +175,8 @@ def _moved(run: Run) -> list[str]:
 
 
 def _fenced(run: Run) -> list[str]:
-    """Both sides of a parted network may decide, each under a controller of its own: what they publish is I4's."""
+    """A controller that was stopped may decide by what it had heard before, once it goes on: nobody takes its orders. Both sides of a
+    parted network may have ranks, each under a controller of its own: what they publish is I4's."""
     parted = hurt_stretches([one for one in run.incidents if any(firing.kind == "partition" for firing in one.firings)])
     wrong = []
     took: dict[int, float] = {}
@@ -180,15 +186,16 @@ def _fenced(run: Run) -> list[str]:
                 took = {}
             case "took_over":
                 took[int(line["controller"])] = float(line["unix_s"])
-            case "decided" | "freeze_sent":
+            case "written" | "published":
                 above = [
                     place
                     for place, moment in took.items()
                     if place > line["controller"] and moment < line["unix_s"] - 1
                 ]
                 apart = any(begin <= line["unix_s"] <= end for begin, end in parted)
-                if above and line["event"] == "decided" and not apart:
-                    wrong.append(f"controller {line['controller']} decided after controller {above[0]} had taken over")
+                if above and not apart:
+                    what = "had ranks write" if line["event"] == "written" else "published"
+                    wrong.append(f"controller {line['controller']} {what} after controller {above[0]} had taken over")
     return wrong
 
 

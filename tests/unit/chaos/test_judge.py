@@ -105,6 +105,23 @@ def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
     assert {stage: round(value) for stage, value in incident.stages_ms.items()} == wanted
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        line("published", 104.5, step=SAVED, path="/c/iter_0000005"),
+        line("decided", 113.0),
+    ],
+    ids=["the step that a start without a new one has loaded", "a controller that had been stopped decides"],
+)
+def test_what_changes_nothing_is_no_violation(event: dict[str, Any]) -> None:
+    """The second start ends before its first new step, and finds the same step; a fenced controller goes on with what it had heard."""
+
+    def change(record: Record) -> None:
+        record.journal += [event, {**line("took_over", 111.0), "controller": 1}]
+
+    assert states(good_run(change))["I4"] == states(good_run(change))["I8"] == HELD
+
+
 def _wrong_bits(record: Record) -> None:
     record.steps[-1] = StepTold(LAST, 107.0, 1, (1, 1), (9.5).hex(), record.steps[-1].sums)
 
@@ -119,6 +136,10 @@ def _older_step(record: Record) -> None:
 
 def _published_twice(record: Record) -> None:
     record.journal.insert(7, line("published", 102.4, step=SAVED, path="/d/iter_0000005"))
+
+
+def _published_again_in_the_same_start(record: Record) -> None:
+    record.journal.insert(7, line("published", 102.4, step=SAVED, path="/c/iter_0000005"))
 
 
 def _tracker_back(record: Record) -> None:
@@ -160,6 +181,7 @@ def _fenced_decides(record: Record) -> None:
         (_missing_step, {"I3", "I12"}),
         (_older_step, {"I6", "I7", "I10"}),
         (_published_twice, {"I4"}),
+        (_published_again_in_the_same_start, {"I4"}),
         (_tracker_back, {"I4"}),
         (_broken_checkpoint, {"I1", "I5"}),
         (_misnamed, {"I2"}),
