@@ -1,0 +1,45 @@
+"""What the launcher adds to a start's story from what it knows itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttp.launch.fault_story import Culprit, FaultStory, Saved
+from ttp.launch.hindsight import GoneBack, gone_back, left_unannounced, told_by
+
+
+def test_only_ranks_here_that_left_and_saved_nothing_are_no_fault() -> None:
+    """All workers here have succeeded, and the controller took some for dead."""
+    quiet = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(Culprit(rank=0), Culprit(rank=1)))
+    pids = {0: 70, 1: 71}
+    assert left_unannounced(quiet, pids) and left_unannounced(replace(quiet, kind="silent"), pids)
+    saved = Saved(step=7, path="/iter_0000007", bytes=1, ranks=(0,))
+    for fault in (
+        replace(quiet, saved=saved),
+        replace(quiet, kind="hung"),
+        replace(quiet, elsewhere="node b has failed"),
+        replace(quiet, culprits=()),
+        replace(quiet, culprits=(Culprit(rank=0), Culprit(rank=2))),
+    ):
+        assert not left_unannounced(fault, pids)
+
+
+def test_ranks_that_their_launcher_told_to_leave_say_why() -> None:
+    """They know of SIGTERM only; a fault that came before the signal keeps its cause."""
+    told = FaultStory(
+        start=0, began_unix_s=1.0, kind="preempted", culprits=(Culprit(rank=0, cause="SIGTERM; step 6 is finished"),)
+    )
+    (culprit,) = told_by(told, "SIGINT").culprits
+    assert culprit.cause == "ttprun got SIGINT, and told the ranks to leave (SIGTERM); step 6 is finished"
+    died = replace(told, kind="exited", culprits=(Culprit(rank=0, cause="signal SIGTERM"),))
+    assert told_by(died, "SIGINT") == died
+
+
+def test_a_start_that_went_back_is_known_over_starts_that_never_got_on() -> None:
+    """Start 0 has left step 7 whole; start 1 saved nothing and knows of no checkpoint; start 2 begins anew."""
+    kept = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(), goes_on_from="/ckpt/iter_0000007")
+    nothing = FaultStory(start=1, began_unix_s=2.0, kind="exited", culprits=(), not_saved="all ranks are dead")
+    assert gone_back([kept, nothing], 2, 1, [0]) == GoneBack(first_step=1, kept_step=7, steps=7)
+    assert gone_back([kept, nothing], 2, 8, [0]) is None and gone_back([], 2, 1, []) is None
+    assert gone_back([kept, nothing], 2, 1, [0, 1]) is None, "start 1 has got on from somewhere, and may have lost that"
+    assert gone_back([nothing], 2, 1, [0]) is None, "not known"
