@@ -331,7 +331,8 @@ class Harness:
         if time.time() < since:
             return False
         told = self.record.lines(incident.began_unix_s, "freeze_sent", "thawed", "took_over")
-        if told and told[-1]["event"] == "freeze_sent":
+        leading = max((line["controller"] for line in told if line["event"] == "took_over"), default=0)
+        if (own := [line for line in told if line["controller"] >= leading]) and own[-1]["event"] == "freeze_sent":
             return False
         if "kill_controller" in kinds and not any(line["event"] == "took_over" for line in told):
             return False

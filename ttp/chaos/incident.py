@@ -5,9 +5,11 @@ Pure functions over a run's record. An incident begins with its first firing and
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import re
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from ttp.chaos.verdict import known_to_the_dead_alone
 from ttp.chaos.watch import Key, Line, Record, Resumed
 
 STAGES = ("seen", "frozen", "decided", "written", "published", "resumed", "first_new_step")
@@ -62,6 +64,8 @@ class Incident:
     """Milliseconds since the first firing, for each of STAGES that was reached."""
     committed: int = 0
     """The newest step that any rank of its start had finished before the first firing."""
+    unproven: int = 0
+    """So many of these steps nobody knew of but the dead: no survivor had their commit record."""
     saved_step: int | None = None
     resumed_step: int | None = None
     lost: int | None = None
@@ -106,12 +110,15 @@ def settle(incident: Incident, record: Record, how: str) -> None:
     began = incident.began_unix_s
     lines = [line for line in record.lines(began) if not incident.over_unix_s or line["unix_s"] <= incident.over_unix_s]
     incident.committed = record.finished_in(incident.firings[0].key, began)
+    frozen = [line for line in lines if line["event"] == "frozen"]
     resumed = _resumes(record, incident)
     published = [line for line in lines if line["event"] == "published"]
     refused = [line for line in lines if line["event"] == "refused"]
     incident.saved_step = max(
         (int(line["step"]) for line in published), default=None
     )  # two, where a network was parted
+    if incident.saved_step is not None and known_to_the_dead_alone(frozen, incident.saved_step):
+        incident.unproven = max(0, incident.committed - incident.saved_step)
     incident.refused = str(refused[-1]["reason"]) if refused and not published else ""
     restarted = any(key > incident.firings[0].key for _, key, _, _ in record.hellos)
     if restarted and how != OVERDUE:
@@ -119,7 +126,7 @@ def settle(incident: Incident, record: Record, how: str) -> None:
         incident.lost = max(0, incident.committed - incident.resumed_step)
     elif how == "":
         incident.lost = 0
-    skipped_before = {text for one in record.resumes if one.unix_s < began for text in one.skipped}
+    skipped_before = _checkpoints(text for one in record.resumes if one.unix_s < began for text in one.skipped)
     incident.outcome = how or _outcome(incident, resumed, restarted, skipped_before)
     incident.stages_ms = stages(lines, record, incident, resumed)
 
@@ -130,11 +137,16 @@ def _resumes(record: Record, incident: Incident) -> list[Resumed]:
     return [one for one in record.resumes if one.key > first and one.unix_s >= incident.began_unix_s]
 
 
+def _checkpoints(skipped: Iterable[str]) -> set[str]:
+    """Return the names of checkpoints that were passed over; the reason may be another one each time, as the ranks share the looking."""
+    return {name for text in skipped for name in re.findall(r"iter_\d{7}", text) or [text]}
+
+
 def _outcome(incident: Incident, resumed: Sequence[Resumed], restarted: bool, skipped_before: Set[str]) -> str:
-    """skipped_before: what an earlier fault broke stays there, and is skipped until the job has come past it."""
+    """skipped_before: names of what an earlier fault broke; it stays there, and is skipped until the job has come past it."""
     if not restarted:
         return "unharmed"
-    if resumed and set(resumed[-1].skipped) - skipped_before:
+    if resumed and _checkpoints(resumed[-1].skipped) - skipped_before:
         return "fell_back"
     if incident.saved_step is not None:
         return "saved"

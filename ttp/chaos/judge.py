@@ -155,17 +155,18 @@ def _wrong_step(fired: Sequence[Incident]) -> list[str]:
     return [
         f"{incident.text}: step {incident.saved_step} was saved, and step {incident.committed} had been finished"
         for incident in fired
-        if incident.saved_step is not None and incident.saved_step < incident.committed
+        if incident.saved_step is not None and incident.saved_step < incident.committed - incident.unproven
     ]
 
 
 def _moved(run: Run) -> list[str]:
-    """A rank of the start that published must not finish a step behind the published one afterwards."""
+    """A rank of the start that published must not finish a step behind the published one afterwards. What the dead alone knew does not
+    count: they were dead by then."""
     wrong = []
     for incident in run.incidents:
         if not incident.fired or incident.saved_step is None:
             continue
-        key, saved = incident.firings[0].key, incident.saved_step
+        key, saved = incident.firings[0].key, incident.saved_step + incident.unproven
         wrong += [
             f"{incident.text}: rank {told.rank} finished step {told.step} of start {key[1]}, behind the saved step {saved}"
             for told in run.record.steps

@@ -183,7 +183,10 @@ def false_alarms(lines: Sequence[Line]) -> int:
 
 
 def _lines_of_the_fault(lines: Sequence[Line]) -> list[Line]:
-    """Return what happened from the first sign after the last false alarm to the ranks' leave; empty without a fault."""
+    """Return what happened from the first sign after the last false alarm to the ranks' leave; empty without a fault, and where all
+    ranks have finished: a controller that was stopped meanwhile, and goes on, takes them for dead."""
+    if any(line["event"] == "finished" for line in lines):
+        return []
     begin = max((number + 1 for number, line in enumerate(lines) if line["event"] == "thawed"), default=0)
     tail = list(lines[begin:])
     end = next((number + 1 for number, line in enumerate(tail) if line["event"] == "exit_sent"), len(tail))

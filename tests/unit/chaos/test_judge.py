@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -46,7 +47,7 @@ def good_record() -> Record:
         line("assembled", 91.0),
         line("death_seen", 100.004, rank=1),
         line("freeze_sent", 100.005),
-        line("frozen", 100.02),
+        line("frozen", 100.02, records=(SAVED - 1, SAVED)),
         line("decided", 100.021),
         line("written", 100.1),
         line("published", 100.2, step=SAVED, path="/c/iter_0000005"),
@@ -120,6 +121,38 @@ def test_what_changes_nothing_is_no_violation(event: dict[str, Any]) -> None:
         record.journal += [event, {**line("took_over", 111.0), "controller": 1}]
 
     assert states(good_run(change))["I4"] == states(good_run(change))["I8"] == HELD
+
+
+def test_a_step_that_the_dead_alone_knew_is_trained_again_and_no_violation() -> None:
+    """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that nobody could prove it."""
+
+    def change(records: tuple[int, ...]) -> Callable[[Record], None]:
+        def changed(record: Record) -> None:
+            record.journal[3] = line("frozen", 100.02, records=records)
+            record.steps.append(told(SAVED + 1, 99.5, 1, 0))
+
+        return changed
+
+    alone, known = good_run(change((SAVED,))), good_run(change((SAVED, SAVED + 1)))
+    assert {name for name, state in states(alone).items() if state != HELD} == set(), judge(alone)
+    assert (alone.incidents[0].unproven, alone.incidents[0].lost) == (1, 1), "and told as trained again"
+    assert states(known)["I6"] == "violated"
+
+
+def test_what_an_earlier_fault_broke_is_no_fall_back_whatever_the_reason_says() -> None:
+    """Ranks share the looking: another file of the same checkpoint is named."""
+
+    def change(before: str, after: str) -> Callable[[Record], None]:
+        def changed(record: Record) -> None:
+            record.resumes.insert(0, Resumed(0, 90.5, 0, (1, 0), "", (before,)))
+            for place, one in enumerate(record.resumes[1:], 1):
+                record.resumes[place] = replace(one, skipped=(after,))
+
+        return changed
+
+    (same,) = good_run(change("/c/iter_0000011/a is missing", "/c/iter_0000011/b has other bytes")).incidents
+    (other,) = good_run(change("/c/iter_0000011/a is missing", "/c/iter_0000012/a is missing")).incidents
+    assert (same.outcome, other.outcome) == ("saved", "fell_back")
 
 
 def _wrong_bits(record: Record) -> None:

@@ -266,3 +266,18 @@ def test_what_befell_a_rank_is_not_unsaid_by_how_it_ended() -> None:
             death = line(2.0, "death_seen", rank=0, kind="exited", text=text)
             told = fault_of(0, [first, frozen, death, line(3.0, "refused", reason="x")], {})
             assert told is not None and [culprit.cause for culprit in told.culprits] == [wanted]
+
+
+def test_a_controller_that_wakes_up_after_the_ranks_have_finished_tells_of_no_fault() -> None:
+    """It was stopped, a standby has led them to the end, and it takes them for dead."""
+    lines = [
+        line(1.0, "assembled"),
+        line(5.0, "takeover_began", 1),
+        line(5.1, "took_over", 1),
+        line(9.0, "finished", 1, ranks=2),
+        line(12.0, "death_seen", rank=0, kind="exited", text="exit code 0"),
+        line(12.1, "refused", reason="all ranks are dead"),
+    ]
+    assert fault_of(0, lines, {}) is None and fault_of(0, [*lines[:3], *lines[4:]], {}) is not None
+    late = fault_of(0, lines, {1: "exit code 1"})
+    assert late is not None and late.kind == "unled" and late.not_saved == "the journal tells of no fault"
