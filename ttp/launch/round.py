@@ -393,7 +393,7 @@ class Round:
         name = death_signal.name if death_signal is not None else "their signal"
         living = self.living()
         if told := [rank for rank in living if death_signal is None or rank not in self._ended]:
-            log.info("ending %s by %s, SIGKILL after %.0f s", ranks_text(told), name, grace_s)
+            log.info("ending %s by %s%s", ranks_text(told), name, f", SIGKILL after {grace_s:.0f} s" if grace_s else "")
         self._ended.update(living)
         until_s = time.monotonic() + grace_s
         if death_signal is not None:
@@ -401,7 +401,7 @@ class Round:
             self._behind_shells.signal(left_behind, death_signal)
         killed = set(end_workers(self._pids.values(), death_signal, grace_s))
         self._behind_shells.wait(living, until_s)
-        if killed:
+        if killed and death_signal != signal.SIGKILL:
             names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
             log.warning("%s did not leave on %s: killed", names, name)
         left = sweep_sessions(self._pids.values(), spare=is_controller)
