@@ -17,3 +17,16 @@ def interrupts_are_not_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_as_they_were(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A handler that a test leaves behind acts on another test, one that has done nothing: SIGPIPE at its default ends the process
+    without a word at the next write to a closed socket."""
+    watched = signal.valid_signals() - {signal.SIGALRM}  # the tests' time limit, which comes and goes as it likes
+    before = {number: signal.getsignal(number) for number in watched}
+    yield
+    changed = {number: now for number, was in before.items() if (now := signal.getsignal(number)) is not was}
+    for number in changed:
+        signal.signal(number, before[number])
+    assert not changed, f"{request.node.nodeid} has left these handlers behind: {changed}"

@@ -170,7 +170,7 @@ class Hook:
         line = json.dumps({"type": kind, "unix_s": time.time(), **fields}) + "\n"
         with self._sending:
             try:
-                self._socket.sendall(line.encode())
+                self._socket.sendall(line.encode(), socket.MSG_NOSIGNAL)  # whatever the trainer did to SIGPIPE
             except OSError:
                 with contextlib.suppress(OSError):  # later lines fail at once, and no orders are taken either
                     self._socket.shutdown(socket.SHUT_RDWR)

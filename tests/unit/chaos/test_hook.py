@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -239,6 +241,32 @@ def test_a_harness_that_takes_in_nothing_counts_as_gone(
         hook.close()
         heard = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert heard.startswith(b'{"type": "hello"') and len(heard) < 4096 * 4096
+
+
+def test_a_harness_that_has_gone_does_not_end_a_rank_whose_trainer_has_sigpipe_at_its_default(tmp_path: Path) -> None:
+    """As a trainer does whose output goes to `| head`; in a process of its own, for a default SIGPIPE ends one without a word."""
+    program = f"""
+import signal, socket, threading
+from ttp.chaos.hook import Hook
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+with socket.socket(socket.AF_UNIX) as harness:
+    harness.bind({str(tmp_path / "harness")!r})
+    harness.listen()
+    harness.settimeout({DEADLINE_S})
+    def answer():
+        connection, _ = harness.accept()
+        connection.sendall(b'{{"cancel": false, "orders": []}}\\n')
+        connection.close()
+    answering = threading.Thread(target=answer)
+    answering.start()
+    hook = Hook({str(tmp_path / "harness")!r}, {FACTS!r})
+    answering.join()
+for step in range(3):
+    hook.tell("step", step=step)
+print("trained on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "trained on\n"), done
 
 
 def test_without_a_harness_there_is_no_hook_at_all() -> None:

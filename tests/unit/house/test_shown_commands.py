@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -129,6 +130,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command line in this process, from its first word on; return its exit status."""
+    broken_pipe = signal.getsignal(signal.SIGPIPE)  # some programs let `| head` end them; the tests must outlive theirs
     try:
         if words[0] == "ttp":
             return cli.main(words[1:])
@@ -139,6 +141,8 @@ def run_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        signal.signal(signal.SIGPIPE, broken_pipe)
     return 0
 
 
