@@ -176,27 +176,30 @@ def _moved(run: Run) -> list[str]:
 
 
 def _fenced(run: Run) -> list[str]:
-    """A controller that was stopped may decide by what it had heard before, once it goes on: nobody takes its orders. Both sides of a
-    parted network may have ranks, each under a controller of its own: what they publish is I4's."""
+    """A controller that was stopped may decide by what it had heard before, once it goes on, and hears what its earlier orders came
+    to: nobody takes new ones. Both sides of a parted network may have ranks, each under a controller of its own: what they publish is I4's."""
     parted = hurt_stretches([one for one in run.incidents if any(firing.kind == "partition" for firing in one.firings)])
     wrong = []
     took: dict[int, float] = {}
+    ordered: dict[tuple[int, str], float] = {}
     for line in sorted(run.record.journal, key=lambda line: float(line["unix_s"])):
-        match line["event"]:
-            case "assembled" if line["controller"] == 0:
-                took = {}
+        place, event, moment = int(line["controller"]), line["event"], float(line["unix_s"])
+        match event:
+            case "assembled" if place == 0:
+                took, ordered = {}, {}
             case "took_over":
-                took[int(line["controller"])] = float(line["unix_s"])
+                took[place] = moment
+            case "write_sent" | "write_moved":
+                ordered[place, "written"] = moment
+            case "publish_sent":
+                ordered[place, "published"] = moment
             case "written" | "published":
-                above = [
-                    place
-                    for place, moment in took.items()
-                    if place > line["controller"] and moment < line["unix_s"] - 1
-                ]
-                apart = any(begin <= line["unix_s"] <= end for begin, end in parted)
+                since = ordered.get((place, event), moment)
+                above = [other for other, begun in took.items() if other > place and begun < since - 1]
+                apart = any(begin <= moment <= end for begin, end in parted)
                 if above and not apart:
-                    what = "had ranks write" if line["event"] == "written" else "published"
-                    wrong.append(f"controller {line['controller']} {what} after controller {above[0]} had taken over")
+                    what = "had ranks write" if event == "written" else "published"
+                    wrong.append(f"controller {place} {what} after controller {above[0]} had taken over")
     return wrong
 
 

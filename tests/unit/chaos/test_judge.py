@@ -123,6 +123,20 @@ def test_what_changes_nothing_is_no_violation(event: dict[str, Any]) -> None:
     assert states(good_run(change))["I4"] == states(good_run(change))["I8"] == HELD
 
 
+@pytest.mark.parametrize("order, event", [("write_sent", "written"), ("publish_sent", "published")])
+def test_a_stopped_controller_hears_late_what_was_done_in_time(order: str, event: str) -> None:
+    """It had given the order while it led; one that it gives afterwards must be carried out by nobody."""
+
+    def state(ordered_s: float) -> str:
+        def change(record: Record) -> None:
+            heard = line(event, 115.0, step=SAVED, path="/c/iter_0000005")
+            record.journal += [line(order, ordered_s), {**line("took_over", 111.0), "controller": 1}, heard]
+
+        return states(good_run(change))["I8"]
+
+    assert (state(110.5), state(114.9)) == (HELD, VIOLATED)
+
+
 def test_a_step_that_the_dead_alone_knew_is_trained_again_and_no_violation() -> None:
     """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that nobody could prove it."""
 
