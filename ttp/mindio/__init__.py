@@ -24,7 +24,10 @@ from ttp.errors import ConfigError
 from ttp.mindio import handlers
 from ttp.mindio.job import DEFAULT_PORT, current_job
 from ttp.mindio.newer import UNSUPPORTED, refusal
+from ttp.mindio.newer import Action as Action
 from ttp.mindio.newer import OptimizerType as OptimizerType
+from ttp.mindio.newer import RepairType as RepairType
+from ttp.mindio.newer import ReportState as ReportState
 from ttp.mindio.newer import tft_destroy_controller as tft_destroy_controller
 from ttp.mindio.newer import tft_destroy_processor as tft_destroy_processor
 from ttp.mindio.newer import tft_end_updating_os as tft_end_updating_os
@@ -48,7 +51,10 @@ globals().update({name: refusal(name, instead) for name, instead in UNSUPPORTED.
 
 __all__ = [
     *UNSUPPORTED,
+    "Action",
     "OptimizerType",
+    "RepairType",
+    "ReportState",
     "tft_destroy_controller",
     "tft_destroy_processor",
     "tft_end_updating_os",

@@ -1,6 +1,6 @@
 """The newer names of MindIO, `tft_*`: those that mean what this project does, and an error for each of the others.
 
-Owns the two lists. MindIO's later versions also repair a job in place (UCE, ARF, hot switching, downgrade): here a fault ends in a
+Owns the lists. MindIO's later versions also repair a job in place (UCE, ARF, hot switching, downgrade): here a fault ends in a
 dying-gasp checkpoint and a restart, so what serves repair has no counterpart.
 """
 
@@ -176,6 +176,23 @@ UNSUPPORTED = {
     "tft_pause_train": _NOTICE,
 }
 """Names that raise NotSupported when they are called, and what to do instead."""
+
+
+class UnsupportedEnumeration:
+    """An enumeration of MindIO's without a counterpart: it can be imported, and asking for a member raises NotSupported."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, member: str) -> NoReturn:
+        if member.startswith("__"):  # asked for by Python itself
+            raise AttributeError(member)
+        raise NotSupported(f"{self.__name__}.{member} is not supported by ttp.mindio: {_RESTART}")
+
+
+Action = UnsupportedEnumeration("Action")
+RepairType = UnsupportedEnumeration("RepairType")
+ReportState = UnsupportedEnumeration("ReportState")
 
 
 def refusal(name: str, instead: str) -> Callable[..., NoReturn]:

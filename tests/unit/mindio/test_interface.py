@@ -47,6 +47,9 @@ SIGNATURES = {
     "tft_query_high_availability_switch": "",
 }
 
+ENUMERATIONS = ("Action", "RepairType", "ReportState")
+"""Of repair in place: trainers import them beside `OptimizerType`."""
+
 OPTIMIZER = (
     "optimizer, clip_grad, log_num_zeros_in_grad, params_have_main_grad, use_contiguous_buffers_in_local_ddp, fp16, bf16,"
     " params_dtype, grad_scaler, models, local_copy=False"
@@ -70,7 +73,7 @@ def arguments(function: Callable[..., object]) -> str:
 def test_names_orders_and_defaults_are_mindios() -> None:
     """A patched trainer calls by position as well as by name."""
     assert {name: arguments(getattr(ttp.mindio, name)) for name in SIGNATURES} == SIGNATURES
-    assert set(ttp.mindio.__all__) == {*SIGNATURES, *UNSUPPORTED, "OptimizerType"}
+    assert set(ttp.mindio.__all__) == {*SIGNATURES, *UNSUPPORTED, "OptimizerType", *ENUMERATIONS}
 
 
 def test_modellink_has_what_the_patch_imports() -> None:
@@ -90,6 +93,15 @@ def test_what_has_no_counterpart_says_so_and_what_to_do(name: str) -> None:
     """An import works, so that a trainer starts; a call raises NotSupported."""
     with pytest.raises(NotSupported, match=f"^{name} is not supported by ttp.mindio: .{{20,}}"):
         getattr(ttp.mindio, name)("anything", at="all")
+
+
+@pytest.mark.parametrize("name", ENUMERATIONS)
+def test_members_of_enumerations_without_a_counterpart_say_so(name: str) -> None:
+    """As for a function: the import works, what would be done with it does not."""
+    enumeration = getattr(ttp.mindio, name)
+    assert enumeration.__name__ == name and not hasattr(enumeration, "__wrapped__")
+    with pytest.raises(NotSupported, match=f"^{name}.RETRY is not supported by ttp.mindio: .{{20,}}"):
+        _ = enumeration.RETRY
 
 
 def test_encryption_and_repair_in_place_are_refused_and_not_ignored() -> None:
