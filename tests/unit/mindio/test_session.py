@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,14 @@ def protect(local_copy: bool = False) -> None:
 
 
 def run_into_a_fault(
-    model: torch.nn.Module, optimizer: TTPReplicaOptimizer, save: Callable[..., None], rename: Callable[..., int]
+    model: torch.nn.Module,
+    optimizer: TTPReplicaOptimizer,
+    save: Callable[..., None],
+    rename: Callable[..., int],
+    local_copy: bool = False,
 ) -> None:
     """Three steps, then an exception in the fourth's backward."""
-    protect()
+    protect(local_copy)
     mindio.ttp_register_save_ckpt_handler(save)
     mindio.ttp_register_rename_handler(rename)
 
@@ -93,6 +98,8 @@ def test_the_handlers_get_rank_step_ranks_and_the_trainers_objects(tmp_path: Pat
     def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
         calls.append((save_rank, step, rank_list, args[0], args[3]))
         assert args[1] is model and args[2] is optimizer and not optimizer.error_dump
+        optimizer.set_dump_args(save_rank + 1, step, rank_list)
+        assert not optimizer.need_write_file(), "another rank writes"
         optimizer.set_dump_args(save_rank, step, rank_list)
         assert optimizer.error_dump and optimizer.need_write_file() and optimizer.current_step == 3
         assert optimizer.save_args == {"rank": 0, "step": 3, "rank_list": [0]}
@@ -189,6 +196,34 @@ def test_the_optimizer_and_the_processor_agree_on_local_copies() -> None:
     new_trainer(local_copy=True)
     with pytest.raises(ConfigError, match="was built with local_copy=True"):
         mindio.ttp_init_processor(0, [0], 1, 1, 1, False)
+
+
+@pytest.mark.parametrize(("local_copy", "kept"), [(True, 2), (False, -1)])
+def test_a_local_copy_is_kept_where_it_is_asked_for_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, local_copy: bool, kept: int
+) -> None:
+    """At a fault after step 3 a rank with local copies has step 2 as well, and the start says which mode it is."""
+    model, optimizer = new_trainer(local_copy)
+    with caplog.at_level("INFO", logger="ttp"):
+        run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 0, local_copy)
+    modes = {True: "local copy: every rank keeps the state of the step before", False: "barrier: the optimizer's own"}
+    assert modes[local_copy] in caplog.text and modes[not local_copy] not in caplog.text
+    (frozen,) = [line["fields"] for line in journal(tmp_path) if line["event"] == "frozen"]
+    assert (frozen["state_steps"], frozen["backup_steps"]) == ([3], [kept])
+
+
+def test_the_controller_listens_on_the_port_that_the_trainer_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TTP_CONTROLLER_PORT does not say otherwise."""
+    monkeypatch.delenv("TTP_CONTROLLER_PORT")
+    port = free_port()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    new_trainer()
+    mindio.ttp_init_controller(0, 1)
+    mindio.ttp_start_controller("127.0.0.1", port)
+    mindio.ttp_init_processor(0, [0], 1, 1)
+    mindio.ttp_start_processor("127.0.0.1", port)
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
 def test_current_step_counts_from_the_loaded_iteration() -> None:
