@@ -380,6 +380,7 @@ def test_the_report_is_one_page_with_its_pictures_and_every_fault(tmp_path: Path
     assert len(pictures) == 4
     for picture in pictures:
         ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
+    assert "#2e4057" in pictures[0], "the fault is in the loss curves"
     assert "a &lt;b&gt;" in text and "I12 host state" in text and "not reached" in text
     assert {(entry["run"], entry["start"], entry["rank"]) for entry in content["memory"]} == {
         ("lap 0", start, rank) for start in (0, 1) for rank in (0, 1)
