@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import shown
 from tests.chaos.conftest import SMALL
 from ttp.chaos import matrix
 from ttp.chaos.cli import main
@@ -39,6 +41,26 @@ def test_a_kill_at_a_point_of_a_step_is_done_seen_and_judged(chaos: RunChaos) ->
     assert blow.kind == "kill" and blow.point == "updating" and blow.step >= 40 and blow.whom.startswith("rank 1 (pid ")
     assert incident.outcome == "saved" and incident.lost == 0 and incident.saved_step in (blow.step - 1, blow.step)
     assert 0 < incident.stages_ms["seen"] < incident.stages_ms["published"] < incident.stages_ms["first_new_step"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_documents_campaign_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of README.md and docs/chaos.md, word by word, three random kills in a run of 4,000 steps."""
+    text = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    (line,) = [line for line in shown.shown(text) if line.startswith("ttp chaos run")]
+    words = shlex.split(line)
+    assert words[2:5] == ["run", "examples/chaos/kills.yaml", "--"] and words[5] == "ttprun"
+    monkeypatch.chdir(ROOT)
+    output = tmp_path / "out"
+    launcher = [sys.executable, "-m", "ttp.launch"]
+    status = main([*words[2:4], "--output", str(output), "--", *launcher, *words[6:]])
+    assert status == 0, capsys.readouterr().out[-6000:]
+    content = json.loads((output / "result.json").read_text())
+    assert [incident["outcome"] for incident in content["incidents"]] == ["saved"] * 3
+    assert (output / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.long

@@ -21,10 +21,12 @@ import torch
 
 from tests import shown
 from tests.shown import PARSED, ROOT, RUN, TESTED, Proof
+from tests.unit.chaos.test_judge import campaign
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp import cli
+from ttp.chaos.result import write_result
 from ttp.checkpoint import keys
 from ttp.launch.arguments import parse
 from ttp.trainer.config import ModelConfig, plain
@@ -104,7 +106,7 @@ def test_the_environment_that_make_makes_is_activated() -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the output of a small run, another one with the same bits, text, a tokenizer and a journal."""
+    """Return a folder with the output of a small run, another one with the same bits, text, a tokenizer, a journal, and a campaign's result."""
     folder = tmp_path_factory.mktemp("prepared")
     config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16)
     model = build_model(config, 0, torch.device("cpu"))
@@ -125,6 +127,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(json.dumps(content))
     (folder / "output" / "log").mkdir()
     record(folder / "output" / "log" / "journal_0.jsonl", EVENTS)
+    write_result(campaign(folder))
     return folder
 
 
@@ -163,7 +166,9 @@ def test_it_runs_as_it_stands(
     threads = torch.get_num_threads()
     folder = shutil.copytree(prepared, tmp_path / "here")
     monkeypatch.chdir(folder)
-    line = (RUN[command] or command).format(scenarios=ROOT / "tests" / "simulation" / "scenarios")
+    line = (RUN[command] or command).format(
+        scenarios=ROOT / "tests" / "simulation" / "scenarios", examples=ROOT / "examples"
+    )
     torch.set_num_threads(1)
     try:
         status = run_line(shlex.split(line), monkeypatch)
