@@ -42,7 +42,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dataset_name_or_path", default="wikitext", help="a text file, a folder of them, a saved `datasets`"
     )
-    parser.add_argument("--dataset_config_name", default=None, help="for a name that `datasets` loads")
+    parser.add_argument(
+        "--dataset_config_name",
+        default="wikitext-103-raw-v1",
+        help="for a name that `datasets` loads, which may have several; empty: none",
+    )
     parser.add_argument("--batch_size", type=int, default=2, help="of each rank")
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--block_size", type=int, default=1024, help="tokens of a sequence, if the model takes as many")
@@ -75,7 +79,7 @@ def main() -> None:
     devices = None if kind.is_host else [device]
     model = DistributedDataParallel(net, devices, find_unused_parameters=True)  # TTP: or the last bit may differ
     block = tokens_of_a_sequence(net, config, args.block_size)
-    sequences = build_sequences(args.dataset_name_or_path, args.dataset_config_name, tokenizer, block)
+    sequences = build_sequences(args.dataset_name_or_path, args.dataset_config_name or None, tokenizer, block)
     if args.max_sequences:
         sequences["train"] = sequences["train"][: args.max_sequences]
     say(f"{len(sequences['train'])} sequences of {block} tokens to train on, {len(sequences['test'])} to evaluate on")

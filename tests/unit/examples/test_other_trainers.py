@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -154,3 +157,61 @@ def test_masked_tokens_are_the_labels_that_count() -> None:
     assert 0.13 < counts.float().mean() < 0.17
     assert torch.equal(batch["input_ids"][~counts], torch.stack(sequences)[~counts])
     assert 0.7 < (batch["input_ids"][counts] == 299).float().mean() < 0.9
+
+
+def test_the_loops_arguments_have_the_usual_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With none given it is GPT-2 on WikiText-103, which `datasets` loads by both of its names."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "huggingface"))
+    main_hf = module_of("huggingface/main_hf.py")
+    monkeypatch.setattr(sys, "argv", ["main_hf.py"])
+    found = vars(main_hf.arguments())
+    wanted = {
+        "model_name_or_path": "gpt2",
+        "dataset_name_or_path": "wikitext",
+        "dataset_config_name": "wikitext-103-raw-v1",
+        "batch_size": 2,
+        "epochs": 100,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_text_comes_from_what_datasets_has_saved_or_loads_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One data set, whose end is held out, or several parts; a name is handed on with its configuration's."""
+    data_set_texts = module_of("huggingface/model_and_text.py").data_set_texts
+    local_texts = module_of("huggingface/model_and_text.py").local_texts
+    lines = [f"line {n}" for n in range(100)]
+    whole = datasets.Dataset.from_dict({"number": list(range(100)), "text": lines})
+    parts = datasets.DatasetDict(train=whole.select(range(60)), validation=whole.select(range(60, 100)))
+    whole.save_to_disk(tmp_path / "whole")
+    parts.save_to_disk(tmp_path / "parts")
+    for name, cut in (("whole", 95), ("parts", 60)):
+        assert local_texts(tmp_path / name) is None
+        told = {"train": "\n".join(lines[:cut]), "test": "\n".join(lines[cut:])}
+        assert data_set_texts(str(tmp_path / name), None) == told
+    asked: list[Any] = []
+
+    def load_dataset(*words: Any) -> datasets.DatasetDict:
+        asked.append(words)
+        return parts
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert data_set_texts("wikitext", "wikitext-103-raw-v1")["train"] == "\n".join(lines[:60])
+    assert asked == [("wikitext", "wikitext-103-raw-v1")]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "mixtral"])
+def test_a_model_that_was_saved_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A folder with nothing but a configuration has random ones."""
+    model_and_text = module_of("huggingface/model_and_text.py")
+    monkeypatch.chdir(tmp_path)
+    special = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    Path("config.json").write_text(json.dumps({"model_type": kind, "max_position_embeddings": 16, **special, **TINY}))
+    config = model_and_text.load_config(str(tmp_path), print)
+    random, saved = (model_and_text.build_model(str(tmp_path), config, None) for _ in range(2))
+    saved.save_pretrained(tmp_path / "saved")
+    loaded = model_and_text.build_model(str(tmp_path / "saved"), config, None)
+    names = [name for name, value in saved.named_parameters() if value.dim() > 1]
+    assert all(torch.equal(loaded.get_parameter(name), saved.get_parameter(name)) for name in names)
+    assert not any(torch.equal(random.get_parameter(name), saved.get_parameter(name)) for name in names)
