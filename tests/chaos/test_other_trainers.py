@@ -3,6 +3,7 @@ unbroken run prints, to the last bit."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.chaos.conftest import JOB_S
 from tests.chaos.test_commands import ROOT
@@ -94,14 +97,35 @@ def test_ddp_survives_with_any_optimizer(tmp_path: Path, optimizer: str, clip: s
     compare(whole, train(tmp_path / "hurt", 2, "ddp/train.py", *arguments, faults=faults))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "point"), [(0, "updating"), (3, "ready"), (2, "backward")])
 def test_hsdp_survives_the_death_of_a_rank(tmp_path: Path, rank: int, point: str) -> None:
-    """FSDP2 on 2 x 2 ranks: coverage is found from the DTensors, and each shard has one other holder."""
+    """FSDP2 on 2 x 2 ranks: coverage is found from the DTensors, and each shard has one other holder. The dump is plain DCP."""
     whole = train(tmp_path / "whole", 4, "hsdp/train.py", "--steps", "14")
     assert re.search(r"any 1 of 4 ranks; 4 of 6 pairs", whole), whole
     faults = f"kill:rank={rank},step=9,point={point}"
     compare(whole, train(tmp_path / "hurt", 4, "hsdp/train.py", "--steps", "14", faults=faults))
+    saved = read_by_torch_alone(next((tmp_path / "hurt").glob("iter_000000[89]")))  # the dying gasp, of three ranks
+    last = [read_by_torch_alone(tmp_path / name / "iter_0000014") for name in ("whole", "hurt")]
+    assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
+    assert all(
+        value.shape == last[0][name].shape and not torch.equal(value, last[0][name]) for name, value in saved.items()
+    )
+
+
+def read_by_torch_alone(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the HSDP example in one process, by `torch.distributed.checkpoint` and nothing of ours."""
+    spec = importlib.util.spec_from_file_location("hsdp_example", EXAMPLES / "hsdp" / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    weights: dict[str, torch.Tensor] = module.Model(layers=2).state_dict()
+    for value in weights.values():
+        value.fill_(torch.nan)
+    dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)  # type: ignore[attr-defined]
+    assert all(value.isfinite().all() for value in weights.values())
+    return weights
 
 
 UNEQUAL = """
