@@ -11,6 +11,7 @@ from math import comb
 
 from ttp.proto.frozen import dataclass
 from ttp.proto.messages import Registration
+from ttp.wording import size_text
 
 _NAMED = 8
 """How many ranks, nodes or shards a sentence names before it says how many more there are."""
@@ -154,7 +155,7 @@ def overview(coverage: Coverage) -> tuple[str, ...]:
 
 
 def _rank_row(host: str, rank: int, groups: list[Group]) -> Row:
-    shards = [f"{group.label.partition(':')[0]} ({group.nbytes / 2**20:.1f} MiB)" for group in groups]
+    shards = [f"{group.label.partition(':')[0]} ({size_text(group.nbytes)})" for group in groups]
     return Row(str(rank), host, tuple(shards), tuple(_others(rank, group) for group in groups))
 
 

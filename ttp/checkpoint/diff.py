@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from ttp.checkpoint.answer import Answer, Status, counted
+from ttp.checkpoint.answer import Answer, Status
 from ttp.checkpoint.compare import Difference, Kind, Tally, compare, flattened, pairs
 from ttp.checkpoint.stored import Stored, numel_of, open_stored
+from ttp.wording import counted
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:

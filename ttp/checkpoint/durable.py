@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ttp.errors import CheckpointError, TTPError
+from ttp.wording import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,9 @@ def written_by_library(path: Path) -> Iterator[None]:
     except (OSError, TTPError):
         raise
     except Exception as error:
-        free_mib = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         raise CheckpointError(
-            f"{path} could not be written: {type(error).__name__}: {error} ({free_mib} MiB are free there); make room, or"
+            f"{path} could not be written: {type(error).__name__}: {error} ({size_text(free)} are free there); make room, or"
             " choose another place"
         ) from error
 

@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ttp.checkpoint import dcp
-from ttp.checkpoint.answer import Answer, Status, UsageError, counted, size_text
+from ttp.checkpoint.answer import Answer, Status, UsageError
 from ttp.checkpoint.durable import fsync_directory, written_by_library
 from ttp.checkpoint.keys import model_key, nested_path
 from ttp.checkpoint.stored import Stored, open_stored
 from ttp.checkpoint.survey import newest_at
 from ttp.errors import CheckpointError
+from ttp.wording import counted, size_text
 
 _MODEL = model_key("")
 _CONVERTER = "ttp.trainer.convert"

@@ -32,6 +32,7 @@ from ttp.checkpoint.publish import check_complete
 from ttp.checkpoint.verify import share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
+from ttp.wording import counted, size_text
 
 CHUNK_BYTES = 4 << 20
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
@@ -103,11 +104,8 @@ def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
     texts = []
     for source, target in sorted({(move.source, move.target) for move in moves}):
         files = [move.file for move in moves if (move.source, move.target) == (source, target)]
-        megabytes = sum(file.nbytes for file in files) / 1e6
-        noun = "file" if len(files) == 1 else "files"
-        texts.append(
-            f"moved {len(files)} {noun}, {megabytes:.1f} MB, from node {hosts[source]} to node {hosts[target]}"
-        )
+        what = f"{counted(len(files), 'file')}, {size_text(sum(file.nbytes for file in files))}"
+        texts.append(f"moved {what}, from node {hosts[source]} to node {hosts[target]}")
     return texts
 
 

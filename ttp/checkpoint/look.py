@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from ttp.checkpoint import verify as checks
-from ttp.checkpoint.answer import Answer, Status, counted, size_text
+from ttp.checkpoint.answer import Answer, Status
 from ttp.checkpoint.contents import TensorEntry, read_contents
 from ttp.checkpoint.durable import read_tracker
 from ttp.checkpoint.manifest import Manifest, read_manifest
@@ -35,6 +35,7 @@ from ttp.checkpoint.survey import (
 )
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import CauseKind, ShareResult
+from ttp.wording import counted, size_text
 
 _COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
 
@@ -276,7 +277,7 @@ def verify(given: argparse.Namespace, console: Console) -> Answer:
 
 def checked(path: Path, console: Console, *, deep: bool = True) -> Manifest:
     """Verify a checkpoint with a progress bar on a terminal; return its manifest. Raises as `verify.verify` does."""
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking", total=None)
         return checks.verify(

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from ttp.checkpoint.answer import Answer, Status, UsageError, size_text
+from ttp.checkpoint.answer import Answer, Status, UsageError
 from ttp.checkpoint.look import checked
 from ttp.checkpoint.prune_pieces import PiecesPlan, plan_pieces, remove_pieces
 from ttp.checkpoint.removal import remove_tree, take_away
@@ -34,6 +34,7 @@ from ttp.checkpoint.survey import (
     size_of,
 )
 from ttp.errors import CheckpointError
+from ttp.wording import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
 from ttp.errors import CheckpointError, NotWritable
 from ttp.proto.messages import FileEntry, ShareResult
+from ttp.wording import size_text
 
 FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""
@@ -183,7 +184,7 @@ def _write_file(
 
 def _refusal(rank: int, path: Path, error: OSError) -> str:
     try:
-        free = f"{shutil.disk_usage(path.parent).free} bytes are free"
+        free = f"{size_text(shutil.disk_usage(path.parent).free)} are free"
     except OSError:
         free = "its free space is unknown"
     return (

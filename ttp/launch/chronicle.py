@@ -32,7 +32,8 @@ from ttp.launch.fault_story import NOTICE, FaultStory, Line, false_alarms, fault
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.launch.hindsight import UNANNOUNCED, gone_back, left_unannounced, told_by
 from ttp.launch.story import Recorded
-from ttp.launch.story_text import Summary, counted, fault_lines, summary_lines
+from ttp.launch.story_text import Summary, fault_lines, summary_lines
+from ttp.wording import counted
 
 log = logging.getLogger("ttp.launch")
 

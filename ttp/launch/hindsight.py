@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ttp.checkpoint.durable import step_of_directory
 from ttp.launch.fault_story import ENDED, NOTICE, FaultStory
-from ttp.launch.story_text import counted
+from ttp.wording import counted
 
 UNANNOUNCED = (
     "the ranks ended with exit code 0, and never told their controller that training was over: it took them for dead. No fault is"

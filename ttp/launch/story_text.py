@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ttp.launch.fault_story import STAGES, Culprit, FaultStory, Saved
 from ttp.launch.story import ranks_text
+from ttp.wording import counted, size_text
 
 _NAMED = 8
 _QUOTED = 4
@@ -109,11 +110,6 @@ def _starts(numbers: Sequence[int]) -> str:
     return ranks_text(numbers).replace("rank", "start", 1)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 fault`, `2 faults`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _who(culprits: Sequence[Culprit]) -> str:
     """`rank 2 on node a (pid 71); ranks 4-5 on node b (pids 80, 81)`."""
     nodes: dict[str, list[Culprit]] = {}
@@ -187,7 +183,7 @@ def _saved(story: FaultStory) -> str:
 
 
 def _written(saved: Saved) -> str:
-    return f"step {saved.step} in {saved.path} ({saved.bytes / 2**20:.1f} MiB, written by {ranks_text(saved.ranks)})"
+    return f"step {saved.step} in {saved.path} ({size_text(saved.bytes)}, written by {ranks_text(saved.ranks)})"
 
 
 def _lost(steps: int | None) -> str:

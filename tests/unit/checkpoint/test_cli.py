@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
 from ttp.checkpoint import cli
-from ttp.checkpoint.answer import Status, size_text
+from ttp.checkpoint.answer import Status
 from ttp.proto.messages import Cause, CauseKind
 
 if TYPE_CHECKING:
@@ -108,12 +108,6 @@ def test_wrong_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as exited:
         cli.main([str(tmp_path), "destroy"])
     assert exited.value.code == 2 and "invalid choice: 'destroy'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
-def test_sizes_are_readable(nbytes: int, text: str) -> None:
-    """Binary units."""
-    assert size_text(nbytes) == text
 
 
 def test_the_command_stands_before_or_after_the_folder(job: Job, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_what_a_node_lacks_is_moved_to_it_and_said(cluster: Cluster, job: Job) -
     assert steps(found) == {7}
     job.assert_equal(cluster.read(job, found))
     assert {text.partition("from ")[2] for text in cluster.said} >= {"node a to node c"}
-    assert all("MB, from node" in text for text in cluster.said)
+    assert all("iB, from node" in text for text in cluster.said)
     again = cluster.gather(job)
     assert steps(again) == {7}, "what was moved is there the next time"
 
@@ -363,4 +363,4 @@ def test_moves_are_spread_over_those_who_have_the_file() -> None:
     texts = moved_texts(
         [Move(FileEntry("f", 2_400_000, "", 0), 0, 4), Move(FileEntry("g", 10**7, "", 0), 0, 4)], "ab   "
     )
-    assert texts == ["moved 2 files, 12.4 MB, from node a to node  "]
+    assert texts == ["moved 2 files, 11.8 MiB, from node a to node  "]

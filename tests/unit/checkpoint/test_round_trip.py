@@ -181,7 +181,7 @@ def test_a_write_the_disk_refuses_says_so_and_gives_the_space_back(tmp_path: Pat
     (tmp_path / "iter_0000042_tmp_a" / "__7_0_0.distcp").write_bytes(b"another writer's")
     with (
         file_size_limit(limit),
-        pytest.raises(NotWritable, match=r"rank 3 cannot write into .*tmp_a: .*bytes are free") as caught,
+        pytest.raises(NotWritable, match=r"rank 3 cannot write into .*tmp_a: .*iB are free") as caught,
     ):
         writer.write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
     assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG

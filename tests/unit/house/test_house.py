@@ -36,7 +36,7 @@ PURE_MAY_IMPORT = {
 
 MAY_IMPORT = {
     "ttp.proto": ("ttp.proto", "ttp.errors"),
-    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.controller"),
+    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.wording", "ttp.controller"),
     "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }

@@ -47,6 +47,13 @@ def test_a_kill_is_told_in_seven_lines() -> None:
     ]
 
 
+def test_a_small_checkpoint_has_a_size() -> None:
+    """In the unit that fits: `0.0 MiB` says nothing."""
+    assert KILL.saved is not None
+    (saved,) = (line for line in fault_lines(replace(KILL, saved=replace(KILL.saved, bytes=1536))) if "saved" in line)
+    assert "(1.5 KiB, written by" in saved
+
+
 def test_where_a_rank_was_is_told_with_what_is_certain_and_how_old_its_own_words_are() -> None:
     """A heartbeat comes once a second, and a second may be a hundred steps. The ages of several ranks' are left out."""
     (culprit,) = KILL.culprits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_a_small_job_is_shown_rank_by_rank() -> None:
         "rank 2 on node b: shard 0 (1.0 MiB), also on rank 0",
         "rank 3 on node b: shard 1 (1.0 MiB), also on rank 1",
     )
+
+
+def test_a_small_shard_has_a_size() -> None:
+    """In the unit that fits."""
+    whole = (ShardGroup("g", "whole state: w", 4000),)
+    members = [replace(registration(rank, host="one"), groups=whole) for rank in range(2)]
+    assert overview(coverage_of(members, 2))[0] == "rank 0 on node one: whole state (3.9 KiB), also on rank 1"
 
 
 def test_a_large_job_is_shown_node_by_node_in_a_screen_at_most() -> None:

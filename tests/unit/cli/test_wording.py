@@ -1,0 +1,18 @@
+"""Sizes and counts in sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.wording import counted, size_text
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
+def test_sizes_are_readable(nbytes: int, text: str) -> None:
+    """Binary units."""
+    assert size_text(nbytes) == text
+
+
+def test_one_has_no_plural() -> None:
+    """And thousands are set apart."""
+    assert [counted(count, "file") for count in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
