@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ttp.checkpoint.survey import (
     nothing_in,
 )
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import CauseKind, ShareResult
+from ttp.proto.messages import CauseKind, CommitRecord, ShareResult
 from ttp.wording import counted, size_text
 
 _COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
@@ -114,7 +115,7 @@ def inspect(given: argparse.Namespace, console: Console) -> Answer:
         found = read_manifest(path)
     except CheckpointError as error:
         return _invalid(given.path, str(error))
-    written, trouble = _written(path, found)
+    written = _written(path, found)
     told = {
         "path": str(path),
         "step": found.step,
@@ -135,25 +136,37 @@ def inspect(given: argparse.Namespace, console: Console) -> Answer:
             key: {
                 "dtype": spec.dtype,
                 "shape": list(spec.shape),
-                "ranks": sorted({rank for rank, _ in written.get(key, ())}),
+                "ranks": written.ranks(key),
             }
             for key, spec in sorted(found.tensors.items())
         },
-        "error": trouble or None,
+        "error": written.trouble or None,
     }
     shown = [_summary(path, found), _writers(found, written), _files(found), _tensors(found, written)]
-    if trouble:
-        return Answer(Status.NO, told, [*shown, f"[red]INVALID[/] {escape(trouble)}"])
+    if written.trouble:
+        return Answer(Status.NO, told, [*shown, f"[red]INVALID[/] {escape(written.trouble)}"])
     return Answer(Status.YES, told, shown)
 
 
-Written = Mapping[str, Sequence[tuple[int, TensorEntry]]]
-"""What was written of each tensor: (rank, box)."""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the files' tables of contents say."""
+
+    boxes: Mapping[str, Sequence[tuple[int, TensorEntry]]]
+    """Of each tensor: (rank, box)."""
+    plain_values: frozenset[int]
+    """Ranks that wrote some."""
+    trouble: str
+    """What could not be read; empty: all was."""
+
+    def ranks(self, key: str) -> list[int]:
+        """Return who wrote a part of this tensor."""
+        return sorted({rank for rank, _ in self.boxes.get(key, ())})
 
 
-def _written(path: Path, found: Manifest) -> tuple[Written, str]:
-    """Return who wrote what, from the files' tables of contents, and what could not be read."""
-    written: dict[str, list[tuple[int, TensorEntry]]] = {}
+def _written(path: Path, found: Manifest) -> _Written:
+    boxes: dict[str, list[tuple[int, TensorEntry]]] = {}
+    plain_values = set()
     trouble = ""
     for file in found.files:
         if not file.name.endswith(".distcp") or (found.hosts and not (path / file.name).exists()):
@@ -167,8 +180,10 @@ def _written(path: Path, found: Manifest) -> tuple[Written, str]:
             trouble = trouble or str(error)
             continue
         for entry in contents.tensors:
-            written.setdefault(entry.key, []).append((file.rank, entry))
-    return written, trouble
+            boxes.setdefault(entry.key, []).append((file.rank, entry))
+        if contents.blobs:
+            plain_values.add(file.rank)
+    return _Written(boxes, frozenset(plain_values), trouble)
 
 
 def _summary(path: Path, found: Manifest) -> Table:
@@ -182,9 +197,9 @@ def _summary(path: Path, found: Manifest) -> Table:
         ("cause", f"{found.cause.kind.value}: {found.cause.text} (ranks {list(found.cause.ranks)})"),
         ("written", f"{_when(found)} by torch {found.versions.get('torch')}, ttp {found.versions.get('ttp')}"),
         ("attempt", f"{found.attempt}, term {found.term}"),
-        *_layout_rows(found.layout),
-        ("commit record", found.record or "none survived"),
-        ("host state", found.state),
+        *(_entry_rows("layout", found.layout) or [("layout", "-")]),
+        *(_record_rows(found.record) if found.record is not None else [("commit record", "none survived")]),
+        *(_entry_rows("host state", found.state) or [("host state", "-")]),
         ("tensors", f"{len(found.tensors):,}: {', '.join(f'{n:,} elements of {kind}' for kind, n in by_kind.items())}"),
         *([("nodes", ", ".join(sorted(set(found.hosts))) + " (each has its own ranks' files)")] if found.hosts else []),
         ("files", f"{len(found.files):,}, {size_text(found.nbytes)}"),
@@ -194,22 +209,46 @@ def _summary(path: Path, found: Manifest) -> Table:
     return table
 
 
-def _layout_rows(layout: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return a row of the plain entries, and one for each that has entries of its own: they are many."""
-    plain = {key: value for key, value in layout.items() if not isinstance(value, Mapping)}
-    nested = [(key, value) for key, value in layout.items() if isinstance(value, Mapping)]
-    return [("layout", _entries(plain) or "-"), *((f"  {key}", _entries(value)) for key, value in nested)]
+def _record_rows(record: CommitRecord) -> list[tuple[str, object]]:
+    """The step's numbers; nobody has taken a norm that is 0, which is so in `barrier` mode."""
+    clipped = f", clipped by the factor {record.clip_factor:.6g}" if record.clip_factor != 1 else ""
+    rows: list[tuple[str, object]] = [
+        (
+            "commit record",
+            f"of step {record.step}{', a skipped step: its gradients overflowed' if record.skipped else ''}",
+        ),
+        ("  grad norm", f"{record.grad_norm:.6g}{clipped}" if record.grad_norm else "not taken"),
+        ("  loss scale", f"{record.loss_scale:g}"),
+        ("  learning rates", ", ".join(f"{rate:.6g}" for rate in record.learning_rates)),
+    ]
+    if record.sums:
+        sums = ", ".join(f"{value:.6g}" for value in record.sums)
+        rows.append(("  sums over ranks", f"{sums} (what optimizer.step(sums=...) was given: the loss, as a rule)"))
+    return rows
 
 
-def _entries(entries: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in entries.items())
+def _entry_rows(name: str, entries: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return a row of the plain entries, and below it those of each that has entries of its own, or is a list of such; none of nothing."""
+    plain: dict[str, Any] = {}
+    below: list[tuple[str, object]] = []
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            below += _entry_rows(key, value)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            below += [row for number, item in enumerate(value) for row in _entry_rows(f"{key} {number}", item)]
+        else:
+            plain[key] = value
+    if not plain and not below:
+        return []
+    told = ", ".join(f"{key} {value}" for key, value in plain.items())
+    return [(name, told), *((f"  {key}", value) for key, value in below)]
 
 
-def _writers(found: Manifest, written: Written) -> Table:
+def _writers(found: Manifest, written: _Written) -> Table:
     """A row a rank; a rank that wrote torch's metadata and the plain values published."""
     table = Table(Column("rank", justify="right"), "node", Column("files", justify="right"), Column("size", justify="right"),
                   Column("tensors", justify="right"), Column("elements", justify="right"), "wrote")  # fmt: skip
-    boxes = [(rank, key, entry) for key, entries in written.items() for rank, entry in entries]
+    boxes = [(rank, key, entry) for key, entries in written.boxes.items() for rank, entry in entries]
     for rank in sorted({file.rank for file in found.files}):
         files = [file for file in found.files if file.rank == rank]
         keys = {key for writer, key, _ in boxes if writer == rank}
@@ -217,10 +256,11 @@ def _writers(found: Manifest, written: Written) -> Table:
         heads = {key.partition(".")[0] for key in keys}
         parts = [name for head, name in (("model", "weights"), ("optim", "optimizer state")) if head in heads]
         parts += ["others"] if heads - {"model", "optim"} else []
+        parts += ["plain values"] if rank in written.plain_values else []
         parts += ["metadata"] if any(file.name == ".metadata" for file in files) else []
         node = found.hosts[rank] if rank < len(found.hosts) else "-"
         table.add_row(str(rank), escape(node), str(len(files)), size_text(sum(file.nbytes for file in files)),
-                      f"{len(keys):,}", f"{elements:,}", ", ".join(parts) or "plain values")  # fmt: skip
+                      f"{len(keys):,}", f"{elements:,}", ", ".join(parts) or "?")  # fmt: skip
     return table
 
 
@@ -233,10 +273,10 @@ def _files(found: Manifest) -> Table:
     return table
 
 
-def _tensors(found: Manifest, written: Written) -> Table:
+def _tensors(found: Manifest, written: _Written) -> Table:
     table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "written by ranks")
     for key, spec in sorted(found.tensors.items()):
-        ranks = ", ".join(map(str, sorted({rank for rank, _ in written.get(key, ())}))) or "?"
+        ranks = ", ".join(map(str, written.ranks(key))) or "?"
         table.add_row(escape(key), spec.dtype, escape(str(list(spec.shape))), ranks)
     return table
 

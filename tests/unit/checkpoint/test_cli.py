@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.unit.checkpoint.cluster import Cluster
 from ttp.checkpoint import cli
 from ttp.checkpoint.answer import Status
-from ttp.proto.messages import Cause, CauseKind
+from ttp.proto.messages import Cause, CauseKind, CommitRecord
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -59,12 +59,12 @@ def test_inspect_shows_all_there_is(job: Job, tmp_path: Path) -> None:
         assert status == 0
         for shown in (
             "signal SIGKILL",
-            "'samples': 336",
+            "samples 336",
             "__2_0_0.distcp",
             "model.embed",
             "[13, 6]",
             "bfloat16",
-            "1024.0",
+            "1024",
         ):
             assert shown in text, shown
 
@@ -161,6 +161,46 @@ def test_inspect_gives_each_part_of_a_large_layout_a_row(job: Job, tmp_path: Pat
     text = run("inspect", str(tmp_path))[1]
     assert re.search(r"^layout +dp 3, kind even", text, re.MULTILINE)
     assert re.search(r"^ +model +layers 2, width 8", text, re.MULTILINE)
+
+
+def test_inspect_gives_each_number_of_a_step_a_line(job: Job, tmp_path: Path) -> None:
+    """Of the commit record and of the host state: no Python of ours is read by people."""
+    record = CommitRecord(42, 3.0, 0.5, False, 1024.0, (0.001, 2.5e-07), (5.25,))
+    state = {"trainer": {"samples": 336, "place": {"epoch": 5}, "groups": [{"lr": 0.5}, {}]}, "nothing": {}}
+    job.save(tmp_path, 42, record=record, state=state)
+    text = run("inspect", str(tmp_path))[1]
+    for line in (
+        "commit record +of step 42",
+        "  grad norm +3, clipped by the factor 0.5",
+        "  loss scale +1024",
+        "  learning rates +0.001, 2.5e-07",
+        "  sums over ranks +5.25 .*the loss, as a rule.*",
+        "host state",
+        "  trainer +samples 336",
+        "    place +epoch 5",
+        "    groups 0 +lr 0.5",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    assert "CommitRecord" not in text and not re.search("nothing|groups 1", text)
+    assert json.loads(run("inspect", str(tmp_path), "--json")[1])["record"]["sums"] == [5.25]
+
+
+def test_inspect_tells_a_skipped_step_and_a_norm_that_nobody_took(job: Job, tmp_path: Path) -> None:
+    """Of an overflow, and of `barrier` mode."""
+    job.save(tmp_path, 42, record=CommitRecord(42, 0.0, 1.0, False, 1.0, (0.001,), ()))
+    text = run("inspect", str(tmp_path))[1]
+    assert re.search(r"^  grad norm +not taken$", text, re.MULTILINE) and "sums" not in text
+    job.save(tmp_path, 43, record=CommitRecord(43, float("inf"), 1.0, True, 1024.0, (0.001,), ()))
+    text = run("inspect", str(tmp_path))[1]
+    assert "of step 43, a skipped step: its gradients overflowed" in text
+    assert re.search(r"^  grad norm +inf$", text, re.MULTILINE)
+
+
+def test_inspect_tells_who_wrote_the_plain_values(job: Job, tmp_path: Path) -> None:
+    """The rank that published, beside its own tensors."""
+    job.save(tmp_path, 42, blobs={"group": 0.5})
+    writers = [line for line in run("inspect", str(tmp_path))[1].splitlines() if "plain values" in line]
+    assert len(writers) == 1 and writers[0].endswith("weights, plain values, metadata")
 
 
 def test_inspect_of_a_damaged_one_tells_what_there_is_and_says_so(job: Job, tmp_path: Path) -> None:
