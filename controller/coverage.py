@@ -11,7 +11,7 @@ from math import comb
 
 from ttp.proto.frozen import dataclass
 from ttp.proto.messages import Registration
-from ttp.wording import size_text
+from ttp.wording import runs, size_text
 
 _NAMED = 8
 """How many ranks, nodes or shards a sentence names before it says how many more there are."""
@@ -175,7 +175,7 @@ def _node_row(host: str, ranks: list[int], held: dict[int, list[Group]]) -> Row:
     others = sorted(
         {holder for rank in ranks for group in held[rank] for holder in group.holders if holder not in mine}
     )
-    return Row(runs(ranks), host, (), (f"ranks {runs(others)}" if others else f"{_NONE} node",))
+    return Row(runs(ranks, _NAMED), host, (), (f"ranks {runs(others, _NAMED)}" if others else f"{_NONE} node",))
 
 
 def _node_line(row: Row) -> str:
@@ -187,18 +187,6 @@ def _node_line(row: Row) -> str:
 
 def _elsewhere(others: str) -> str:
     return f"on {others}" if others.startswith(_NONE) else f"also on {others}"
-
-
-def runs(ranks: Iterable[int]) -> str:
-    """Return ascending ranks shortly: `0-3, 8, 12-15`; the first _NAMED runs of them."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    texts = ["-".join(map(str, run)) for run in found[:_NAMED]]
-    return ", ".join(texts) + (", ..." if len(found) > _NAMED else "")
 
 
 def _share_a_host(coverage: Coverage, group: Group, nodes: int) -> bool:

@@ -25,6 +25,7 @@ class CauseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAUSE_KIND_AGENT_LOST: _ClassVar[CauseKind]
     CAUSE_KIND_HUNG: _ClassVar[CauseKind]
     CAUSE_KIND_CONTROLLER_LOST: _ClassVar[CauseKind]
+    CAUSE_KIND_REQUESTED: _ClassVar[CauseKind]
 PHASE_COMPUTE: Phase
 PHASE_READY: Phase
 PHASE_UPDATING: Phase
@@ -39,6 +40,7 @@ CAUSE_KIND_PREEMPTED: CauseKind
 CAUSE_KIND_AGENT_LOST: CauseKind
 CAUSE_KIND_HUNG: CauseKind
 CAUSE_KIND_CONTROLLER_LOST: CauseKind
+CAUSE_KIND_REQUESTED: CauseKind
 
 class UpwardEnvelope(_message.Message):
     __slots__ = ("job_id", "term", "messages")

@@ -26,6 +26,7 @@ _KINDS = {
     m.CauseKind.AGENT_LOST: pb.CAUSE_KIND_AGENT_LOST,
     m.CauseKind.HUNG: pb.CAUSE_KIND_HUNG,
     m.CauseKind.CONTROLLER_LOST: pb.CAUSE_KIND_CONTROLLER_LOST,
+    m.CauseKind.REQUESTED: pb.CAUSE_KIND_REQUESTED,
 }
 _KINDS_BACK = {int(number): kind for kind, number in _KINDS.items()}
 _PHASES = {

@@ -37,7 +37,8 @@ class Phase(enum.IntEnum):
 class CauseKind(enum.Enum):
     """Why a checkpoint was written or a freeze began."""
 
-    PERIODIC = "periodic"
+    PERIODIC = "periodic"  # a `save_interval` was over
+    REQUESTED = "requested"  # the trainer asked for a checkpoint
     EXITED = "exited"  # the agent saw the process end
     SILENT = "silent"  # stream broken or heartbeats missing beyond the lease
     EXCEPTION = "exception"  # the rank's own training code raised

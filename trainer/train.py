@@ -230,13 +230,16 @@ class Trainer:
             self.metrics.append(metrics.line(unix_s=time.time()))
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
-        if last or (config.save_interval is not None and step % config.save_interval == 0):
-            self._save(step)  # the last one always: a process that dies while all leave must not cost the steps before
+        periodic = config.save_interval is not None and step % config.save_interval == 0
+        if last or periodic:
+            self._save(
+                step, periodic
+            )  # the last one always: a process that dies while all leave must not cost the steps before
 
-    def _save(self, step: int) -> None:
-        """Write a periodic checkpoint; a disk that refuses it does not end a healthy training."""
+    def _save(self, step: int, periodic: bool) -> None:
+        """Write a checkpoint; a disk that refuses it does not end a healthy training."""
         try:
-            path = self.session.save(step)
+            path = self.session.save(step, periodic=periodic)
         except CheckpointError as exc:
             log.error("%s; training goes on without this checkpoint", exc)
             return

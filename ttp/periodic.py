@@ -1,4 +1,4 @@
-"""Periodic checkpoints: written by all ranks together between two steps, each shard's bytes shared among its holders.
+"""Periodic and requested checkpoints: written by all ranks together between two steps, each shard's bytes shared among its holders.
 
 Owns the agreement of the ranks on one attempt after the other; what is written and published is the holder's work, as it
 is at a fault. Never called at a fault.
@@ -23,7 +23,7 @@ log = logging.getLogger("ttp")
 
 
 class PeriodicSaves:
-    """The periodic checkpoints of one start, as one rank takes part in them."""
+    """The periodic and requested checkpoints of one start, as one rank takes part in them."""
 
     def __init__(self, holder: OptimizerHolder, directories: JobDirectories, rank: int, round_number: int) -> None:
         """All ranks make one together: they tell each other who holds what."""
@@ -41,26 +41,26 @@ class PeriodicSaves:
             for group_id in groups
         }
 
-    def save(self, step: int) -> str:
+    def save(self, step: int, kind: CauseKind) -> str:
         """Write `step`, the current one, into the first directory that takes it (all ranks call); return its path.
 
-        Raises CheckpointError on every rank when none did.
+        `kind`: PERIODIC or REQUESTED. Raises CheckpointError on every rank when none did.
         """
         self._count += 1
         errors = []
         for directory in self._directories.used:
-            path, error = self._save_in(directory, step)
+            path, error = self._save_in(directory, step, kind)
             if path:
                 self._holder.trust(path)
                 return path
             errors.append(f"{directory}: {error}")
             if self._rank == 0:
-                log.error("periodic checkpoint of step %d: %s", step, errors[-1])
-        raise CheckpointError(f"step {step}: no directory took the periodic checkpoint: {'; '.join(errors)}")
+                log.error("%s checkpoint of step %d: %s", kind.value, step, errors[-1])
+        raise CheckpointError(f"step {step}: no directory took the {kind.value} checkpoint: {'; '.join(errors)}")
 
-    def _save_in(self, directory: str, step: int) -> tuple[str, str]:
+    def _save_in(self, directory: str, step: int, kind: CauseKind) -> tuple[str, str]:
         """Return the path and nothing, or nothing and why not."""
-        tmp_name = f"iter_{step:07d}_tmp_periodic_{self._round_number}_{self._count}"
+        tmp_name = f"iter_{step:07d}_tmp_{kind.value}_{self._round_number}_{self._count}"
         parts = tuple(
             Part(group_id, ranks.index(self._rank), len(ranks))
             for group_id, ranks in sorted(self._writers.items())
@@ -81,7 +81,7 @@ class PeriodicSaves:
         if self._directories.keeps:
             try:
                 results = tuple(decode_share(answer["result"]) for answer in everyone)
-                outcome = [self._holder.publish(self._order(directory, tmp_name, step, results)), ""]
+                outcome = [self._holder.publish(self._order(directory, tmp_name, step, kind, results)), ""]
             except (CheckpointError, OSError) as problem:
                 outcome = ["", f"{self._directories.node}{problem}"]
         outcomes = exchange_json(outcome, self._device)
@@ -96,7 +96,9 @@ class PeriodicSaves:
         if self._directories.keeps:
             writer.discard_attempt(directory, tmp_name)
 
-    def _order(self, directory: str, tmp_name: str, step: int, results: tuple[ShareResult, ...]) -> PublishOrder:
+    def _order(
+        self, directory: str, tmp_name: str, step: int, kind: CauseKind, results: tuple[ShareResult, ...]
+    ) -> PublishOrder:
         record = self._optimizer.last_record
         return PublishOrder(
             freeze_id=0,
@@ -104,7 +106,7 @@ class PeriodicSaves:
             directory=directory,
             tmp_name=tmp_name,
             results=results,
-            cause=Cause(CauseKind.PERIODIC, (), f"periodic checkpoint of step {step}"),
+            cause=Cause(kind, (), f"{kind.value} checkpoint of step {step}"),
             record=record if record is not None and record.step == step else None,
             term=term_of(self._round_number),  # no controller orders it: any controller's dump may replace it
         )

@@ -45,7 +45,7 @@ from ttp.job_directories import JobDirectories
 from ttp.periodic import PeriodicSaves
 from ttp.protected import ProtectedOptimizer
 from ttp.protection import Protection
-from ttp.proto.messages import CommitRecord
+from ttp.proto.messages import CauseKind, CommitRecord
 
 log = logging.getLogger("ttp")
 
@@ -292,14 +292,15 @@ class Session:
         finally:
             self._protection.processor.end_pause(before)
 
-    def save(self, step: int | None = None) -> str:
-        """Write a periodic checkpoint of the current step (all ranks call, between two steps); return its path.
+    def save(self, step: int | None = None, *, periodic: bool = False) -> str:
+        """Write a checkpoint of the current step (all ranks call, between two steps); return its path.
 
-        Each shard's replicas share its bytes. A directory that cannot be written falls through to the next one.
+        `periodic`: because so many steps are over, as the manifest then says. Each shard's replicas share its bytes. A directory that cannot be written falls through to the next one.
         Raises CheckpointError on every rank when no directory took it.
         """
         with self.pause(SAVE_AT_MOST_S):
-            return self._saves.save(self.optimizer.current_step if step is None else step)
+            kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
+            return self._saves.save(self.optimizer.current_step if step is None else step, kind)
 
     # --- the end of train ---
 

@@ -195,7 +195,7 @@ class Guard:
     # --- beside the steps ---
 
     def save(self) -> str:
-        """Write a periodic checkpoint of the current step (all ranks call, between two steps); return its path."""
+        """Write a checkpoint of the current step (all ranks call, between two steps); return its path."""
         return self.session.save()
 
     def pause(self, at_most_s: float = 3600.0) -> AbstractContextManager[None]:
@@ -244,7 +244,7 @@ class Guard:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._save_interval and step % self._save_interval == 0:
             try:
-                self.save()
+                self.session.save(periodic=True)
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
                 if self.session.rank == 0:
                     show(logging.ERROR, f"{error}; training goes on without this checkpoint")

@@ -35,8 +35,8 @@ from ttp.checkpoint.survey import (
     nothing_in,
 )
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import CauseKind, CommitRecord, ShareResult
-from ttp.wording import counted, size_text
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, ShareResult
+from ttp.wording import counted, ranks_text, size_text
 
 _COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
 
@@ -194,7 +194,7 @@ def _summary(path: Path, found: Manifest) -> Table:
         by_kind[kind] = by_kind.get(kind, 0) + math.prod(spec.shape)
     rows: list[tuple[str, object]] = [
         ("step", found.step),
-        ("cause", f"{found.cause.kind.value}: {found.cause.text} (ranks {list(found.cause.ranks)})"),
+        ("cause", _cause_text(found.cause)),
         ("written", f"{_when(found)} by torch {found.versions.get('torch')}, ttp {found.versions.get('ttp')}"),
         ("attempt", f"{found.attempt}, term {found.term}"),
         *(_entry_rows("layout", found.layout) or [("layout", "-")]),
@@ -207,6 +207,11 @@ def _summary(path: Path, found: Manifest) -> Table:
     for name, value in rows:
         table.add_row(name, escape(str(value)))
     return table
+
+
+def _cause_text(cause: Cause) -> str:
+    """`exited: signal SIGKILL (rank 2)`."""
+    return f"{cause.kind.value}: {cause.text}" + (f" ({ranks_text(cause.ranks)})" if cause.ranks else "")
 
 
 def _record_rows(record: CommitRecord) -> list[tuple[str, object]]:

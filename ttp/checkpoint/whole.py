@@ -32,7 +32,7 @@ class Checkpoint:
     path: str
     step: int
     cause: str
-    """Why it was written: `periodic`, or what ended the job."""
+    """Why it was written: `periodic`, `requested`, or what ended the job."""
     layout: Mapping[str, Any]
     """What `ttp.start(layout=...)` was given, and the optimizer's own layout."""
     state: Mapping[str, Any]

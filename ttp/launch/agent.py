@@ -32,10 +32,11 @@ from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.round import SHUTDOWN_S, Round
 from ttp.launch.signals import Notices
 from ttp.launch.stores import ROUND_S
-from ttp.launch.story import exception_text, ranks_text, recorded_by, root_cause_first, traceback_text
+from ttp.launch.story import exception_text, recorded_by, root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.progress import progress_key
+from ttp.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
 

@@ -27,9 +27,10 @@ from ttp.launch.refusals import USAGE_ERROR, refusal
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.shells import BehindShells
 from ttp.launch.signals import signal_name, signals_held_back
-from ttp.launch.story import Fault, Recorded, describe, first_failure, outcome_text, ranks_text
+from ttp.launch.story import Fault, Recorded, describe, first_failure, outcome_text
 from ttp.launch.stragglers import Stragglers
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
+from ttp.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
 

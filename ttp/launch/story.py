@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.launch.deathwatch import Death
 from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
+from ttp.wording import ranks_text
 
 TRACEBACK_LINES = 60
 LONGEST_LINE = 400
@@ -47,21 +48,6 @@ def first_failure(deaths: Mapping[int, Death]) -> Death | None:
 def describe(death: Death) -> str:
     """`rank 2 (pid 71) ended: signal SIGKILL`."""
     return f"rank {death.rank} (pid {death.pid}) ended: {death.text}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks shortly: `rank 3`, `ranks 0-2, 5`."""
-    todo = sorted(set(ranks))
-    if not todo:
-        return "no rank"
-    runs: list[list[int]] = []
-    for rank in todo:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(todo) > 1 else ''} {names}"
 
 
 def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> str:

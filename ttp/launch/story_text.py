@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ttp.launch.fault_story import STAGES, Culprit, FaultStory, Saved
-from ttp.launch.story import ranks_text
-from ttp.wording import counted, size_text
+from ttp.wording import counted, ranks_text, size_text
 
 _NAMED = 8
 _QUOTED = 4

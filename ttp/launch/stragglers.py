@@ -16,7 +16,7 @@ from ttp.launch.given_up import STOPPED, GivenUp, stopped
 from ttp.launch.hang_stacks import ask
 from ttp.launch.processes import is_stopped, signal_workers
 from ttp.launch.shells import BehindShells
-from ttp.launch.story import ranks_text
+from ttp.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
 

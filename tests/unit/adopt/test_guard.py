@@ -18,8 +18,10 @@ from ttp.adopt.host import from_json, to_json
 from ttp.adopt.position import DataPosition
 from ttp.adopt.transformers_callback import TTPCallback
 from ttp.checkpoint import load
+from ttp.checkpoint.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
+from ttp.proto.messages import Cause, CauseKind
 from ttp.session import Session, find_session
 
 OFF = Settings(enable=False)
@@ -100,7 +102,7 @@ def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, save_interval=2)
 
-    def full(session: Session, step: int | None = None) -> str:
+    def full(session: Session, step: int | None = None, *, periodic: bool = False) -> str:
         raise CheckpointError("step 2: no directory took the periodic checkpoint")
 
     said: list[str] = []
@@ -177,6 +179,22 @@ class Ranks:
 
     def get_rank(self) -> int:
         return self._rank
+
+
+def test_a_checkpoint_says_who_wanted_it(tmp_path: Path) -> None:
+    """The interval that was given, or the trainer by its own call."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, save_interval=2)
+    for _ in range(3):
+        optimizer.step()
+    guard.save()
+    guard.close()
+    causes = {path.name: read_manifest(path).cause for path in load.list_checkpoints([tmp_path])}
+    assert causes == {
+        "iter_0000002": Cause(CauseKind.PERIODIC, (), "periodic checkpoint of step 2"),
+        "iter_0000003": Cause(CauseKind.REQUESTED, (), "requested checkpoint of step 3"),
+    }
 
 
 def test_all_ranks_raise_where_rank_0_cannot_make_the_trainer_s_checkpoint(

@@ -51,6 +51,15 @@ def test_ranks_that_were_told_to_leave_are_not_listed_as_lost(job: Job, tmp_path
     assert re.search(r" 43 +exited +2 ", run(str(tmp_path), "list")[1])
 
 
+def test_a_cause_that_is_no_ranks_names_none(job: Job, tmp_path: Path) -> None:
+    """A checkpoint that was asked for; a fault names its ranks."""
+    job.save(tmp_path, 42, cause=Cause(CauseKind.REQUESTED, (), "requested checkpoint of step 42"))
+    assert re.search(r"^cause +requested: requested checkpoint of step 42$", run("inspect", str(tmp_path))[1], re.M)
+    assert re.search(r" 42 +requested +- ", run("list", str(tmp_path))[1])
+    job.save(tmp_path, 43, cause=Cause(CauseKind.EXITED, (1, 2, 5), "signal SIGKILL"))
+    assert re.search(r"^cause +exited: signal SIGKILL \(ranks 1-2, 5\)$", run("inspect", str(tmp_path))[1], re.M)
+
+
 def test_inspect_shows_all_there_is(job: Job, tmp_path: Path) -> None:
     """Of the newest, or of the one named; square brackets are shown as they are."""
     path = job.save(tmp_path, 42)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.wording import counted, size_text
+from ttp.wording import counted, ranks_text, runs, size_text
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
@@ -16,3 +16,9 @@ def test_sizes_are_readable(nbytes: int, text: str) -> None:
 def test_one_has_no_plural() -> None:
     """And thousands are set apart."""
     assert [counted(count, "file") for count in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
+
+
+def test_ranks_are_named_shortly() -> None:
+    """Runs of them by their ends, in order; of many the first runs."""
+    assert [ranks_text(ranks) for ranks in ([3], [5, 0, 1, 2], [])] == ["rank 3", "ranks 0-2, 5", "no rank"]
+    assert runs([0, 2, 3, 5], 2) == "0, 2-3, ..." and runs([0, 2, 3], 2) == "0, 2-3"

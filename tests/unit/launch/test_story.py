@@ -16,7 +16,6 @@ from ttp.launch.story import (
     exception_text,
     first_failure,
     outcome_text,
-    ranks_text,
     recorded_by,
     root_cause_first,
 )
@@ -70,9 +69,6 @@ def test_a_rank_that_was_told_to_leave_is_a_cause_before_those_that_followed_it(
 def test_lines_name_ranks_pids_and_causes() -> None:
     """The exact words, since people search for them."""
     assert describe(death(2, -9, 1.0)) == "rank 2 (pid 102) ended: signal SIGKILL"
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
-    assert ranks_text([]) == "no rank"
     deaths = {0: death(0, 75, 3.0), 1: death(1, 75, 3.1), 2: death(2, -9, 1.0), 3: death(3, 1, 2.0)}
     assert outcome_text(deaths) == (
         "rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: left for the restart (exit code 75)"

@@ -320,7 +320,7 @@ def test_a_save_falls_through_to_the_next_directory_and_leaves_no_attempt(
     monkeypatch.setattr(writer, "publish", full)
     assert session.save() == str(tmp_path / "b" / "iter_0000001")
     refused.append(str(tmp_path / "b"))
-    with pytest.raises(CheckpointError, match=r"no directory took the periodic checkpoint.*a is full.*b is full"):
+    with pytest.raises(CheckpointError, match=r"no directory took the requested checkpoint.*a is full.*b is full"):
         session.save()
     assert [p.name for p in load.list_checkpoints([tmp_path / "a", tmp_path / "b"])] == ["iter_0000001"]
     assert not list(tmp_path.glob("*/*_tmp*"))

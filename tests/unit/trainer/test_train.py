@@ -86,6 +86,14 @@ def test_stopped_and_resumed_run_equals_an_unbroken_one(run: Run) -> None:
     assert [int(n) for n in re.findall(r"^train: Epoch:0, Step:(\d+), Loss: ", log, re.M)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_checkpoint_says_whether_its_interval_or_the_end_wanted_it(run: Run) -> None:
+    """As `ttp ckpt list` shows."""
+    output = run("output", {"training_config.save_interval": 2, "training_config.training_iters": 3})
+    manifests = sorted((output / "checkpoints").glob("iter_*/manifest.json"))
+    causes = {path.parent.name: json.loads(path.read_text())["cause"]["kind"] for path in manifests}
+    assert causes == {"iter_0000002": "periodic", "iter_0000003": "requested"}
+
+
 def test_line_that_was_lost_with_rank_0_comes_back_from_the_checkpoint(run: Run) -> None:
     """The process died after the update was committed and before the line was written."""
     changes = {**EVERYTHING, "training_config.save_interval": 4, "training_config.training_iters": 4}
