@@ -81,3 +81,10 @@ def _finite(value: Any) -> Any:
             return [_finite(item) for item in value]
         case _:
             return value
+
+
+def told_by_system(error: OSError) -> str:
+    """Say what could not be read or written, and what to do."""
+    named = f"{error.filename}: " if error.filename else ""
+    advice = "; have it read by who may, or correct its permissions" if isinstance(error, PermissionError) else ""
+    return f"{named}{error.strerror or error}{advice}"

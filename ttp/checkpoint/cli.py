@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from ttp.checkpoint.answer import Answer, Status, UsageError, print_answer
+from ttp.checkpoint.answer import Answer, Status, UsageError, print_answer, told_by_system
 from ttp.console import open_console
 from ttp.errors import TTPError
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     except TTPError as error:
         answer = _refusal(given.command, Status.FAILED, str(error))
     except OSError as error:
-        answer = _refusal(given.command, Status.FAILED, _told_by_system(error))
+        answer = _refusal(given.command, Status.FAILED, told_by_system(error))
     except KeyboardInterrupt:
         return _INTERRUPTED  # what a shell says of Ctrl-C; no command leaves anything half done that looks whole
     print_answer(answer, console, as_json=given.json)
@@ -124,7 +124,7 @@ def _look(commands: argparse._SubParsersAction[argparse.ArgumentParser], one: st
     inspect.add_argument("path", type=Path, metavar="PATH", help=one)
     inspect.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)
     verify = _command(commands, "verify", "check that all files are there, whole, and as they were written")
-    verify.add_argument("path", type=Path, metavar="PATH", help=one)
+    verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
     verify.add_argument("--shallow", action="store_true", help="names, sizes and completeness only, no checksums")
 
 
@@ -150,9 +150,3 @@ def _natural(text: str) -> int:
 
 def _refusal(command: str, status: Status, text: str) -> Answer:
     return Answer(status, {"error": text}, [f"[red]ttp ckpt {command}:[/] {escape(text)}"])
-
-
-def _told_by_system(error: OSError) -> str:
-    named = f"{error.filename}: " if error.filename else ""
-    advice = "; have it read by who may, or correct its permissions" if isinstance(error, PermissionError) else ""
-    return f"{named}{error.strerror or error}{advice}"

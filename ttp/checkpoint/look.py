@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from ttp.checkpoint import verify as checks
-from ttp.checkpoint.answer import Answer, Status
+from ttp.checkpoint.answer import Answer, Status, told_by_system
 from ttp.checkpoint.contents import TensorEntry, read_contents
 from ttp.checkpoint.durable import read_tracker
 from ttp.checkpoint.manifest import Manifest, read_manifest
@@ -28,7 +28,9 @@ from ttp.checkpoint.survey import (
     Leftover,
     Listed,
     State,
+    all_at,
     folder_at,
+    is_checkpoint,
     list_leftovers,
     list_published,
     newest_at,
@@ -287,13 +289,37 @@ def _tensors(found: Manifest, written: _Written) -> Table:
 
 
 def verify(given: argparse.Namespace, console: Console) -> Answer:
-    """Check a checkpoint, with its checksums unless --shallow says otherwise."""
+    """Check a checkpoint, or all of a folder, with their checksums unless --shallow says otherwise."""
     deep = not given.shallow
     try:
-        path = newest_at(given.path)
-        found = checked(path, console, deep=deep)
+        paths = all_at(given.path)
     except CheckpointError as error:
         return _invalid(given.path, str(error))
+    if is_checkpoint(given.path):
+        return _verified(given.path, console, "checking", deep=deep)
+    answers = [
+        _verified(path, console, f"checking {path.name}, {number} of {len(paths)}", deep=deep)
+        for number, path in enumerate(paths, 1)
+    ]
+    status = max(answer.status for answer in answers)
+    told = {"folder": str(paths[0].parent), "valid": not status, "checkpoints": [answer.told for answer in answers]}
+    if errors := [answer.told["error"] for answer in answers if answer.status]:
+        told["error"] = errors[0]
+    statuses = [answer.status for answer in answers]
+    bad = [(statuses.count(Status.NO), "broken"), (statuses.count(Status.FAILED), "unreadable")]
+    outcome = ", ".join(f"{count:,} {what}" for count, what in bad if count) or "none is broken"
+    shown = [item for answer in answers for item in answer.shown]
+    return Answer(status, told, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
+
+
+def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer:
+    try:
+        found = checked(path, console, doing, deep=deep)
+    except CheckpointError as error:
+        return _invalid(path, str(error))
+    except OSError as error:
+        text = told_by_system(error)
+        return Answer(Status.FAILED, {"path": str(path), "error": text}, [f"[yellow]UNREADABLE[/] {escape(text)}"])
     here = checks.files_here(path, found) if found.hosts else found.files
     what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
     told = {
@@ -320,11 +346,11 @@ def verify(given: argparse.Namespace, console: Console) -> Answer:
     return Answer(Status.YES, told, [text])
 
 
-def checked(path: Path, console: Console, *, deep: bool = True) -> Manifest:
+def checked(path: Path, console: Console, doing: str = "checking", *, deep: bool = True) -> Manifest:
     """Verify a checkpoint with a progress bar on a terminal; return its manifest. Raises as `verify.verify` does."""
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("checking", total=None)
+        task = bar.add_task(doing, total=None)
         return checks.verify(
             path, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )

@@ -120,16 +120,21 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest_at(path: Path) -> Path:
-    """Return the checkpoint that `path` is, or the newest published one of the folder, valid or not.
+    """Return the first of `all_at`."""
+    return all_at(path)[0]
+
+
+def all_at(path: Path) -> list[Path]:
+    """Return the checkpoint that `path` is, or all published ones of the folder, newest first, valid or not.
 
     Raises UsageError when there is no such folder, CheckpointError when nothing is there.
     """
     _check_folder(path)
     if is_checkpoint(path):
-        return path
+        return [path]
     folder = folder_at(path)
-    found = next(iter(list_checkpoints([folder])), None)
-    if found is None:
+    found = list_checkpoints([folder])
+    if not found:
         raise nothing_in(folder)
     return found
 

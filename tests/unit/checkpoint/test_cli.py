@@ -17,6 +17,7 @@ from rich.console import Console
 from tests.unit.checkpoint.cluster import Cluster
 from ttp.checkpoint import cli
 from ttp.checkpoint.answer import Status
+from ttp.checkpoint.look import verify
 from ttp.proto.messages import Cause, CauseKind, CommitRecord
 
 if TYPE_CHECKING:
@@ -90,6 +91,32 @@ def test_verify_names_the_damage(job: Job, tmp_path: Path) -> None:
     assert status == 1 and "INVALID" in text and "__0_0_0.distcp was altered since rank 0 wrote it" in text
     status, text = run(str(path), "verify", "--shallow")
     assert status == 0 and "VALID" not in text and "COMPLETE" in text and "not the checksums" in text
+
+
+def test_verify_of_a_folder_checks_all_of_it(job: Job, tmp_path: Path) -> None:
+    """Newest first, a line each; a broken one is the folder's answer, and does not hide the others."""
+    for step in (40, 41, 42):
+        job.save(tmp_path, step)
+    status, text = run("verify", str(tmp_path))
+    assert status == 0 and re.findall(r"^VALID .*: step (\d+),", text, re.MULTILINE) == ["42", "41", "40"]
+    assert text.endswith("3 checkpoints checked: none is broken\n")
+    flip_a_bit(tmp_path / "iter_0000041")
+    status, text = run("verify", str(tmp_path))
+    assert status == 1 and re.findall(r"^(\w+) ", text, re.MULTILINE) == ["VALID", "INVALID", "VALID", "3"]
+    assert text.endswith("3 checkpoints checked: 1 broken\n")
+    told = json.loads(run("verify", str(tmp_path), "--json")[1])
+    assert [entry["valid"] for entry in told["checkpoints"]] == [True, False, True] and told["valid"] is False
+    assert told["error"] == told["checkpoints"][1]["error"] and told["folder"] == str(tmp_path)
+    assert run("verify", str(tmp_path), "--shallow")[0] == 0
+
+
+def test_verify_of_a_folder_tells_how_far_it_is(job: Job, tmp_path: Path) -> None:
+    """On a terminal: which one, of how many."""
+    for step in (41, 42):
+        job.save(tmp_path, step)
+    out = io.StringIO()
+    verify(cli.parser().parse_args(["verify", str(tmp_path)]), Console(file=out, width=200, force_terminal=True))
+    assert "checking iter_0000042, 1 of 2" in out.getvalue() and "checking iter_0000041, 2 of 2" in out.getvalue()
 
 
 def test_list_says_that_it_did_not_compare_the_sums(job: Job, tmp_path: Path) -> None:
@@ -402,6 +429,8 @@ def test_what_may_not_be_read_is_not_called_broken(job: Job, tmp_path: Path, as_
         assert "INVALID" not in text
     status, text = run("list", str(tmp_path))
     assert status == 3 and "unreadable" in text and f"{path}/manifest.json: Permission denied" in text
+    status, text = run("verify", str(tmp_path))
+    assert status == 3 and "VALID" in text and "2 checkpoints checked: 1 unreadable" in text
     assert path.is_dir() and older.is_dir()
 
 
