@@ -44,4 +44,5 @@ def _rank_status(rank: int, member: Member, beat: Heartbeat | None, cause: Cause
         step=beat.step if beat is not None else first_step,
         dead=member.dead is not None,
         cause=member.dead if member.dead is not None else cause,
+        finished=member.finished,
     )

@@ -104,7 +104,7 @@ class _Stop:
 
 
 class Processor:
-    """One rank's processor. The training thread calls `start`, `fault`, `wait_for_verdict`, `finished`, `stop`."""
+    """One rank's processor. The training thread calls `start`, `fault`, `finished`, `wait_for_verdict`, `stop`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Processor:
         checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
         """
         self._settings = settings
-        self._address = address
+        self._address = self._controller = address
         self._job_id = job_id
         self._holder = holder
         self._gate = gate
@@ -200,9 +200,13 @@ class Processor:
         return self._released.wait(timeout_s)
 
     def finished(self) -> None:
-        """`train` returned: stay as a holder until every rank has finished. Ends as `wait_for_verdict`."""
+        """`train` returned: this rank stays as a holder until every rank has finished. Follow with `wait_for_verdict`."""
         self._queue.put(TrainReturned())
-        self._released.wait()
+
+    @property
+    def controller(self) -> str:
+        """Address of the controller that leads this rank, or that it tries to reach; empty: not known."""
+        return self._controller if isinstance(self._controller, str) else self._controller() or ""
 
     def wait_welcomed(self, timeout_s: float) -> Welcome | None:
         """Wait until the controller has all ranks; return its newest welcome, None after the timeout or a `stop`."""
@@ -318,7 +322,8 @@ class Processor:
             case Send(message):
                 self._send(message)
             case Connect(address):
-                self._connect(self._address if address == self._settings.address else address)
+                self._controller = self._address if address == self._settings.address else address
+                self._connect(self._controller)
             case CloseGate(freeze_id):
                 self._close_gate(freeze_id)
             case OpenGate():

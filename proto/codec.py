@@ -411,6 +411,7 @@ def _encode_rank_status(rank: s.RankStatus) -> pb.RankStatus:
         step=rank.step,
         dead=rank.dead,
         cause=None if rank.cause is None else encode_cause(rank.cause),
+        finished=rank.finished,
     )
 
 
@@ -424,4 +425,5 @@ def _decode_rank_status(wire: pb.RankStatus) -> s.RankStatus:
         step=wire.step,
         dead=wire.dead,
         cause=decode_cause(wire.cause) if wire.HasField("cause") else None,
+        finished=wire.finished,
     )

@@ -467,7 +467,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause")
+    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause", "finished")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +476,7 @@ class RankStatus(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     DEAD_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -484,7 +485,8 @@ class RankStatus(_message.Message):
     step: int
     dead: bool
     cause: Cause
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+    finished: bool
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., finished: bool = ...) -> None: ...
 
 class PublishedCheckpoint(_message.Message):
     __slots__ = ("step", "path")

@@ -21,6 +21,8 @@ class RankStatus:
     dead: bool
     cause: Cause | None
     """The rank's own fault, if one is known."""
+    finished: bool = False
+    """Its training has come to its end: it waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)

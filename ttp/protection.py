@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ttp import error_file, meeting
 from ttp.config import Settings
-from ttp.controller.agent_link import request_shutdown
+from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.controller.journal import set_aside_later
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ConfigError, ControllerError
@@ -30,6 +30,7 @@ from ttp.processor.gate import Gate
 from ttp.progress import FirstStep
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
 from ttp.standby import controller_options, standby_key, standby_place, start_standby, term_of
+from ttp.wording import ranks_text
 
 log = logging.getLogger("ttp")
 
@@ -40,6 +41,12 @@ CONTROLLER_END_S = 10.0
 OVER_S = 2.0
 """So long a controller may take to end by itself once it has let its only rank go."""
 OVERTAKEN_POLL_S = 0.02
+WAIT_TOLD_S = 30.0
+"""A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
+STATUS_S = 2.0
+"""How long the controller has to say for whom."""
+ASKED_UP_TO = 64
+"""Ranks of a job in which each may ask: the answer names them all."""
 
 
 class Protection:
@@ -147,9 +154,32 @@ class Protection:
         self.processor.fault(cause, detail)
         self.processor.wait_for_verdict()
 
-    def finished(self) -> None:
-        """`train` returned: stay as a holder until every rank's has."""
+    def finished(self, where: str = "at the end of train") -> None:
+        """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is told."""
         self.processor.finished()
+        pause_s, waited_s = WAIT_TOLD_S, 0.0
+        while not self.processor.wait_for_verdict(pause_s):
+            waited_s += pause_s
+            pause_s *= 2
+            step = self.gate.state_step
+            show(
+                logging.WARNING,
+                f"rank {self._rank} waits {where} since step {step} for {self._awaited()}, {waited_s:,.0f} s so far",
+            )
+
+    def _awaited(self) -> str:
+        if self._world_size > ASKED_UP_TO:
+            return "ranks that still train"
+        try:
+            status = request_status(self.processor.controller, job_id=self._settings.start_name, timeout_s=STATUS_S)
+        except ControllerError as error:
+            return f"the others ({error})"
+        training = [one.rank for one in status.ranks if not (one.finished or one.dead)]
+        return (
+            f"{ranks_text(training)}, which still train{'s' if len(training) == 1 else ''}"
+            if training
+            else "the controller"
+        )
 
     def part(self, exc: BaseException | None) -> None:
         """The session ends, and no `train` has returned: wait until all ranks' sessions end, and go on then whatever has become of
@@ -160,7 +190,7 @@ class Protection:
             self.hold_after(exc)
             return
         self.processor.release_at_exit()
-        self.processor.finished()
+        self.finished("in close()")
 
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone.

@@ -195,14 +195,14 @@ def test_ranks_that_finish_are_held_until_all_have_and_then_released(
 ) -> None:
     controller = new_controller()
     ranks = new_ranks(controller.address, 3)
-    waiting = [threading.Thread(target=rank.processor.finished, daemon=True) for rank in ranks[:2]]
-    for thread in waiting:
-        thread.start()
-    assert all(thread.is_alive() for thread in waiting)
+    for rank in ranks[:2]:
+        rank.processor.finished()
+    assert ranks[0].processor.controller == controller.address
+    until(lambda: [r.finished for r in request_status(controller.address).ranks] == [True, True, False], "two ends")
+    assert not any(rank.processor.wait_for_verdict(0.0) for rank in ranks)
     ranks[2].processor.finished()
-    for thread in waiting:
-        thread.join(LONG_S)
-        assert not thread.is_alive()
+    for rank in ranks:
+        assert rank.processor.wait_for_verdict(LONG_S)
     for rank in ranks:
         rank.processor.stop()
     assert controller.wait(LONG_S) == 0, "the controller ends by itself"
