@@ -26,24 +26,20 @@ _before_end: Callable[[BaseException], None] | None = None
 def install() -> None:
     """Record the exception that ends this process, if a launcher wants to know (any number of times)."""
     global _path
-    if _path or not (path := error_file()):
-        return
-    _path = path
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
-        record(exc)
-        previous(kind, exc, trace)
-
-    sys.excepthook = hook
+    if not _path and (path := error_file()):
+        _path = path
+        _call_first(record)
 
 
 def before_end(call: Callable[[BaseException], None]) -> None:
     """Have `call` called with the exception that ends this process, before its traceback is printed (once, for good)."""
     global _before_end
-    if _before_end is not None:
-        return
-    _before_end = call
+    if _before_end is None:
+        _before_end = call
+        _call_first(call)
+
+
+def _call_first(call: Callable[[BaseException], None]) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:

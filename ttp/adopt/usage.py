@@ -76,7 +76,7 @@ class Usage:
     def end(self) -> None:
         """The guard is closed (any number of times)."""
         self.release()
-        if self._ended or self._session.pid != os.getpid():
+        if self._ended or self._session.pid != os.getpid():  # a child that was forked
             return
         self._ended = True
         written = self._session.holder.checkpoint != self._found
@@ -93,9 +93,7 @@ class Usage:
         self._saves_itself = True
 
     def _process_ends(self) -> None:
-        is_closed = find_session() is not self._session
-        is_child = self._session.pid != os.getpid()  # one that was forked
-        if not (is_closed or is_child) and getattr(sys, "last_value", None) is None:
+        if find_session() is self._session and getattr(sys, "last_value", None) is None:
             self.end()
 
     def _warn(self, text: str) -> None:
