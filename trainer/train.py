@@ -231,10 +231,8 @@ class Trainer:
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
         periodic = config.save_interval is not None and step % config.save_interval == 0
-        if last or periodic:
-            self._save(
-                step, periodic
-            )  # the last one always: a process that dies while all leave must not cost the steps before
+        if last or periodic:  # the last one always: a process that dies while all leave must not cost the steps before
+            self._save(step, periodic)
 
     def _save(self, step: int, periodic: bool) -> None:
         """Write a checkpoint; a disk that refuses it does not end a healthy training."""
