@@ -46,8 +46,8 @@ def first_failure(deaths: Mapping[int, Death]) -> Death | None:
 
 
 def describe(death: Death) -> str:
-    """`rank 2 (pid 71) ended: signal SIGKILL`."""
-    return f"rank {death.rank} (pid {death.pid}) ended: {death.text}"
+    """`rank 2 (pid 71) ended: signal SIGKILL`; of one that is not at fault `rank 0 (pid 70) left for the restart (exit code 75)`."""
+    return f"rank {death.rank} (pid {death.pid}) {_left_text(death) or f'ended: {death.text}'}"
 
 
 def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> str:
@@ -57,11 +57,16 @@ def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> st
     """
     groups: dict[str, list[Death]] = {}
     for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
-        text = f"{_LEFT[death.status]} ({death.text})" if death.status in _LEFT else death.text
+        text = _left_text(death) or death.text
         if death.rank in ended:
             text = f"ended by ttprun ({death.text})"
         groups.setdefault(text, []).append(death)
     return "; ".join(f"{ranks_text(d.rank for d in group)}: {text}" for text, group in groups.items())
+
+
+def _left_text(death: Death) -> str:
+    """Say of a worker that left with its state safe that it did; empty: it ended otherwise."""
+    return f"{_LEFT[death.status]} ({death.text})" if death.status in _LEFT else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ def test_a_rank_that_was_told_to_leave_is_a_cause_before_those_that_followed_it(
 def test_lines_name_ranks_pids_and_causes() -> None:
     """The exact words, since people search for them."""
     assert describe(death(2, -9, 1.0)) == "rank 2 (pid 102) ended: signal SIGKILL"
+    assert describe(death(2, 1, 1.0)) == "rank 2 (pid 102) ended: exit code 1"
+    assert describe(death(0, 75, 1.0)) == "rank 0 (pid 100) left for the restart (exit code 75)", "it is not at fault"
     deaths = {0: death(0, 75, 3.0), 1: death(1, 75, 3.1), 2: death(2, -9, 1.0), 3: death(3, 1, 2.0)}
     assert outcome_text(deaths) == (
         "rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: left for the restart (exit code 75)"
