@@ -192,7 +192,7 @@ class AgentLink:
                 self._lease_s = lease_s
                 self.add_controllers(addresses)
             case Freeze(cause=cause):
-                log.warning("controller: freeze: %s: %s", cause.kind.value, cause.text)
+                log.warning("controller: freeze: %s: %s", cause.kind.value, cause.brief)
             case Exit(reason=reason):
                 log.info("controller: the ranks leave: %s", reason)
 

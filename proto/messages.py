@@ -25,6 +25,15 @@ SAVED_EXIT_CODES = (EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED)
 """Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
 
 
+_BRIEF = 100
+
+
+def in_brief(text: str) -> str:
+    """Return an exception's text in a short line, for where the whole one stands elsewhere: in its traceback, in the fault's story."""
+    line = " ".join(text.split())
+    return line if len(line) <= _BRIEF else f"{line[:_BRIEF].rstrip()}..."
+
+
 class Phase(enum.IntEnum):
     """Where a rank is within step t (design, section 3). Optimizer state is t-1 until DONE, then t."""
 
@@ -56,6 +65,11 @@ class Cause:
     kind: CauseKind
     ranks: tuple[int, ...]
     text: str
+
+    @property
+    def brief(self) -> str:
+        """The text, an exception's in brief."""
+        return in_brief(self.text) if self.kind is CauseKind.EXCEPTION else self.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Protection:
             log.error(
                 "rank %d raised %s; holding this rank's shards for the others",
                 self._rank,
-                cause.text,
+                cause.brief,
                 exc_info=kept,
             )
             error_file.record(exc)

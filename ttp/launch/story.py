@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.launch.deathwatch import Death
-from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
+from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES, in_brief
 from ttp.wording import ranks_text
 
 TRACEBACK_LINES = 60
@@ -114,20 +114,20 @@ def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:
 
 
 def briefly(failure: ProcessFailure) -> ProcessFailure:
-    """Return a copy of which torch's report quotes the exception without its traceback: the worker has printed that. The error
-    file stays as it is."""
+    """Return a copy of which torch's report quotes the exception in brief, without its traceback: the worker has printed that. The
+    error file stays as it is."""
     told = recorded(failure)
     if told is None:
         return failure
     brief = copy.copy(failure)
-    brief.message = f"{told.line} (in the error file)"
+    brief.message = f"{in_brief(told.text)} (in the error file)"
     return brief
 
 
 def exception_text(failure: ProcessFailure) -> str:
-    """Quote the exception that a worker recorded in its error file; empty if it recorded none."""
+    """Quote in brief the exception that a worker recorded in its error file; empty if it recorded none."""
     told = recorded(failure)
-    return f"{told.text} (traceback: {failure.error_file})" if told is not None else ""
+    return f"{in_brief(told.text)} (traceback: {failure.error_file})" if told is not None else ""
 
 
 def traceback_text(failure: ProcessFailure) -> str:

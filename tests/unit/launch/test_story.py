@@ -19,6 +19,7 @@ from ttp.launch.story import (
     recorded_by,
     root_cause_first,
 )
+from ttp.proto.messages import Cause, CauseKind
 
 
 def death(rank: int, status: int | None, seen_s: float) -> Death:
@@ -144,6 +145,17 @@ def test_torchs_report_quotes_an_exception_without_its_traceback(tmp_path: Path)
         "Traceback ..." in str(ChildFailedError("job", {0: failed})) and briefly(failed).error_file == failed.error_file
     )
     assert briefly(killed := failure(0, -9)) is killed
+
+
+def test_a_long_exception_is_quoted_in_brief_beside_the_whole_one(tmp_path: Path) -> None:
+    """The worker's traceback and the fault's story have all of it; ttprun's own lines and torch's report its beginning."""
+    said = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), wanted (1, 10):\nit was written by another model"
+    failed = failure(0, 1, write_error(tmp_path / "0.json", said, 10.0))
+    brief = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), wanted (1, 10): it was writ..."
+    assert exception_text(failed) == f"{brief} (traceback: {tmp_path / '0.json'})"
+    assert f"{brief} (in the error file)" in str(ChildFailedError("job", {0: briefly(failed)}))
+    assert Cause(CauseKind.EXCEPTION, (0,), said).brief == brief
+    assert Cause(CauseKind.HUNG, (0,), said).brief == said, "nobody else tells that"
 
 
 def test_a_fault_has_one_deadline() -> None:
