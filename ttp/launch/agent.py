@@ -341,8 +341,7 @@ class HoldAgent(LocalElasticAgent):
             came = signalled
             at_once = self._notices.insisted or isinstance(signalled, KeyboardInterrupt)  # Notices did not see that one
             if at_once and round_.living():
-                log.warning("second signal: ending the workers at once")
-                round_.end_workers(signal.SIGKILL, 0.0)
+                round_.end_at_once()
         finally:
             try:
                 super()._shutdown(death_sig, *args, **kwargs)

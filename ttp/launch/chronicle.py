@@ -79,6 +79,8 @@ class Ending:
     """The first step that the start has finished; None: not known, or none."""
     told_by: str = ""
     """The signal for which the launcher told the ranks to leave; empty: none came."""
+    at_once: frozenset[int] = frozenset()
+    """Ranks that the launcher ended by SIGKILL at a second signal."""
 
 
 class Chronicle:
@@ -323,7 +325,7 @@ class Chronicle:
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
         if ending.told_by:
-            story = told_by(story, ending.told_by)
+            story = told_by(story, ending.told_by, ending.at_once)
         story = replace(story, next=ending.next, began_unix_s=story.began_unix_s or self._clock())
         self._stories.append(story)
         self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s

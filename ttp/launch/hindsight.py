@@ -60,8 +60,14 @@ def _kept(story: FaultStory) -> int | None:
     return story.saved.step if story.saved is not None else step_of_directory(Path(story.goes_on_from))
 
 
-def told_by(story: FaultStory, name: str) -> FaultStory:
-    """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got the signal `name` itself."""
+def told_by(story: FaultStory, name: str, at_once: Collection[int] = ()) -> FaultStory:
+    """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got the signal `name` itself; of those that it
+    ended `at_once` that a second signal wanted it."""
+    if at_once and story.kind in (NOTICE, *ENDED) and {culprit.rank for culprit in story.culprits} <= set(at_once):
+        said = f"ttprun got {name}, and ended the ranks at once (SIGKILL) at a second signal"
+        why = story.not_saved and "a second signal left no time for it"
+        ended = (replace(each, cause=said) for each in story.culprits)
+        return replace(story, kind=NOTICE, culprits=tuple(ended), not_saved=why)
     if story.kind != NOTICE:
         return story
     notice = signal.SIGTERM.name

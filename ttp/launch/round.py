@@ -107,6 +107,8 @@ class Round:
         """The signal after which nothing follows this start here."""
         self._told_by = ""
         """The same, if the ranks were told to leave for it."""
+        self._at_once: frozenset[int] = frozenset()
+        """Ranks that were ended because somebody insisted, by a second signal."""
         self._over_since_s: float | None = None
         """Since when it is known here that the job has failed on another node."""
         self.next = ""
@@ -364,6 +366,12 @@ class Round:
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
+    def end_at_once(self) -> None:
+        """End every worker without a word: somebody insists."""
+        log.warning("second signal: ending the workers at once")
+        self._at_once = frozenset(self.living())
+        self.end_workers(signal.SIGKILL, 0.0)
+
     def told_to_end(self, name: str) -> None:
         """Take in that nothing follows this start here: the launcher got that signal."""
         self._told_to_end = name
@@ -462,6 +470,7 @@ class Round:
             succeeded=self.succeeded(),
             first_step=self._courier.first_step,
             told_by=self._told_by,
+            at_once=self._at_once,
         )
         self._chronicle.end(self._start, ending)
 

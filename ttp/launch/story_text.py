@@ -88,7 +88,8 @@ def summary_lines(summary: Summary) -> list[str]:
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
     losses = [counted(summary.steps_lost, "step")] if summary.steps_lost or not summary.unknown_losses else []
     if summary.unknown_losses:
-        losses.append(f"not known after {counted(summary.unknown_losses, 'fault')}")
+        which = "fault" if summary.faults > summary.notices else "notice"
+        losses.append(f"not known after {counted(summary.unknown_losses, which)}")
     lost = f"{', and '.join(losses)}; {_seconds(summary.lost_s)} without training"
     nothing = "not known" if summary.untold_starts else "nothing"
     if not summary.protected and summary.faults:

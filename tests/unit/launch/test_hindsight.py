@@ -35,6 +35,22 @@ def test_ranks_that_their_launcher_told_to_leave_say_why() -> None:
     assert told_by(died, "SIGINT") == died
 
 
+def test_ranks_that_a_second_signal_ended_are_told_as_the_users_interrupt() -> None:
+    """Whether they had said that they were leaving or not; a rank that died by itself keeps its cause, and so does the fault."""
+    killed = Culprit(rank=0, cause="signal SIGKILL")
+    died = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(killed,), not_saved="all ranks are dead")
+    leaving = replace(died, kind="preempted", culprits=(replace(killed, cause="SIGTERM; then signal SIGKILL"),))
+    for story in (died, leaving):
+        told = told_by(story, "SIGINT", {0, 1})
+        assert told.kind == "preempted" and told.not_saved == "a second signal left no time for it"
+        assert told.culprits[0].cause == "ttprun got SIGINT, and ended the ranks at once (SIGKILL) at a second signal"
+    saved = Saved(step=7, path="/iter_0000007", bytes=1, ranks=(2,))
+    assert told_by(replace(died, saved=saved, not_saved=""), "SIGINT", {0}).not_saved == "", (
+        "another node's ranks saved it"
+    )
+    assert told_by(died, "SIGINT", {1}) == died
+
+
 def test_a_start_that_went_back_is_known_over_starts_that_never_got_on() -> None:
     """Start 0 has left step 7 whole; start 1 saved nothing and knows of no checkpoint; start 2 begins anew."""
     kept = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(), goes_on_from="/ckpt/iter_0000007")

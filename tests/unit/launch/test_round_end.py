@@ -18,8 +18,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.unit.launch.start import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
+from ttp.launch import chronicle as started
 from ttp.launch import controllers
-from ttp.launch.chronicle import Chronicle
+from ttp.launch.chronicle import Chronicle, Ending
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
@@ -67,6 +68,27 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
     assert (fault["kind"], fault["elsewhere"], fault["culprits"]) == ("elsewhere", words, [])
     assert fault["next"] == "restart 1 of 3" and fault["began_unix_s"] > 0 and fault["steps_lost"] is None
     assert (end["faults"], end["unknown_losses"], end["untold_starts"]) == (1, 1, [])
+
+
+@pytest.mark.usefixtures("short_times")
+def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: pytest.LogCaptureFixture) -> None:
+    """But not one that had ended before: its end is a fault of its own."""
+    endings: list[Ending] = []
+
+    class Kept(Chronicle):
+        def end(self, start: started.Start, ending: Ending) -> None:
+            endings.append(ending)
+
+    start = Start(60.0, controller=True, chronicle=Kept())
+    try:
+        start.workers[1].kill()
+        start.round._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
+        start.round.end_at_once()
+    finally:
+        start.close()
+    (ending,) = endings
+    assert ending.at_once == {0} and dict(ending.exits) == {1: "signal SIGKILL"}
+    assert "second signal: ending the workers at once" in caplog.text
 
 
 def raise_signal(number: int, frame: object) -> None:

@@ -135,6 +135,9 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
     """A job whose ranks all died never told how far they had come."""
     lines = summary_lines(replace(SUMMARY, unknown_losses=1, steps_lost=3, saved_steps=(), lasted_s=7200.0))
     assert "lost    3 steps, and not known after 1 fault; 31.2 s without training" in lines
+    stopped = summary_lines(replace(SUMMARY, faults=1, notices=1, unknown_losses=1))
+    assert "faults  0 faults, 1 notice to leave, 1 false alarm" in stopped
+    assert "lost    not known after 1 notice; 31.2 s without training" in stopped
     assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
     calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
     assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
