@@ -30,6 +30,8 @@ LOOK_S = 0.1
 """Between two looks whether the controller is still heard."""
 OWN_ABSENCE_S = 1.0
 """A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
+_NO_FAILURE = frozenset({"exiting", "exit code 0"})
+"""What is said of a worker whose status is 0, or not told so far."""
 ASK_S = 1.0
 """How long the controller has to say whom it has given up."""
 
@@ -194,7 +196,15 @@ class AgentLink:
             case Freeze(cause=cause):
                 log.warning("controller: freeze: %s: %s", cause.kind.value, cause.brief)
             case Exit(reason=reason):
-                log.info("controller: the ranks leave: %s", reason)
+                level = logging.DEBUG if self._all_ended_well() else logging.INFO
+                log.log(level, "controller: the ranks leave: %s", reason)
+
+    def _all_ended_well(self) -> bool:
+        """Say whether all workers here have ended already, and no status but 0 is known: they may have succeeded without a word to the
+        controller, which takes them for dead. What it makes of that is no news then."""
+        with self._lock:
+            ended = {report.rank: report.text for report in self._exits}
+        return ended.keys() >= set(self._hello.ranks) and set(ended.values()) <= _NO_FAILURE
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import NOTICE, FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
-from ttp.launch.hindsight import UNANNOUNCED, gone_back, left_unannounced, told_by
+from ttp.launch.hindsight import CLOSE_ON_ALL, UNANNOUNCED, gone_back, left_unannounced, told_by
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, fault_lines, summary_lines
 from ttp.wording import counted
@@ -318,7 +318,8 @@ class Chronicle:
             self._compare(start.number, ending.first_step)
         if story is None:
             return bool(lines) or ending.elsewhere is not None
-        if ending.succeeded and left_unannounced(story, ending.pids):
+        unannounced = ending.succeeded and left_unannounced(story, ending.pids)
+        if unannounced and story.saved is None:
             self._write("unannounced", {"start": start.number, "ranks": [culprit.rank for culprit in story.culprits]})
             log.warning("start %d: %s", start.number, UNANNOUNCED)
             return True
@@ -326,7 +327,8 @@ class Chronicle:
             story = with_stacks(story, lines, ending.log_dir)
         if ending.told_by:
             story = told_by(story, ending.told_by, ending.at_once)
-        story = replace(story, next=ending.next, began_unix_s=story.began_unix_s or self._clock())
+        what_next = CLOSE_ON_ALL if unannounced else ending.next
+        story = replace(story, next=what_next, began_unix_s=story.began_unix_s or self._clock())
         self._stories.append(story)
         self._down_since_unix_s = self._down_since_unix_s or story.began_unix_s
         self._write("fault", asdict(story))

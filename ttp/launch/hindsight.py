@@ -20,6 +20,10 @@ UNANNOUNCED = (
     " counted; whether the weights are on disk, only the trainer knows. Decorate the training function with ttp.ttp_to_persist, or call"
     " close() on all ranks at its end"
 )
+CLOSE_ON_ALL = (
+    "none: all workers here have succeeded. A rank that ends without close() is taken for dead by those that wait in theirs: call"
+    " close() on all ranks, or decorate the training function with ttp.ttp_to_persist"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ def told_by(story: FaultStory, name: str, at_once: Collection[int] = ()) -> Faul
 
 
 def left_unannounced(story: FaultStory, pids: Mapping[int, int]) -> bool:
-    """Say whether a fault of a start whose workers here (`pids`) have all succeeded was none: ranks here left without a word, and
-    nothing was saved for a restart."""
+    """Say whether the culprits of a start whose workers here (`pids`) have all succeeded are ranks here that left without a word. Where
+    nothing was saved for a restart, it was no fault."""
     ranks = {culprit.rank for culprit in story.culprits}
-    return story.saved is None and not story.elsewhere and story.kind in ENDED and bool(ranks) and ranks <= set(pids)
+    return not story.elsewhere and story.kind in ENDED and bool(ranks) and ranks <= set(pids)

@@ -424,6 +424,24 @@ def test_a_job_that_cannot_be_summed_up_has_an_end(
     assert written(tmp_path / "story.jsonl")[-1] == {"unix_s": KILLED_AT_S, **end}
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_ranks_that_leave_without_close_are_told_what_to_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, saved: bool
+) -> None:
+    """All have succeeded. Those that were in their close() waited, took the others for dead, and saved."""
+    chronicle = Chronicle()
+    chronicle.begin(here=True)
+    start = put("killed", tmp_path)
+    if not saved:
+        told = (tmp_path / "journal_0.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "journal_0.jsonl").write_text("".join(line for line in told if '"published"' not in line))
+    chronicle.end(start, replace(ending(tmp_path), pids={0: 70, 1: 71, 2: 72, 3: 73}, succeeded=True, next=""))
+    hint = "next    none: all workers here have succeeded. A rank that ends without close() is taken for dead"
+    assert (hint in capsys.readouterr().err) == saved
+    assert ("never told their controller that training was over" in caplog.text) == (not saved)
+    assert written(tmp_path / "story.jsonl")[-1]["event"] == ("fault" if saved else "unannounced")
+
+
 def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     """The disk was full: the next line begins anew, and a later launcher still reads what the earlier one told."""
     path = tmp_path / "story.jsonl"

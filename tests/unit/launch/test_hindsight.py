@@ -8,14 +8,12 @@ from ttp.launch.fault_story import Culprit, FaultStory, Saved
 from ttp.launch.hindsight import GoneBack, gone_back, left_unannounced, told_by
 
 
-def test_only_ranks_here_that_left_and_saved_nothing_are_no_fault() -> None:
+def test_only_ranks_here_that_ended_are_taken_for_unannounced() -> None:
     """All workers here have succeeded, and the controller took some for dead."""
     quiet = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(Culprit(rank=0), Culprit(rank=1)))
     pids = {0: 70, 1: 71}
     assert left_unannounced(quiet, pids) and left_unannounced(replace(quiet, kind="silent"), pids)
-    saved = Saved(step=7, path="/iter_0000007", bytes=1, ranks=(0,))
     for fault in (
-        replace(quiet, saved=saved),
         replace(quiet, kind="hung"),
         replace(quiet, elsewhere="node b has failed"),
         replace(quiet, culprits=()),

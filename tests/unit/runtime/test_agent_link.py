@@ -109,6 +109,26 @@ def test_a_standby_that_ranks_came_to_is_attached_and_told_of_the_deaths(
         until(death_was_told, "the death, said again")
 
 
+@pytest.mark.parametrize(("how", "said"), [("exiting", False), ("signal SIGKILL", True)])
+def test_that_nothing_was_saved_is_no_news_when_all_may_have_succeeded(
+    new_controller: StartController, new_link: OpenLink, caplog: pytest.LogCaptureFixture, how: str, said: bool
+) -> None:
+    """They have exit code 0, and never told that training was over: ttprun says that, and nothing that contradicts it."""
+    caplog.set_level("INFO", "ttp.launch")
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        stream.say(registration(0, 2))
+        stream.say(registration(1, 2))
+        until(lambda: link.attached, "the first word of the controller")
+        link.worker_exit(0, 100, how)
+        link.worker_exit(1, 101, how)
+        until(lambda: link.sent_away_monotonic_s is not None, "the end")
+    link.close()
+    assert ("all ranks are dead" in caplog.text) == said
+
+
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_controller_of_an_earlier_term_gives_nobody_up(
     new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, earlier: int
