@@ -110,8 +110,8 @@ def start_controller(
 
 
 def _environment() -> dict[str, str]:
-    """The controller must find this very ttp; `-P` keeps the user's working directory off its path."""
-    environment = dict(os.environ)
+    """The controller must find this very ttp; `-P` keeps the user's working directory off its path. The error file is its rank's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
     root = str(Path(ttp.errors.__file__).resolve().parents[1])
     if root not in [*site.getsitepackages(), site.getusersitepackages()]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))

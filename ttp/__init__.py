@@ -1,12 +1,15 @@
 """TTP: a training job that loses nothing when part of it dies.
 
 The public names are loaded on first use, so that `import ttp.controller` (a process without tensors) does not load torch.
+In a worker of ttprun's, `import ttp` has the exception that ends the process recorded; anywhere else it does nothing.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ttp import error_file
 
 if TYPE_CHECKING:
     from ttp.adopt.protect import Guard as Guard
@@ -49,6 +52,8 @@ _HOMES = {
 
 __all__ = sorted([*_HOMES, "errors"])
 __version__ = "0.1.0"
+
+error_file.install_in_worker()
 
 
 def __getattr__(name: str) -> object:

@@ -155,6 +155,12 @@ def error_file(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("TORCHELASTIC_ERROR_FILE", "") if enabled(environ) else ""
 
 
+def worker_error_file(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the same where ttprun has started this very process, which leads its session; empty in what a worker has started itself:
+    that inherits the variables."""
+    return error_file(environ) if environ.get("TTP_LAUNCHED") and os.getsid(0) == os.getpid() else ""
+
+
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return this node's name, as the other nodes see it."""
     return environ.get("TTP_HOST", "").strip() or socket.gethostname()

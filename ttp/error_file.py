@@ -1,8 +1,9 @@
 """A worker's error file: the exception that ends it, with the traceback, where the launcher looks for it.
 
 torch's `@record` writes the file TORCHELASTIC_ERROR_FILE, and scripts that do not use it end with a bare exit code 1.
-`install` does the same for them. The form is that of torch's handler; a file that is there already is not replaced. Never
-changes what the process prints, nor its exit status; `before_end` may have somebody else called first, who does.
+`install` does the same for them, and `install_in_worker` as soon as the script imports ttp. The form is that of torch's handler; a
+file that is there already is not replaced. Never changes what the process prints, nor its exit status; `before_end` may have somebody
+else called first, who does.
 """
 
 from __future__ import annotations
@@ -16,19 +17,35 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from ttp.config import error_file
+from ttp.config import error_file, worker_error_file
 
 _path = ""
-"""The file of this process; empty: the hook is not installed."""
+"""The file of this process; empty: nothing is recorded."""
+_pid = 0
+"""This process: a child that is forked inherits the hook, and is not the worker."""
+_installed = False
 _before_end: Callable[[BaseException], None] | None = None
 
 
 def install() -> None:
-    """Record the exception that ends this process, if a launcher wants to know (any number of times)."""
-    global _path
-    if not _path and (path := error_file()):
-        _path = path
-        _call_first(record)
+    """Record the exception that ends this process, if a launcher wants to know (any number of times). A hook that the script has set
+    since `import ttp` is called, too."""
+    global _installed
+    if not _installed and (path := error_file()):
+        _installed = True
+        _install(path)
+
+
+def install_in_worker() -> None:
+    """Do so at `import ttp`, in a process that ttprun has started: it may end before it has called anything of ttp's."""
+    if path := worker_error_file():
+        _install(path)
+
+
+def _install(path: str) -> None:
+    global _path, _pid
+    _path, _pid = path, os.getpid()
+    _call_first(record)
 
 
 def before_end(call: Callable[[BaseException], None]) -> None:
@@ -51,7 +68,7 @@ def _call_first(call: Callable[[BaseException], None]) -> None:
 
 def record(exc: BaseException) -> None:
     """Write the error file, whole or not at all (no launcher, or one that is there already: nothing)."""
-    if not _path or not isinstance(exc, Exception) or os.path.exists(_path):
+    if not _path or os.getpid() != _pid or not isinstance(exc, Exception) or os.path.exists(_path):
         return
     extra = {"py_callstack": "".join(traceback.format_exception(exc)), "timestamp": str(int(time.time()))}
     body = json.dumps({"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": extra}})

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ttp.controller import process
 from ttp.launch.story import exception_text, traceback_text
 
 RAISING = """
@@ -75,6 +77,52 @@ def test_what_is_no_failure_of_the_script_is_not_recorded(tmp_path: Path) -> Non
     path.write_text("{}")
     run(path)
     assert path.read_text() == "{}"
+
+
+IMPORTING = """
+import os, sys
+import ttp
+if sys.argv[1] == "own hook":  # as a library that prints tracebacks in colours
+    sys.excepthook = lambda kind, exc, trace: None
+    ttp.error_file.install()
+elif sys.argv[1] == "fork" and os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 1)
+raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "leads", "launched", "recorded"),
+    [
+        ("plain", True, "1", True),
+        ("own hook", True, "1", True),
+        ("fork", True, "1", False),
+        ("plain", False, "1", False),
+        ("plain", True, "", False),
+    ],
+    ids=["worker", "a hook of its own", "a worker's forked child", "what a worker has started", "no ttprun"],
+)
+def test_a_worker_that_fails_before_it_calls_ttp_is_recorded(
+    tmp_path: Path, how: str, leads: bool, launched: str, recorded: bool
+) -> None:
+    """From `import ttp` on, in the process that ttprun has started: it leads its session."""
+    path = tmp_path / "error.json"
+    subprocess.run(
+        [sys.executable, "-c", IMPORTING, how],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(path), "TTP_LAUNCHED": launched},
+        start_new_session=leads,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert path.exists() == recorded
+    assert not recorded or json.loads(path.read_text())["message"]["message"] == "ValueError: boom"
+
+
+def test_a_controller_does_not_write_into_the_error_file_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads a session, too, and is told where it may find ttp by the same environment."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/error.json")
+    assert "TORCHELASTIC_ERROR_FILE" not in process._environment()
 
 
 def test_an_unwritable_place_changes_nothing(tmp_path: Path) -> None:
