@@ -1,6 +1,6 @@
 """A start's first new step, told to the launcher: one key in the workers' store, written once.
 
-The launcher must know whether a start that died had got on at all. One rank of each node says so, right after its first
+The launcher must know whether a start that died had got on at all, and whether it has gone on from the newest checkpoint. One rank of each node says so, right after its first
 update, so that nothing is sent in any later step.
 """
 
@@ -14,7 +14,8 @@ log = logging.getLogger("ttp")
 
 
 def progress_key(round_number: int) -> str:
-    """Return the key under which a start's first finished step is told; the launcher looks there."""
+    """Return the key under which a start's first finished step is told, and after a space the newest checkpoint that it skipped; the
+    launcher looks there."""
     return f"ttp/progress/{round_number}"
 
 
@@ -24,10 +25,12 @@ class FirstStep:
     def __init__(self, store: Store, round_number: int) -> None:
         self._store = store
         self._key = progress_key(round_number)
+        self.skipped = ""
+        """The newest checkpoint that this start found broken; empty: none."""
 
     def tell(self, step: int) -> None:
         """Write the key (the rank's own thread: the store does not answer, so nothing is waited for)."""
         try:
-            self._store.set(self._key, str(step))
+            self._store.set(self._key, f"{step} {self.skipped}".strip())
         except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone, and so is this start
             log.debug("the launcher could not be told of step %d: %s", step, error)

@@ -61,6 +61,7 @@ class Protection:
         self._controller: ControllerProcess | None = None
         self._standby: ControllerProcess | None = None
         self._client: TCPStore | None = None
+        self._first_step: FirstStep | None = None
         optimizer = holder.optimizer
         # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
         self.gate = Gate(
@@ -101,10 +102,16 @@ class Protection:
             )
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
-            self.gate.on_first_step = FirstStep(self._store(), settings.round_number).tell
+            self._first_step = FirstStep(self._store(), settings.round_number)
+            self.gate.on_first_step = self._first_step.tell
         self._client = None
         if rank == 0 and not self._tells_launcher:
             introduce(welcome)
+
+    def skipped(self, path: Path) -> None:
+        """A checkpoint is broken, and an older one is taken (called for the newest first)."""
+        if self._first_step is not None and not self._first_step.skipped:
+            self._first_step.skipped = str(path)
 
     def resumed(self, step: int, record: CommitRecord | None) -> None:
         """A checkpoint of `step` was loaded."""

@@ -215,6 +215,8 @@ class Session:
         def skip(path: Path, reason: str) -> None:
             reasons.append(reason)
             self._say_skipped(path, reason)
+            if self._protection is not None:
+                self._protection.skipped(path)
 
         if self._directories.hosts:
             found = gather.newest(

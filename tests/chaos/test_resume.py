@@ -73,6 +73,13 @@ def test_altered_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, save
     console = job.console_tail(400)
     assert victim.name in console and "iter_0000016" in console
     assert [int(line["from_step"]) for line in job.metrics() if line.get("event") == "resume"] == [8]
+    assert "lost    8 steps (8 trained again behind a checkpoint that was broken or not taken)" in console
+    *_, again, end = read_jsonl(output / "log" / "story.jsonl")
+    assert (again["event"], again["first_step"], again["kept_step"], again["steps"]) == ("again", 9, 16, 8)
+    assert (
+        again["skipped"] == str(output / "checkpoints" / "iter_0000016")
+        and end["steps_lost"] == end["steps_again"] == 8
+    )
 
 
 def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, saved: Path) -> None:

@@ -77,6 +77,8 @@ class Ending:
     """All workers on this node have ended with status 0."""
     first_step: int | None = None
     """The first step that the start has finished; None: not known, or none."""
+    skipped: str = ""
+    """The newest checkpoint that its ranks found broken before that; empty: none."""
     told_by: str = ""
     """The signal for which the launcher told the ranks to leave; empty: none came."""
     at_once: frozenset[int] = frozenset()
@@ -227,6 +229,7 @@ class Chronicle:
             false_alarms=self._false_alarms,
             saved_steps=tuple(step for _, step, _ in told if step is not None),
             steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
+            steps_again=self._again + others.again,
             unknown_losses=sum(lost is None for lost in losses),
             lost_s=round(self._lost_s + others.lost_s, 3),
             lasted_s=round(now - begun, 3),
@@ -315,7 +318,7 @@ class Chronicle:
             elsewhere=ending.elsewhere or "",
         )
         if ending.first_step is not None:
-            self._compare(start.number, ending.first_step)
+            self._compare(start.number, ending.first_step, ending.skipped)
         if story is None:
             return bool(lines) or ending.elsewhere is not None
         unannounced = ending.succeeded and left_unannounced(story, ending.pids)
@@ -335,9 +338,10 @@ class Chronicle:
         self._print(fault_lines(story))
         return True
 
-    def _compare(self, start: int, first_step: int) -> None:
-        """Say where a start has not gone on where the fault before it had left off."""
-        left = gone_back(self._stories, start, first_step, self._first_steps)
+    def _compare(self, start: int, first_step: int, skipped: str) -> None:
+        """Say where a start has not gone on where the fault before it, or an earlier job, had left off."""
+        known = self._told.issuperset(range(start))
+        left = gone_back(self._stories, start, first_step, self._first_steps, skipped if known else "")
         self._first_steps.append(start)
         if left is None:
             return

@@ -109,6 +109,7 @@ class Courier:
         self._entry: ControllerEntry | None = None
         self._log_dir: Path | None = None
         self._first_step: int | None = None
+        self._skipped = ""
         self._told: list[Death] = []
         self._begun = self._done = 0
         """The number of the last look into the store that has begun, and of the last one that was answered."""
@@ -141,6 +142,12 @@ class Courier:
         """The first step that this start's ranks have finished; None: they have said of none."""
         with self._lock:
             return self._first_step
+
+    @property
+    def skipped(self) -> str:
+        """The newest checkpoint that this start's ranks found broken before that step; empty: none, or they have said of none."""
+        with self._lock:
+            return self._skipped
 
     @property
     def connected(self) -> bool:
@@ -301,9 +308,9 @@ class Courier:
     def _look_for_first_step(self, store: Store) -> None:
         key = progress_key(self._job_store.round_number)
         if self.first_step is None and store.check([key]):
-            told = store.get(key).decode()
+            step, _, skipped = store.get(key).decode().partition(" ")
             with self._lock:
-                self._first_step = int(told) if told.isdecimal() else None
+                self._first_step, self._skipped = (int(step), skipped) if step.isdecimal() else (None, "")
 
     def _call(self, entry: ControllerEntry) -> Link | None:
         try:

@@ -35,29 +35,40 @@ class GoneBack:
     kept_step: int
     """What a fault had left whole."""
     steps: int
+    skipped: str = ""
+    """The newest checkpoint that the start's ranks found broken; empty: they have told of none."""
 
     def text(self, first_step: int) -> str:
         """Say it, for people."""
+        why = (
+            f"as {self.skipped} was skipped" if self.skipped else f"though a fault had left step {self.kept_step} whole"
+        )
         return (
-            f"went on with step {first_step}, though a fault had left step {self.kept_step} whole: {counted(self.steps, 'step')}"
-            " trained again; what its ranks have logged as they began may say why"
+            f"went on with step {first_step}, {why}: {counted(self.steps, 'step')} trained again; what its ranks have logged as they"
+            " began may say why"
         )
 
 
 def gone_back(
-    stories: Sequence[FaultStory], start: int, first_step: int, progressed: Collection[int]
+    stories: Sequence[FaultStory], start: int, first_step: int, progressed: Collection[int], skipped: str = ""
 ) -> GoneBack | None:
     """Compare a start's first finished step with what the faults before it had left whole; None: it has gone on from there, or that is
     not known.
 
     progressed: starts that have finished a step. Behind the newest of those, no fault has changed what there is to go on from.
+    skipped: the newest checkpoint that its ranks found broken. Before any start of the job has finished a step, an earlier job had
+    come so far; later it may be the same one again.
     """
     since = max(progressed, default=-1)
     known = (_kept(story) for story in reversed(stories) if since <= story.start < start)
-    kept = next((step for step in known if step is not None), None)
-    if kept is None or first_step > kept:
+    kept = next((step for step in known if step is not None), 0)
+    broken = step_of_directory(Path(skipped)) or 0
+    if not progressed:
+        kept = max(kept, broken)
+    if first_step > kept:
         return None
-    return GoneBack(first_step=first_step, kept_step=kept, steps=kept - first_step + 1)
+    why = skipped if broken == kept else ""
+    return GoneBack(first_step=first_step, kept_step=kept, steps=kept - first_step + 1, skipped=why)
 
 
 def _kept(story: FaultStory) -> int | None:

@@ -469,6 +469,7 @@ class Round:
             elsewhere=self._elsewhere(),
             succeeded=self.succeeded(),
             first_step=self._courier.first_step,
+            skipped=self._courier.skipped,
             told_by=self._told_by,
             at_once=self._at_once,
         )

@@ -44,6 +44,7 @@ class Summary:
     saved_steps: tuple[int, ...]
     """Steps of the dying-gasp checkpoints."""
     steps_lost: int
+    """`steps_again` included."""
     unknown_losses: int
     """Faults after which it is not known how many steps were lost."""
     lost_s: float
@@ -57,6 +58,8 @@ class Summary:
     """The start with which `lasted_s` begins: this launcher was not there before, and nobody's story is."""
     protected: bool = True
     """A rank has called `ttp.start`; False: none has in any start, and nobody knows what the script did."""
+    steps_again: int = 0
+    """Steps that a start trained again though a checkpoint of them was there: it was broken, or not taken."""
 
 
 def fault_lines(story: FaultStory) -> list[str]:
@@ -87,10 +90,12 @@ def summary_lines(summary: Summary) -> list[str]:
     saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
     losses = [counted(summary.steps_lost, "step")] if summary.steps_lost or not summary.unknown_losses else []
+    if summary.steps_again:
+        losses[0] += f" ({summary.steps_again} trained again behind a checkpoint that was broken or not taken)"
     if summary.unknown_losses:
         which = "fault" if summary.faults > summary.notices else "notice"
         losses.append(f"not known after {counted(summary.unknown_losses, which)}")
-    lost = f"{', and '.join(losses)}; {_seconds(summary.lost_s)} without training"
+    lost = f"{', and '.join(losses)}; {_seconds(summary.lost_s)} without training" if summary.faults else losses[0]
     nothing = "not known" if summary.untold_starts else "nothing"
     if not summary.protected and summary.faults:
         lost = "not known: no rank has called ttp.start"
@@ -101,7 +106,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
-        ("lost", lost if summary.faults else nothing),
+        ("lost", lost if summary.faults or summary.steps_again else nothing),
     ]
     return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
 

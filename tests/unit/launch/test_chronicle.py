@@ -31,7 +31,7 @@ CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "tr
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "launch", "result", "starts", "faults", "notices", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
-    "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected",
+    "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected", "steps_again",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
@@ -433,8 +433,8 @@ def test_ranks_that_leave_without_close_are_told_what_to_call(
     chronicle.begin(here=True)
     start = put("killed", tmp_path)
     if not saved:
-        told = (tmp_path / "journal_0.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / "journal_0.jsonl").write_text("".join(line for line in told if '"published"' not in line))
+        path = tmp_path / "journal_0.jsonl"
+        path.write_text(path.read_text().replace('"published"', '"unpublished"'))
     chronicle.end(start, replace(ending(tmp_path), pids={0: 70, 1: 71, 2: 72, 3: 73}, succeeded=True, next=""))
     hint = "next    none: all workers here have succeeded. A rank that ends without close() is taken for dead"
     assert (hint in capsys.readouterr().err) == saved
@@ -481,10 +481,20 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
         chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
         chronicle.finish("succeeded")
-        assert f"lost    {lost} step{'' if lost == 1 else 's'};" in capsys.readouterr().err
-        again = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
-        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in again]
+        again = f" ({lost} trained again behind a checkpoint that was broken or not taken)" if lost else ""
+        assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
+        lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
+        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
         assert told == ([(1, first_step, 7, lost)] if lost else [])
-        assert (f"start 1 went on with step {first_step}, though a fault had left step 7 whole" in caplog.text) == bool(
-            lost
-        )
+        said = f"start 1 went on with step {first_step}, though a fault had left step 7 whole"
+        assert (said in caplog.text) == bool(lost)
+
+
+def test_a_checkpoint_that_was_skipped_counts_where_all_starts_before_were_told_here(tmp_path: Path) -> None:
+    """Another node's launcher may have told of it already."""
+    for number, lost in ((0, 3), (2, 0)):
+        chronicle = Chronicle(path := tmp_path / f"{number}.jsonl")
+        chronicle.begin(here=True, number=number)
+        chronicle.end(put("killed", tmp_path, number), replace(ending(tmp_path), first_step=5, skipped="/iter_0000007"))
+        chronicle.finish("succeeded")
+        assert written(path)[-1]["steps_again"] == lost

@@ -16,7 +16,7 @@ from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
-from ttp.progress import progress_key
+from ttp.progress import FirstStep, progress_key
 from ttp.standby import standby_key
 
 DEADLINE_S = 20.0
@@ -226,7 +226,18 @@ def test_the_first_step_is_known_even_when_it_came_in_the_last_moment(
     assert courier.first_step is None
     store.set(progress_key(7), "9")
     courier.close(DEADLINE_S)
-    assert courier.first_step == 9
+    assert courier.first_step == 9 and courier.skipped == ""
+
+
+def test_a_checkpoint_that_was_skipped_is_told_with_the_first_step(store: TCPStore, switchboard: Switchboard) -> None:
+    """The newest one, whatever its path."""
+    told = FirstStep(store, 7)
+    told.skipped = "/my runs/iter_0000012"
+    told.tell(9)
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier.start()
+    courier.close(DEADLINE_S)
+    assert (courier.first_step, courier.skipped) == (9, "/my runs/iter_0000012")
 
 
 def test_a_garbled_entry_is_not_used(

@@ -57,3 +57,19 @@ def test_a_start_that_went_back_is_known_over_starts_that_never_got_on() -> None
     assert gone_back([kept, nothing], 2, 8, [0]) is None and gone_back([], 2, 1, []) is None
     assert gone_back([kept, nothing], 2, 1, [0, 1]) is None, "start 1 has got on from somewhere, and may have lost that"
     assert gone_back([nothing], 2, 1, [0]) is None, "not known"
+
+
+def test_a_job_that_begins_behind_a_broken_checkpoint_goes_back() -> None:
+    """An earlier job had come to step 12. Until the job has come past it, its later starts skip it as well: that is told once."""
+    broken = "/ckpt/iter_0000012"
+    back = GoneBack(first_step=9, kept_step=12, steps=4, skipped=broken)
+    assert gone_back([], 0, 9, [], broken) == back
+    assert back.text(9).startswith(f"went on with step 9, as {broken} was skipped: 4 steps trained again")
+    nothing = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(), goes_on_from="/ckpt/iter_0000008")
+    assert gone_back([nothing], 1, 9, [], broken) == back, "start 0 ended before its first step"
+    saved = Saved(step=10, path="/ckpt/iter_0000010", bytes=1, ranks=(0,))
+    assert gone_back([replace(nothing, saved=saved)], 1, 11, [0], broken) is None, "start 0 had told it"
+    assert gone_back([replace(nothing, saved=saved)], 1, 9, [0], "/ckpt/iter_0000010") == GoneBack(
+        first_step=9, kept_step=10, steps=2, skipped="/ckpt/iter_0000010"
+    )
+    assert gone_back([], 0, 9, [], "/a directory that cannot be read") is None

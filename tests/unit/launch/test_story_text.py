@@ -143,6 +143,15 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
     assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
 
 
+def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
+    """The newest checkpoint was broken as the job began."""
+    calm = replace(SUMMARY, faults=0, false_alarms=0, saved_steps=(), steps_lost=4, steps_again=4, lost_s=0.0)
+    lost = "lost    4 steps (4 trained again behind a checkpoint that was broken or not taken)"
+    assert summary_lines(calm)[-1] == lost
+    both = summary_lines(replace(SUMMARY, steps_lost=7, steps_again=4))
+    assert both[-1] == f"{lost.replace('4', '7', 1)}; 31.2 s without training"
+
+
 def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
     """Its script failed before `ttp.start`: nobody trained, or nobody knows."""
     failed = replace(SUMMARY, unknown_losses=2, false_alarms=0, saved_steps=(), protected=False)
