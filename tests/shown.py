@@ -169,6 +169,10 @@ OF_PARTS: dict[str, dict[str, Proof]] = {
             "tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote",
             '"megatron_style" / "pretrain_gpt.py"',
         ),
+        "bash examples/megatron_style/ttprun_gpt.sh": Proof(
+            "tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote",
+            '"ttprun_gpt.sh"',
+        ),
         "ttprun --nproc-per-node 3 loop.py": Proof(
             "tests/chaos/test_mindio.py::test_the_documents_loop_goes_on_bit_for_bit", '"loop.py"'
         ),

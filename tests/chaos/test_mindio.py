@@ -18,10 +18,11 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "examples" / "megatron_style" / "pretrain_gpt.py")
+SCRIPT = ROOT / "examples" / "megatron_style" / "ttprun_gpt.sh"
 STEPS = 20
 LINE = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \| learning rate: (\S+) \|"
-    r" loss: \S+ \((\S+)\) \| grad norm: \S+ \((\S+)\)"
+    r" loss: \S+ \((\S+)\) \| grad norm: \S+ \((\S+)\) \| params norm: \S+ \((\S+)\)"
 )
 
 Lines = dict[int, tuple[str, ...]]
@@ -38,7 +39,9 @@ class Run:
         faults: str = "",
         launcher: str = "ttp.launch",
         enable: bool = True,
+        script: bool = False,
     ) -> None:
+        """script: by the example's launch script, which says the rest by its variables."""
         self.save, self._mindio = folder / "save", folder / "mindio"
         environ = {
             **os.environ,
@@ -48,9 +51,13 @@ class Run:
             "TTP_CONTROLLER_PORT": str(free_port()),
             "ENABLE_TTP": str(enable),
         }
-        options = ("--nproc-per-node", str(ranks), TRAINER, "--save", str(self.save), "--train-iters", str(STEPS))
+        command = [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), TRAINER, "--save", str(self.save)]
+        if script:
+            command = ["bash", str(SCRIPT)]
+            environ |= {"NPUS_PER_NODE": str(ranks), "CHECKPOINT_PATH": str(self.save), "MASTER_PORT": str(free_port())}
+            environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
-            [sys.executable, "-m", launcher, *options, *arguments],
+            [*command, "--train-iters", str(STEPS), *arguments],
             cwd=folder,
             env=environ,
             capture_output=True,
@@ -96,9 +103,10 @@ def assert_same_training(hurt: Run, whole: Run, resumed_from: int) -> None:
 
 
 def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(folders: tuple[Path, Path]) -> None:
-    """Rank 1 dies when it has updated step 13; the save handler runs on rank 0, and the step after is the same bits."""
+    """Rank 1 dies when it has updated step 13; the save handler runs on rank 0, and the step after is the same bits. The job that
+    is hurt was started by the launch script."""
     whole = Run(folders[0], 2)
-    hurt = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done")
+    hurt = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done", script=True)
     published = hurt.events()["published"]
     step = published["step"]
     assert isinstance(step, int) and step in (12, 13)  # 12: rank 0 had not got the record yet

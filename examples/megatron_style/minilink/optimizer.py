@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minilink import get_args, get_ttp_switch, parallel_state
+from minilink.clip_grads import clip_grad_norm_fp32
 
 enable_ttp = get_ttp_switch()  # TTP
 
@@ -48,7 +49,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step(self, args: Any, timers: Any) -> tuple[bool, float | None, int | None]:
-        grad_norm = float(nn.utils.clip_grad_norm_(self.params, self.clip_grad))
+        grad_norm = clip_grad_norm_fp32(self.params, self.clip_grad)
         if enable_ttp and hasattr(self, "begin_to_update"):  # TTP
             self.begin_to_update(args.iteration)
         self.optimizer.step()

@@ -9,6 +9,7 @@ import torch
 
 from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0
 from minilink.checkpointing import load_checkpoint, save_checkpoint
+from minilink.clip_grads import l2_norm_fp32
 from minilink.lr_scheduler import OptimizerParamScheduler
 from minilink.model import GPTModel, LocalDDP
 from minilink.optimizer import get_megatron_optimizer
@@ -55,11 +56,12 @@ def get_batch(first_sample: int) -> torch.Tensor:
     return (start_B1 + stride_B1 * torch.arange(args.seq_length + 1)) % args.vocab_size
 
 
-def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float | None]:
+def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float | None, float]:
     args = get_args()
     for partition in model:
         partition.zero_grad_buffer()
     optimizer.zero_grad()
+    params_norm = l2_norm_fp32(param for partition in model for param in partition.parameters())
     losses = torch.zeros(())
     for number in range(args.num_micro_batches):
         place = parallel_state.get_data_parallel_rank() * args.num_micro_batches + number
@@ -75,7 +77,7 @@ def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float
     if update_successful:
         optimizer.gather_model_params(args, None)
         scheduler.step(increment=global_batch_size())
-    return losses.item() / parallel_state.get_data_parallel_world_size(), grad_norm
+    return losses.item() / parallel_state.get_data_parallel_world_size(), grad_norm, params_norm
 
 
 def global_batch_size() -> int:
@@ -112,7 +114,7 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
     iteration = args.iteration
     while iteration < args.train_iters:
         lr = optimizer.param_groups[0]["lr"]
-        loss, grad_norm = train_step(model, optimizer, lr_scheduler)
+        loss, grad_norm, params_norm = train_step(model, optimizer, lr_scheduler)
         iteration += 1
         if enable_ttp:  # TTP
             if hasattr(optimizer, "current_step") and iteration != optimizer.current_step:
@@ -123,7 +125,8 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
         norm = float("nan") if grad_norm is None else grad_norm
         print_rank_0(
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:6d}"
-            f" | learning rate: {lr:.3E} | loss: {loss:.6E} ({loss.hex()}) | grad norm: {norm:.3f} ({norm.hex()}) |"
+            f" | learning rate: {lr:.3E} | loss: {loss:.6E} ({loss.hex()}) | grad norm: {norm:.3f} ({norm.hex()})"
+            f" | params norm: {params_norm:.3f} ({params_norm.hex()}) |"
         )
         if iteration % args.save_interval == 0:
             save_checkpoint(iteration, model, optimizer, lr_scheduler)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.shown import ROOT
 from tests.unit.optim.material import Net, job, make_net
 from ttp.mindio.job import forget_job
 from ttp.mindio.modellink import (
@@ -114,4 +119,40 @@ def the_shard_group_counts_every_shard_once() -> None:
     size = job.world if job.world % 2 else job.world // 2
     ranks = dist.get_process_group_ranks(get_os_shard_group())
     assert len(ranks) == size and job.rank in ranks
+    forget_job()
+
+
+def the_shards_of_the_group_have_the_unsharded_norm() -> None:
+    """The sum of squares of what each rank of the group holds first, over the group: nothing is missing, nothing counted twice."""
+    build_optimizer_replica_group(list(range(job.world)))
+    net = make_net()
+    core = _facade(net).core
+    own = core.layout.group_id(core.layout.held(job.rank)[0])
+    masters = [held.values for held in core.holdings()[own] if held.key.startswith("model.")]
+    squares = torch.stack([values.double().square().sum() for values in masters]).sum()
+    dist.all_reduce(squares, group=get_os_shard_group())
+    unsharded = torch.cat([param.detach().double().flatten() for param in net.parameters()]).norm().item()
+    assert squares.sqrt().item() == pytest.approx(unsharded, rel=1e-12)
+    forget_job()
+
+
+def the_examples_clipping_over_the_shard_group_is_torchs() -> None:
+    """`clip_grads.py` of the Megatron-style example sums over the optimizer's shard group; norm and clipped gradients are torch's."""
+    sys.path.insert(0, str(ROOT / "examples" / "megatron_style"))
+    clip_grads: Any = importlib.import_module("minilink.clip_grads")
+    build_optimizer_replica_group(list(range(job.world)))
+    ours, theirs = make_net(), make_net()
+    for step in (1, 100):  # a norm above the limit, and one below
+        for net in (ours, theirs):
+            for place, param in enumerate(net.parameters()):
+                generator = torch.Generator().manual_seed(job.seed + 100 * step + place)
+                param.grad = torch.randn(param.shape, generator=generator) / step**2
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            norm = clip_grads.clip_grad_norm_fp32(list(ours.parameters()), 1.0)
+        assert [call.kwargs["group"] for call in reduced.call_args_list] == [get_os_shard_group()]
+        assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0).item(), rel=1e-5)
+        assert (norm > 1.0) == (step == 1)
+        for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad, wanted.grad)
     forget_job()

@@ -1,0 +1,35 @@
+"""L2 norms that a group of ranks sums up together, and clipping by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from minilink import get_ttp_switch, parallel_state
+
+enable_ttp = get_ttp_switch()  # TTP
+if enable_ttp:  # TTP
+    from ttp.mindio.modellink.os_shard_parallel import get_os_shard_group
+
+
+@torch.no_grad()
+def l2_norm_fp32(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the norm of tensors that all ranks have alike: each rank of the group squares its part of them (all ranks call)."""
+    group = get_os_shard_group() if enable_ttp else parallel_state.get_data_parallel_group()  # TTP
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    parts = [tensor.flatten().tensor_split(size)[rank].float() for tensor in tensors]
+    total_norm = torch.stack([part.square().sum() for part in parts]).sum()
+    torch.distributed.all_reduce(total_norm, op=torch.distributed.ReduceOp.SUM, group=group)
+    return total_norm.sqrt().item()
+
+
+@torch.no_grad()
+def clip_grad_norm_fp32(parameters: Sequence[torch.Tensor], max_norm: float) -> float:
+    """Scale the reduced gradients down to `max_norm` together; return their norm before (all ranks call)."""
+    grads = [param.grad for param in parameters if param.grad is not None]
+    total_norm = l2_norm_fp32(grads)
+    clip_coeff = max_norm / (total_norm + 1.0e-6)
+    if clip_coeff < 1.0:
+        torch._foreach_mul_(grads, clip_coeff)
+    return total_norm
