@@ -91,6 +91,10 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 80 --save-dir /tmp/ttp_killed": Proof(
         "tests/chaos/test_commands.py::test_ones_own_trainer_is_protected", "kill:rank=1,step=50,point=updating"
     ),
+    "ttprun --nproc-per-node 2 examples/ddp/shortest.py": Proof(
+        "tests/chaos/test_other_trainers.py::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp",
+        '"ddp" / "shortest.py"',
+    ),
     "ttprun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400 train.py": Proof(
         "tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", '"--rdzv-backend", "c10d"'
     ),

@@ -3,6 +3,7 @@ unbroken run prints, to the last bit."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -22,9 +23,11 @@ from tests.chaos.test_commands import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-def train(folder: Path, ranks: int, example: str, *arguments: str, faults: str = "") -> str:
+def train(
+    folder: Path, ranks: int, example: str, *arguments: str, faults: str = "", launcher: str = "ttp.launch"
+) -> str:
     """Run an example to its end under ttprun and return what it printed."""
-    command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), str(EXAMPLES / example), *arguments]
+    command = [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), str(EXAMPLES / example), *arguments]
     done = subprocess.run(
         [*command, "--save_dir" if "main_hf" in example else "--save-dir", str(folder)],
         cwd=ROOT,
@@ -58,6 +61,51 @@ def compare(whole: str, hurt: str) -> None:
         assert lines == wanted[step], f"step {step}: {lines}, the unbroken run has {wanted[step]}"
     finals = [re.findall(r"final .*", text) for text in (whole, hurt)]
     assert finals[0] == finals[1]
+
+
+SHORTEST = (EXAMPLES / "ddp" / "shortest.py").read_text()
+
+
+def marked(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if "  # TTP" in line]
+
+
+def without_ttp(text: str) -> str:
+    """Return a trainer without its marked lines; one that stands in place of a range gives way to it."""
+    plain = re.sub(r"range\(.*\):  # TTP: in place of (range\(.*\))", r"\1:", text)
+    return "".join(line for line in plain.splitlines(keepends=True) if "  # TTP" not in line)
+
+
+def test_the_shortest_form_is_an_import_and_three_lines() -> None:
+    """What is left without them knows nothing of ttp; the document shows the same lines."""
+    lines = marked(SHORTEST)
+    assert len(lines) == 4 and lines[0] == "import ttp  # TTP"
+    tree = ast.parse(without_ttp(SHORTEST))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not (names | modules) & {"ttp", "guard"}
+    first, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_trainer.md").read_text(), re.DOTALL)
+    assert marked(first) == lines
+
+
+@pytest.mark.long
+def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Path) -> None:
+    """Rank 1 is killed in the middle, rank 0 in the next start when it is about to save the weights: every loss, and those weights, are
+    what the plain form has under torchrun."""
+    plain, hurt = tmp_path / "plain.py", tmp_path / "hurt.py"
+    plain.write_text(without_ttp(SHORTEST))
+    dies = 'os.kill(os.getpid(), 9 * (os.environ["TTP_ROUND_ID"] == "1"))'
+    hurt.write_text(SHORTEST.replace("torch.save(", f"import os; {dies}; torch.save("))
+    told = [
+        train(tmp_path / "whole", 2, str(plain), "--steps", "40", launcher="torch.distributed.run"),
+        train(tmp_path / "saved", 2, str(hurt), "--steps", "40", faults="kill:rank=1,step=21,point=updating"),
+    ]
+    assert sorted(steps_of(told[0])) == list(range(1, 41))
+    assert "restarting (2 of 3 restarts)" in told[1]
+    compare(*told)
+    weights = [torch.load(tmp_path / name / "model.pt") for name in ("whole", "saved")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_plain_ddp_survives_the_death_of_rank_0(tmp_path: Path) -> None:
