@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import session as sessions
-from ttp.config import Settings, enabled
+from ttp.config import Settings, enabled, host_name
 from ttp.errors import ConfigError, Overtaken
 from ttp.exchange import world
 from ttp.mindio.handlers import RenameHandler, SaveHandler
@@ -23,6 +23,7 @@ from ttp.mindio.optimizer import TTPReplicaOptimizer
 from ttp.mindio.publisher import HandlerPublisher
 from ttp.mindio.state import WholeState
 from ttp.mindio.step_args import StepArgsBox
+from ttp.optim.placement import grid
 from ttp.protection import Protection, show
 from ttp.session import Session
 
@@ -54,7 +55,7 @@ class ReplicaGroups:
 
     dp_ranks: tuple[int, ...]
     shard_group: Any
-    """The ranks that hold every shard once: this rank's half of them where their number is even, else all."""
+    """The ranks that hold every shard once: half of them where their number is even (which half follows from their nodes), else all."""
 
 
 class MindioJob:
@@ -260,11 +261,13 @@ def no_model_parallel(dp_size: int, world_size: int) -> str:
 
 def make_groups(ranks: Sequence[int]) -> ReplicaGroups | None:
     """Make the process groups for one data-parallel group (all ranks of the job call, for every group in the same order)."""
-    rank, _ = world()
-    half = len(ranks) // 2
-    parts = [list(ranks)] if len(ranks) % 2 else [list(ranks[:half]), list(ranks[half:])]
+    rank, world_size = world()
+    hosts = [""] * world_size
+    dist.all_gather_object(hosts, host_name())
+    rows = [range(len(ranks))] if len(ranks) % 2 else grid(len(ranks), 2, [hosts[member] for member in ranks])
     mine = None
-    for part in parts:
+    for row in rows:  # the optimizer's own: ranks of one row hold every shard once
+        part = [ranks[place] for place in row]
         group = dist.new_group(part)
         if rank in part:
             mine = group

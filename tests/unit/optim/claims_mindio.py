@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 from unittest import mock
@@ -124,6 +125,16 @@ def the_shard_group_counts_every_shard_once() -> None:
 
 def the_shards_of_the_group_have_the_unsharded_norm() -> None:
     """The sum of squares of what each rank of the group holds first, over the group: nothing is missing, nothing counted twice."""
+    _shards_have_the_unsharded_norm()
+
+
+def on_nodes_in_turn_they_have_it_too() -> None:
+    """Ranks 0 and 2 on one node, 1 and 3 on another: replicas lie on different ones, so that halves are no longer rows of ranks."""
+    with mock.patch.dict(os.environ, TTP_HOST="ab"[job.rank % 2]):
+        _shards_have_the_unsharded_norm()
+
+
+def _shards_have_the_unsharded_norm() -> None:
     build_optimizer_replica_group(list(range(job.world)))
     net = make_net()
     core = _facade(net).core

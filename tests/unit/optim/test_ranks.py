@@ -51,6 +51,7 @@ def test_mindios_interface(world: int, run_ranks: Callable[..., None]) -> None:
         "the_whole_state_is_gathered_on_one_rank_and_goes_on_anywhere",
         "the_shard_group_counts_every_shard_once",
         "the_shards_of_the_group_have_the_unsharded_norm",
+        "on_nodes_in_turn_they_have_it_too",
         "the_examples_clipping_over_the_shard_group_is_torchs",
     )
 

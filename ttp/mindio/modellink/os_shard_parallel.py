@@ -27,7 +27,7 @@ def get_dp_rank_list() -> list[int]:
 
 
 def get_os_shard_group() -> Any:
-    """Return the process group over which a sum counts every shard of the gradient once: this rank's half of the data-parallel
+    """Return the process group over which a sum counts every shard of the gradient once: half of the data-parallel
     ranks. The optimizer clips by itself; this is for sums of the trainer's own. Raises ConfigError before it was declared."""
     return _groups().shard_group
 
