@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from tests.model.pairs import PAIRS, named_pair, shape_of
 from tests.model.search import Found, Search
 from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
+from tests.shown import ROOT
 from ttp.controller import decision, publishing, rolling, rounds, settling, writing
 from ttp.controller.events import Effect, Send
 from ttp.controller.state import ControllerState, Stage
@@ -106,6 +109,15 @@ def test_pairs_of_kinds_are_all_ways_to_have_two_faults() -> None:
         assert {action[0] for action in world.faults(start)} == set(pair)
         killed = world.apply(start, next(action for action in world.faults(start) if action[0] == "kill"))
         assert {action[0] for action in world.faults(killed)} == left
+
+
+def test_a_pair_is_searched_from_the_command_line() -> None:
+    """As far as it is told to; what is left is said."""
+    command = [sys.executable, "-m", "tests.model.pairs", "--workers", "1", "--most", "300", "raise+kill"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1: kill + raise: 300 situations" in done.stdout
+    assert "no violation; left at 300 situations: kill + raise" in done.stdout
 
 
 @dataclass(frozen=True)

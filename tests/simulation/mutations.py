@@ -197,6 +197,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="default: all")
     wanted = parser.parse_args().names
+    if unknown := sorted(set(wanted) - {mutation.name for mutation in MUTATIONS}):
+        parser.error(f"no variant {', '.join(unknown)}: there are {', '.join(m.name for m in MUTATIONS)}")
     failed, began = 0, time.monotonic()
     for mutation in MUTATIONS:
         if wanted and mutation.name not in wanted:

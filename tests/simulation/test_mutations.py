@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation import wrong_controllers, wrong_memories, wrong_ranks
-from tests.simulation.mutations import MUTATIONS, Mutation, first_caught
+from tests.simulation.mutations import MUTATIONS, Mutation, first_caught, main
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.patch.__name__)
@@ -14,6 +14,16 @@ def test_wrong_variant_is_caught(mutation: Mutation, capsys: pytest.CaptureFixtu
     seed, text = first_caught(mutation)
     with capsys.disabled():
         print(f"\n  {mutation.name}: caught at seed {seed}: {text[:100]}", end="")
+
+
+def test_a_variant_that_is_not_there_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trying nothing would pass."""
+    monkeypatch.setattr("sys.argv", ["mutations", "thaws all"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "no variant thaws all: there are" in capsys.readouterr().err
 
 
 def test_the_table_names_every_wrong_variant_once() -> None:

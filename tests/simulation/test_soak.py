@@ -88,6 +88,14 @@ def test_most_dumps_and_refusals_lose_no_committed_step(many: Tally) -> None:
     )
 
 
+def test_a_few_jobs_are_run_from_the_command_line() -> None:
+    """Too few for every cell, which is no failure then; the seeds and what became of them are told."""
+    command = [sys.executable, "-m", "tests.simulation.soak", str(BASE_SEED), "20", "--processes", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"seeds {BASE_SEED} to {BASE_SEED + 19}: 20 jobs" in done.stdout and "violations: 0" in done.stdout
+
+
 @pytest.mark.parametrize("hash_seeds", [("1", "2")])
 def test_a_seed_tells_the_same_story_whatever_pythons_hash_seed(hash_seeds: tuple[str, str]) -> None:
     """No order of a set or of hashed text gets into a decision: forty transcripts are equal, letter by letter."""
