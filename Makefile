@@ -7,18 +7,20 @@ KILL_RANK ?=
 SEED ?=
 COUNT ?=
 KILLS ?=
+BENCH ?=
 DEMO_ARGS ?=
 MATRIX_ARGS ?=
+PAIRS_ARGS ?=
 
 .PHONY: demo test check unit chaos bench soak mutants proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
-	@echo "make chaos [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
+	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
-	@echo "make bench                        benchmarks"
+	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,15 +46,15 @@ unit: $(STAMP)
 
 chaos: $(STAMP)
 	$(PY) -m pytest tests -m long
-	@$(PY) -m ttp.chaos.kills $(if $(SEED),--seed $(SEED))
+	@$(PY) -m ttp.chaos.kills $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 	@$(PY) -m ttp.cli chaos matrix $(MATRIX_ARGS)
 
 bench: $(STAMP)
-	@$(PY) -m benchmarks
+	@$(PY) -m benchmarks $(BENCH)
 
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
-	@$(PY) -m tests.model.pairs
+	@$(PY) -m tests.model.pairs $(PAIRS_ARGS)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)

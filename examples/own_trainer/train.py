@@ -1,7 +1,9 @@
 """The smallest trainer that is protected: everything TTP needs is marked with `# TTP`.
 
-ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer
-python examples/own_trainer/train.py     alone, as one rank: no copy of its state, so only checkpoints survive its death
+    ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer
+    python examples/own_trainer/train.py     alone, as one rank
+
+One rank alone has no copy of its state: only checkpoints survive its death.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import JOB_S, SMALL
+from tests.chaos.test_make import make
 from ttp.checkpoint.cli import main as ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +31,9 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_the_demo_survives_the_death_of_rank_0(tmp_path: Path) -> None:
-    """What `make demo KILL_RANK=0` runs: time line, steps lost, plot, verdict."""
-    done = run(
-        "-m", "ttp.chaos.demo", "--kill-rank", "0", "--steps", "18", "--seed", "5", "--output", str(tmp_path), *SMALL
-    )
+    """`make demo KILL_RANK=0`: time line, steps lost, plot, verdict."""
+    small = f"DEMO_ARGS=--steps 18 --output {tmp_path} {' '.join(SMALL)}"
+    done = make("demo", "KILL_RANK=0", "SEED=5", small)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("demo seed 5", "SIGKILL sent to rank 0", "step decided", "committed steps lost: 0", "EQUAL"):
         assert words in done.stdout, done.stdout
@@ -70,6 +70,20 @@ def test_ones_own_trainer_trains_alone_without_a_launcher(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"step (\d+): loss", done.stdout) == ["20", "40"]
     assert "held by rank 0 only: its death loses the step" in done.stderr
+
+
+@pytest.mark.long
+def test_text_is_prepared_once_and_trained_on(tmp_path: Path) -> None:
+    """The two commands of docs/trainer.md, with bytes as tokens."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("to be or not to be " * 300)
+    corpus = str(tmp_path / "corpus")
+    done = run("-m", "ttp.trainer.prepare", str(tmp_path / "texts"), corpus)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = ("-m", "ttp.launch", "--nproc-per-node", "2", "-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL)
+    arguments = ("--training_config.training_iters=3", f"--training_config.output_dir={tmp_path / 'run'}")
+    done = run(*job, *arguments, "--dataset_config.dataset_dir", corpus)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:

@@ -150,10 +150,11 @@ def test_ddp_survives_with_any_optimizer(tmp_path: Path, optimizer: str, clip: s
 @pytest.mark.parametrize(("rank", "point"), [(0, "updating"), (3, "ready"), (2, "backward")])
 def test_hsdp_survives_the_death_of_a_rank(tmp_path: Path, rank: int, point: str) -> None:
     """FSDP2 on 2 x 2 ranks: coverage is found from the DTensors, and each shard has one other holder. The dump is plain DCP."""
-    whole = train(tmp_path / "whole", 4, "hsdp/train.py", "--steps", "14")
+    arguments = ("--steps", "14", "--replicate", "2")
+    whole = train(tmp_path / "whole", 4, "hsdp/train.py", *arguments)
     assert re.search(r"any 1 of 4 ranks; 4 of 6 pairs", whole), whole
     faults = f"kill:rank={rank},step=9,point={point}"
-    compare(whole, train(tmp_path / "hurt", 4, "hsdp/train.py", "--steps", "14", faults=faults))
+    compare(whole, train(tmp_path / "hurt", 4, "hsdp/train.py", *arguments, faults=faults))
     saved = read_by_torch_alone(next((tmp_path / "hurt").glob("iter_000000[89]")))  # the dying gasp, of three ranks
     last = [read_by_torch_alone(tmp_path / name / "iter_0000014") for name in ("whole", "hurt")]
     assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
@@ -228,7 +229,8 @@ def test_translation_takes_two_aligned_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
     (tmp_path / "b.txt").write_text("\n".join(line[::-1] for line in lines) + "\n")
     files = ("--source", str(tmp_path / "a.txt"), "--target", str(tmp_path / "b.txt"))
-    told = steps_of(train(tmp_path / "run", 2, "translation/train.py", *files, "--epochs", "6", "--width", "32"))
+    small = ("--epochs", "6", "--width", "32", "--layers", "2")
+    told = steps_of(train(tmp_path / "run", 2, "translation/train.py", *files, *small))
     first, last = (float(next(iter(told[step])).split(" = ")[1]) for step in (1, max(told)))
     assert last < 0.8 * first
 

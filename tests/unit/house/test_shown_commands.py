@@ -1,8 +1,7 @@
-"""Every command that README.md and docs/*.md show works: it is run here, or a named test runs it."""
+"""Every command that the documents show works: it is run here, or a named test runs it."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -20,7 +19,9 @@ import pytest
 import torch
 
 from tests import shown
-from tests.shown import PARSED, ROOT, RUN, TESTED, Proof
+from tests.proofs import PARSED, RUN, TESTED, WARNED, Proof
+from tests.reach import said_by
+from tests.shown import ROOT
 from tests.unit.chaos.test_judge import campaign
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
@@ -37,14 +38,14 @@ COMMANDS = shown.all_shown()
 
 
 def test_every_command_has_its_proof_and_every_proof_its_command() -> None:
-    """A new command in a document needs an entry in tests/shown.py; an entry without a command goes."""
-    known = [*RUN, *PARSED, *TESTED]
+    """A new command in a document needs an entry in tests/proofs.py; an entry without a command goes."""
+    known = [*RUN, *PARSED, *TESTED, *WARNED]
     assert len(set(known)) == len(known), "a command stands in two tables"
     names = [command for command in COMMANDS if shown.is_beginning(command, known)]
     missing = {command: where for command, where in COMMANDS.items() if command not in known and command not in names}
-    assert not missing, f"shown, and in no table of tests/shown.py: {missing}"
+    assert not missing, f"shown, and in no table of tests/proofs.py: {missing}"
     stale = [command for command in known if command not in COMMANDS]
-    assert not stale, f"in tests/shown.py, and in no document: {stale}"
+    assert not stale, f"in tests/proofs.py, and in no document: {stale}"
 
 
 def test_commands_are_found_in_every_form() -> None:
@@ -56,21 +57,70 @@ def test_commands_are_found_in_every_form() -> None:
     assert shown.shown(text) == ["make demo", "ttp ckpt list x --json", "python -m a.b c", "pip install ."]
 
 
+def test_a_file_is_a_document_by_its_docstring_or_its_first_comment() -> None:
+    """Text files as a whole, of others what explains them; further comments and strings are no documentation."""
+    documents = shown.documents()
+    assert {"README.md", "docs/ttprun.md", "docs/decisions/0002-scale.md", "examples/ddp/train.py"} <= set(documents)
+    for part in ("ttp/cli.py", "controller/replay.py", "processor/gate.py", "trainer/plan.py", "benchmarks/gate.py"):
+        assert documents[part], f"{part} has no docstring"
+    assert shown.shown(documents["examples/pretrain_gpt.sh"]) == ["bash examples/pretrain_gpt.sh"]
+    slurm = shown.shown(documents["examples/slurm/train.sbatch"])
+    assert slurm[0].startswith("sbatch examples/slurm/train.sbatch --config") and "scancel --full" in slurm
+
+
 @pytest.mark.parametrize("command", [*PARSED, *TESTED])
-def test_the_named_test_is_there_and_runs_it(command: str) -> None:
-    """The function exists, and the words that show what it runs stand in its file."""
+def test_the_named_test_is_there_and_says_what_it_runs(command: str) -> None:
+    """Each decisive word of the command, or what is named in its place, stands in the test or in what it uses."""
     proof: Proof = {**PARSED, **TESTED}[command]
-    file, _, function = proof.test.partition("::")
-    source = (ROOT / file).read_text(encoding="utf-8")
-    tests = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-    assert function in tests, f"{file} has no test {function}"
-    assert proof.evidence in source, f"{file} does not say {proof.evidence!r}"
+    said, words = said_by(proof.test), shown.decisive(command)
+    assert words and set(proof.instead) <= set(words), f"{words} need no {dict(proof.instead)}"
+    missing = [word for word in words if not shown.says(said, proof.instead.get(word, word))]
+    assert not missing, f"{proof.test} does not say {missing}"
+
+
+@pytest.mark.parametrize("command", WARNED)
+def test_what_nobody_should_do_is_said_with_it(command: str) -> None:
+    """In the same line or the next."""
+    documents = shown.documents()
+    for name in COMMANDS[command]:
+        assert re.search(rf"(?i)(never|nothing).*\n?.*{command}|{command}.*\n?.*nothing", documents[name]), name
+
+
+@pytest.mark.parametrize("command", [command for command in RUN if RUN[command]])
+def test_what_is_run_in_a_commands_place_is_that_command(command: str) -> None:
+    """The same program, with all that it is told to do: only placeholders are replaced."""
+    assert set(shown.decisive(command)) <= set(shown.decisive(RUN[command]))
+
+
+def test_a_test_says_what_stands_in_its_helpers_and_fixtures_and_not_in_their_docstrings() -> None:
+    """Names are followed through the tests; a test that nobody collects is refused."""
+    said = said_by("tests/chaos/test_slurm.py::test_a_killed_rank_comes_back_and_a_cancelled_job_is_saved")
+    assert shown.says(said, "sbatch") and shown.says(said, "slurm/train.sbatch") and "requeued" not in said
+    assert shown.says("x --steps=3", "--steps") and not shown.says("--steps-more a--steps", "--steps")
+    for wrong in (
+        "tests/nowhere.py::test_a",
+        "tests/chaos/test_slurm.py::test_b",
+        "tests/chaos/conftest.py::run_to_end",
+    ):
+        with pytest.raises(LookupError, match=r"wanted a function|has no test"):
+            said_by(wrong)
+
+
+def test_decisive_words_are_what_is_run_and_its_flags() -> None:
+    """Not values, placeholders or what is in brackets."""
+    for command, words in {
+        "ttprun --nproc-per-node 2 examples/ddp/train.py --lr=1 [--x]": "ttp.launch --nproc-per-node ddp/train.py --lr",
+        "ttp chaos run a/b/kills.yaml -- python -m ttp.trainer": "ttp.chaos.cli run a/b/kills.yaml ttp.trainer",
+        "python -m a.b to-hf IN out/put": "a.b to-hf",
+        "make demo KILL_RANK=0": "make demo KILL_RANK",
+    }.items():
+        assert shown.decisive(command) == words.split()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("ttprun")])
 def test_the_launchers_parser_takes_every_line(command: str) -> None:
     """As it stands, without what is in brackets; `--help` ends with 0."""
-    words = shlex.split(re.sub(r"\[[^]]*\]", "", command))[1:]
+    words = shlex.split(shown.without_options(command))[1:]
     if "--help" in words:
         with pytest.raises(SystemExit) as ended:
             parse(words)
@@ -78,7 +128,7 @@ def test_the_launchers_parser_takes_every_line(command: str) -> None:
         return
     assert command in PARSED
     script = parse(words).training_script
-    assert script in ("loop.py", "train.py", "ttp.trainer") or (ROOT / script).is_file()
+    assert script in ("loop.py", "train.py", "ttp.trainer", "./wrap.sh") or (ROOT / script).is_file()
 
 
 def test_make_runs_what_there_is() -> None:
@@ -147,6 +197,16 @@ def run_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     finally:
         signal.signal(signal.SIGPIPE, broken_pipe)
     return 0
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if shown.options(command)])
+def test_every_flag_in_brackets_is_known_to_its_program(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its help lists them."""
+    assert run_line([*shlex.split(shown.without_options(command))[:3], "--help"], monkeypatch) == 0
+    told = capsys.readouterr().out
+    assert [flag for flag in shown.options(command) if not shown.says(told, flag)] == []
 
 
 @pytest.mark.parametrize("command", RUN)

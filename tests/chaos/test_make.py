@@ -1,0 +1,71 @@
+"""What `make` runs as a whole, in small: the recipes themselves, with the sizes that their variables take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import names
+from tests.chaos.conftest import JOB_S
+from tests.shown import ROOT
+
+SIZES = {
+    "benchmarks.death_watch": "--mib 0 --kills 2",
+    "benchmarks.dump": "--gb 0.01 --writers 1 --rounds 1",
+    "benchmarks.gate": "--runs 2 --calls 50",
+    "benchmarks.messages": "",
+    "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
+    "benchmarks.simulation": "--batches 1 --runs 3",
+    "benchmarks.step_time": "--world 2x1 --alone --layers 1 --width 64 --length 8 --rounds 2 --steps 1",
+}
+"""A few seconds of each benchmark."""
+QUICK = ("benchmarks.gate", "benchmarks.simulation")
+
+
+def run(*command: str, folder: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **own, **environ}, capture_output=True, text=True, timeout=JOB_S,
+        check=False,
+    )  # fmt: skip
+
+
+def make(*words: str, folder: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `make` in the folder with this Python; the checkout's environment is left as it is."""
+    options = ("-f", str(ROOT / "Makefile"), "-o", ".venv/.installed", f"PY={sys.executable}")
+    return run("make", *options, *words, folder=folder, **environ)
+
+
+def test_a_benchmark_tells_whether_its_limit_was_kept() -> None:
+    """One of them, alone; on a loaded machine the limit may be missed, and that is told, too."""
+    done = make("bench", "BENCH=gate")
+    assert done.returncode in (0, 2) and "== gate" in done.stdout, done.stdout + done.stderr
+    missed = done.returncode != 0
+    assert f"limits kept: {int(not missed)}, missed: {'gate' if missed else 'none'}" in done.stdout
+
+
+def test_every_benchmark_has_its_small_size() -> None:
+    """One that is new is run by nobody."""
+    assert sorted(SIZES) == [f"benchmarks.{name}" for name in names()]
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in SIZES]
+)
+def test_every_benchmark_runs_small(module: str) -> None:
+    """So little measures nothing: whether the limit was kept is not asked."""
+    done = run(sys.executable, "-m", module, *SIZES[module].split())
+    assert done.returncode in (0, 1) and done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> None:
+    """All three, one after the other, and `make` ends well."""
+    done = make("soak", "SEED=5", "COUNT=20", "KILLS=1", "PAIRS_ARGS=--most 300 raise+kill", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for told in ("seeds 5 to 24: 20 jobs", "left at 300 situations: kill + raise", "1 kills, 1 without a lost step"):
+        assert told in done.stdout, done.stdout

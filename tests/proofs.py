@@ -1,0 +1,207 @@
+"""What proves each command that the documents show: it is run as it stands, or a test of its own is named.
+
+Owns the tables `RUN`, `PARSED`, `TESTED` and `WARNED`. A command that stands in a document (`tests/shown.py`) and in no table fails
+`tests/unit/house/test_shown_commands.py`; so does an entry that no document shows any more, and a test that does not say the words
+of its command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Proof(NamedTuple):
+    """A command that is slow, starts processes, or needs another machine: the test that runs it."""
+
+    test: str
+    """`tests/...py::test_name`; it says every decisive word of the command (`tests.reach`)."""
+    instead: Mapping[str, str] = MappingProxyType({})
+    """What the test says in the place of a word: another script than the reader's own, the module that a target runs."""
+
+
+RUN: dict[str, str] = {
+    "ttp ckpt list output/checkpoints": "",
+    "ttp ckpt inspect output/checkpoints": "",
+    "ttp ckpt verify output/checkpoints": "",
+    "ttp ckpt verify output/checkpoints/iter_0000042": "",
+    "ttp ckpt diff output/checkpoints other/checkpoints": "",
+    "ttp ckpt diff A B": "ttp ckpt diff output/checkpoints/iter_0000042 other",
+    "ttp ckpt export output/checkpoints gpt.safetensors --to safetensors": "",
+    "ttp ckpt export output/checkpoints everything.pt --to torch --all": "",
+    "ttp ckpt export output model_for_transformers --to hf --dtype bfloat16": "",
+    "ttp ckpt prune output/checkpoints --keep 3": "",
+    "ttp ckpt prune output/checkpoints --keep 3 --yes": "",
+    "ttp ckpt prune nodes/a/checkpoints nodes/b/checkpoints --keep 3": "",
+    "ttp ckpt prune PATH --keep N": "ttp ckpt prune output --keep 2",
+    "ttp ckpt prune PATH ... --keep N": "ttp ckpt prune nodes/a/checkpoints nodes/b/checkpoints --keep 1",
+    "ttp ckpt COMMAND": "ttp ckpt list output",
+    "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
+    "python -m ttp.trainer --help": "",
+    "python -m ttp.trainer --config gpt_70b --plan --world-size 1024": "",
+    "python -m ttp.trainer --config NAME --plan --world-size N": "python -m ttp.trainer --config gpt_tiny --plan --world-size 2",
+    "python -m ttp.trainer.prepare my_texts/ corpus --tokenizer tokenizer.json": "",
+    "python -m ttp.trainer.prepare INPUT OUTPUT [--tokenizer PATH]": "python -m ttp.trainer.prepare my_texts corpus",
+    'python -m ttp.trainer.generate --checkpoint output --prompt "The list " --max-new-tokens 300': "",
+    "python -m ttp.trainer.generate --checkpoint DIR --prompt TEXT":
+        "python -m ttp.trainer.generate --checkpoint output/checkpoints --prompt The --max-new-tokens 2",
+    "python -m ttp.trainer.convert to-hf output hf_model": "",
+    "python -m ttp.trainer.convert {to-hf,from-hf} INPUT OUTPUT": "python -m ttp.trainer.convert to-hf output/checkpoints hf_model",
+    "ttp chaos faults": "",
+    "ttp chaos check SCENARIO": "ttp chaos check {examples}/chaos/kinds.yaml",
+    "ttp chaos report RESULT.json": "ttp chaos report result.json",
+    "ttp chaos matrix --table": "",
+    "ttp chaos matrix --nodes": "ttp chaos matrix --nodes --table",
+    "python -m ttp.controller.replay output/log/journal_0.jsonl": "",
+    "python -m tests.simulation.replay SEED": "python -m tests.simulation.replay 3",
+    "python -m tests.simulation.script FILE...": "python -m tests.simulation.script {scenarios}/all_replicas_gone.txt",
+    "python -m tests.simulation.mutants --help": "",
+    "python -m tests.simulation.mutations": "python -m tests.simulation.mutations 'gate stays open'",
+    "python -m tests.model --faults N --steps N --kinds KIND": "python -m tests.model --faults 1 --steps 1 --kinds raise --limit 2000",
+    "python -m tests.model --faults 1 --kinds kill": "python -m tests.model --faults 1 --kinds kill --limit 2000",
+}  # fmt: skip
+"""Run by the test in a folder with a small run's output, as it stands or with what takes the place of its placeholders; status 0 is wanted."""
+
+_COMMANDS = "tests/chaos/test_commands.py"
+_HARNESS = "tests/chaos/test_harness.py"
+_MAKE = "tests/chaos/test_make.py"
+_OTHERS = "tests/chaos/test_other_trainers.py"
+_SLURM = "tests/chaos/test_slurm.py"
+_OWN = {"train.py": "own_trainer/train.py"}
+"""For the reader's own trainer."""
+_READ = dict.fromkeys(("--nproc-per-node", "own_trainer/train.py", "--steps", "--save-dir"), "tests.shown.shown")
+"""For what a test reads from the document and takes word by word."""
+_WORKER = {"train.py": "worker.py"}
+"""The same, where the launcher alone is looked at."""
+
+PARSED: dict[str, Proof] = {
+    "ttprun --help": Proof("tests/chaos/test_installed.py::test_an_installed_copy_has_its_commands", {"ttp.launch": "ttprun"}),
+    "ttprun --nproc-per-node 4 train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected", _OWN),
+    "ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 80 --save-dir /tmp/own_trainer":
+        Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
+    "ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 80 --save-dir /tmp/ttp_killed":
+        Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
+    "ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer":
+        Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
+    "ttprun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400 train.py":
+        Proof("tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", _WORKER),
+    "ttprun --nnodes 2 --node-rank 0 --master-addr node-a --master-port 29500 --nproc-per-node 8 train.py":
+        Proof("tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", _WORKER),
+    "ttprun --nnodes 3:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py":
+        Proof(
+            "tests/chaos/test_nodes.py::test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again",
+            {"train.py": "ttp.trainer"},
+        ),
+    "ttprun [torchrun's arguments] -m ttp.trainer --config gpt_tiny [--section.key value ...]":
+        Proof("tests/chaos/test_kills.py::test_kill_at_every_point_of_a_step_loses_nothing"),
+    "ttprun --nproc-per-node 8 -m ttp.trainer --config gpt2_124m --dataset_config.dataset_dir corpus":
+        Proof(f"{_COMMANDS}::test_text_is_prepared_once_and_trained_on"),
+    "ttprun --rank_table_file hccl.json train.py":
+        Proof("tests/chaos/test_rank_table.py::test_a_rank_table_places_the_ranks_of_two_nodes", _WORKER),
+    "ttprun --no-python ./wrap.sh": Proof("tests/chaos/test_wrapped.py::test_ranks_behind_shells_save_at_a_kill_and_at_a_notice"),
+    "ttprun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --save output/megatron_style --train-iters 40":
+        Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
+    "ttprun --nproc-per-node 3 loop.py": Proof("tests/chaos/test_mindio.py::test_the_documents_loop_goes_on_bit_for_bit"),
+    "ttprun --nproc-per-node 2 examples/ddp/shortest.py":
+        Proof(f"{_OTHERS}::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp"),
+    "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),
+    "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2": Proof(f"{_OTHERS}::test_hsdp_survives_the_death_of_a_rank"),
+    "ttprun --nproc-per-node 2 examples/huggingface/main_hf.py --model_name_or_path PATH --dataset_name_or_path FILE --batch_size 4":
+        Proof(f"{_OTHERS}::test_a_loop_around_models_of_transformers_survives_the_death_of_a_rank"),
+    "ttprun --nproc-per-node 2 examples/huggingface/trainer.py --steps 40":
+        Proof(f"{_OTHERS}::test_the_trainer_of_transformers_survives_the_death_of_a_rank"),
+    "ttprun --nproc-per-node 2 examples/translation/train.py": Proof(f"{_OTHERS}::test_translation_survives_the_death_of_a_rank"),
+    "ttprun --nproc-per-node 8 examples/translation/train.py --source corpus.en --target corpus.fr --width 512 --layers 6":
+        Proof(f"{_OTHERS}::test_translation_takes_two_aligned_files"),
+}  # fmt: skip
+"""Command lines of `ttprun`: its parser takes each as it stands (without what is in brackets), and a test runs one like it."""
+
+TESTED: dict[str, Proof] = {
+    "make demo": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
+    "make demo KILL_RANK=0": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
+    "make chaos": Proof(f"{_COMMANDS}::test_random_kills_find_nothing", {"make": "ttp.chaos.kills", "chaos": "ttp.chaos.kills"}),
+    "make test": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
+    "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
+    "make bench": Proof(f"{_MAKE}::test_a_benchmark_tells_whether_its_limit_was_kept"),
+    "make mutants": Proof(
+        "tests/simulation/test_mutants.py::test_what_a_test_knows_of_is_caught",
+        {"make": "tests.simulation.mutants", "mutants": "tests.simulation.mutants"},
+    ),
+    "make docs": Proof(
+        "tests/unit/house/test_document.py::test_generated_tables_are_not_stale",
+        {"make": "tests.document", "docs": "tests.document"},
+    ),
+    "pip install .": Proof("tests/chaos/test_installed.py::test_an_installed_copy_has_its_commands"),
+    "source .venv/bin/activate":
+        Proof("tests/unit/house/test_shown_commands.py::test_the_environment_that_make_makes_is_activated"),
+    "torchrun --nproc-per-node 4 train.py": Proof("tests/chaos/test_like_torchrun.py::test_the_same_command_line_gives_the_same_job", _WORKER),
+    "torchrun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --save output/plain":
+        Proof("tests/chaos/test_mindio.py::test_enable_ttp_false_is_the_trainer_as_it_was"),
+    "python train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_trains_alone_without_a_launcher"),
+    "python examples/own_trainer/train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_trains_alone_without_a_launcher"),
+    "python -m ttp.trainer --config NAME_OR_PATH [--section.key value ...]": Proof(f"{_COMMANDS}::test_checkpoints_can_be_looked_at"),
+    "python -m ttp.trainer.convert from-hf hf_model output":
+        Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_goes_on_from"),
+    "python -m ttp.controller --job-id J --world-size W --journal PATH":
+        Proof("tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port"),
+    "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
+    "python -m ttp.launch.stores --port 29400":
+        Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on"),
+    "bash examples/pretrain_gpt.sh": Proof("tests/chaos/test_schedulers.py::test_the_usual_script_pretrains_a_gpt"),
+    "bash examples/megatron_style/ttprun_gpt.sh": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
+    "bash examples/megatron_style/ttprun_gpt.sh --train-iters 40": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
+    "bash examples/megatron_style/ttprun_gpt.sh --local-copy-os": Proof("tests/chaos/test_mindio.py::test_four_ranks_with_local_copies_in_bf16_meet_three_faults"),
+    "srun ttprun": Proof(
+        "tests/chaos/test_schedulers.py::test_a_slurm_job_that_is_taken_away_is_saved_and_requeued",
+        {"ttp.launch": "slurm/train.sbatch"},
+    ),
+    "sbatch examples/slurm/train.sbatch --config gpt_7b --training_config.output_dir /shared/run1":
+        Proof(f"{_SLURM}::test_a_killed_rank_comes_back_and_a_cancelled_job_is_saved"),
+    "scancel --batch --signal=TERM": Proof(f"{_SLURM}::test_a_job_that_is_taken_away_is_saved_requeued_and_goes_on"),
+    "scancel --signal=TERM": Proof(f"{_SLURM}::test_a_job_that_is_taken_away_is_saved_requeued_and_goes_on"),
+    "kubectl apply -f examples/kubernetes/job.yaml": Proof(
+        "tests/unit/examples/test_kubernetes.py::test_every_document_follows_the_schema_of_its_kind",
+        {"kubectl": "kubernetes_validate"},
+    ),
+    "ttp chaos run examples/chaos/kills.yaml -- ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 4000 --save-dir {output}":
+        Proof(f"{_HARNESS}::test_the_documents_campaign_holds", _READ),
+    "ttp chaos run examples/chaos/kinds.yaml -- ttprun --nproc-per-node 4 --max-restarts 100 -m ttp.trainer --config gpt_tiny"
+    " --training_config.output_dir {output} --training_config.training_iters 400":
+        Proof(f"{_HARNESS}::test_one_of_each_kind_is_survived_and_told"),
+    "ttp chaos run examples/chaos/full_disk.yaml -- ttprun --nproc-per-node 4 -m ttp.trainer --config gpt_tiny"
+    " --training_config.output_dir {output} --training_config.save_dirs=[{disk},{output}/second]":
+        Proof(f"{_HARNESS}::test_a_disk_that_is_full_for_real_falls_through_to_the_next"),
+    "ttp chaos run examples/chaos/nodes.yaml -- ttprun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id job"
+    " --rdzv-endpoint {endpoints} --rdzv-conf join_timeout=240,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+    " --max-restarts 100 --ttp-futile-starts 0 -m ttp.trainer --config gpt_tiny --training_config.output_dir {output}"
+    " --training_config.training_iters 500": Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit"),
+    "ttp chaos matrix": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
+    "ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]":
+        Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
+    "python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]":
+        Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0", {"ttp.chaos.demo": "demo"}),
+    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
+        Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
+    "python slow_cable.py PORT TAP MILLISECONDS":
+        Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit", {"slow_cable.py": "delay"}),
+    "python -m tests.model.pairs": Proof("tests/model/test_model.py::test_a_pair_is_searched_from_the_command_line"),
+}  # fmt: skip
+
+TESTED |= {
+    f"python -m benchmarks{rest}": Proof(f"{_MAKE}::test_every_benchmark_runs_small")
+    for rest in (
+        " [NAME ...]",
+        " scale",
+        " gate",
+        " death_watch",
+        ".death_watch --kills 20",
+        ".step_time",
+        ".step_time --world 2x2 --rounds 14 --steps 2",
+        ".step_time --world 2x1 --rounds 14 --steps 2",
+        ".step_time --world 2x2 --alone --rounds 300 --steps 1 --length 64",
+    )
+}
+
+WARNED = ("scancel --full", "scancel --full --signal=TERM")
+"""Commands that nobody should give, as every document says where it names them: no test of ours gives them either."""
