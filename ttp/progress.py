@@ -1,14 +1,17 @@
 """A start's first new step, told to the launcher: one key in the workers' store, written once.
 
-The launcher must know whether a start that died had got on at all, and whether it has gone on from the newest checkpoint. One rank of each node says so, right after its first
-update, so that nothing is sent in any later step.
+The launcher must know whether a start that died had got on at all, and whether it has gone on from the newest checkpoint. One
+rank of each node says so, right after its first update, so that nothing is sent in any later step.
 """
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ttp.checkpoint.durable import step_of_directory
 
 log = logging.getLogger("ttp")
 
@@ -25,12 +28,21 @@ class FirstStep:
     def __init__(self, store: Store, round_number: int) -> None:
         self._store = store
         self._key = progress_key(round_number)
-        self.skipped = ""
-        """The newest checkpoint that this start found broken; empty: none."""
+        self._skipped = ""
+
+    def skip(self, path: Path) -> None:
+        """This start found a checkpoint broken: the newest one of them is told (in any order: where nodes have their own disks, each
+        reads all of its manifests first)."""
+        if _step(path) > _step(Path(self._skipped)):
+            self._skipped = str(path)
 
     def tell(self, step: int) -> None:
         """Write the key (the rank's own thread: the store does not answer, so nothing is waited for)."""
         try:
-            self._store.set(self._key, f"{step} {self.skipped}".strip())
+            self._store.set(self._key, f"{step} {self._skipped}".strip())
         except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone, and so is this start
             log.debug("the launcher could not be told of step %d: %s", step, error)
+
+
+def _step(path: Path) -> int:
+    return step_of_directory(path) or 0

@@ -109,9 +109,9 @@ class Protection:
             introduce(welcome)
 
     def skipped(self, path: Path) -> None:
-        """A checkpoint is broken, and an older one is taken (called for the newest first)."""
-        if self._first_step is not None and not self._first_step.skipped:
-            self._first_step.skipped = str(path)
+        """A checkpoint is broken, and is not taken."""
+        if self._first_step is not None:
+            self._first_step.skip(path)
 
     def resumed(self, step: int, record: CommitRecord | None) -> None:
         """A checkpoint of `step` was loaded."""
