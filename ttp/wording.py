@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 def size_text(nbytes: float) -> str:
     """`12.3 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
+        if round(nbytes, 1) < 1024:  # not `1024.0 KiB`
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"

@@ -7,7 +7,10 @@ import pytest
 from ttp.wording import counted, ranks_text, runs, size_text
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), ((1 << 20) - 1, "1.0 MiB"), (3 << 40, "3.0 TiB")],
+)
 def test_sizes_are_readable(nbytes: int, text: str) -> None:
     """Binary units."""
     assert size_text(nbytes) == text

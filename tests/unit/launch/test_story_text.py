@@ -150,6 +150,7 @@ def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
     assert summary_lines(calm)[-1] == lost
     both = summary_lines(replace(SUMMARY, steps_lost=7, steps_again=4))
     assert both[-1] == f"{lost.replace('4', '7', 1)}; 31.2 s without training"
+    assert summary_lines(replace(calm, steps_lost=4000, steps_again=4000))[-1] == lost.replace("4", "4,000")
 
 
 def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
