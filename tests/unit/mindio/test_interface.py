@@ -11,7 +11,7 @@ import torch
 
 import ttp.mindio
 from ttp.errors import ConfigError, NotSupported
-from ttp.mindio import modellink
+from ttp.mindio import job, modellink
 from ttp.mindio.job import forget_job
 from ttp.mindio.modellink import os_shard_parallel
 from ttp.mindio.newer import UNSUPPORTED
@@ -225,6 +225,27 @@ def test_the_shard_group_of_odd_sizes_needs_no_declaration() -> None:
     modellink.TTPOddReplicaOptimizer(adam, 1.0, False, False, False, False, False, torch.float32, None, model)
     assert modellink.get_dp_rank_list() == [0]
     modellink.get_os_shard_group()  # all ranks: here there is no process group at all
+
+
+def test_shard_groups_follow_the_nodes_of_their_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two data-parallel groups, on nodes a and b in turn: each of its shard groups is on one node. The other's nodes count nothing."""
+    hosts = ["y", "a", "z", "b", "y", "a", "z", "b"]
+    made: list[list[int]] = []
+
+    def gather(found: list[str], own: str) -> None:
+        found[:] = hosts
+
+    def new_group(ranks: list[int]) -> tuple[int, ...]:
+        made.append(ranks)
+        return tuple(ranks)
+
+    monkeypatch.setattr(job, "world", lambda: (5, len(hosts)))
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.new_group", new_group)
+    groups = job.make_groups((1, 3, 5, 7))
+    assert made == [[1, 5], [3, 7]] and groups is not None
+    assert (groups.dp_ranks, groups.shard_group) == ((1, 3, 5, 7), (1, 5))
+    assert job.make_groups((0, 2, 4, 6)) is None, "this rank is not in it, and takes part in making it"
 
 
 def test_the_enumeration_has_mindios_values() -> None:

@@ -15,7 +15,8 @@ from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink, request_status
 from ttp.controller.journal import read_story
 from ttp.controller.state import Stage
-from ttp.proto.messages import Cause, CauseKind
+from ttp.proto.codec import DownwardParcel
+from ttp.proto.messages import Cause, CauseKind, Exit
 from ttp.proto.transport import open_channel
 
 from .conftest import LONG_S, Rank, StartController
@@ -127,6 +128,30 @@ def test_that_nothing_was_saved_is_no_news_when_all_may_have_succeeded(
         until(lambda: link.sent_away_monotonic_s is not None, "the end")
     link.close()
     assert ("all ranks are dead" in caplog.text) == said
+
+
+@pytest.mark.parametrize(
+    ("exits", "said"),
+    [
+        ({0: "exit code 0", 1: "exiting"}, False),
+        ({0: "exit code 0"}, True),
+        ({0: "exit code 0", 1: "exit code 1"}, True),
+        ({0: "exiting", 1: "exit code 0", 2: "signal SIGKILL"}, True),
+    ],
+)
+def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
+    new_link: OpenLink, caplog: pytest.LogCaptureFixture, exits: dict[int, str], said: bool
+) -> None:
+    """A rank that ended early without a word may be what the others leave for. The last word on a worker counts."""
+    caplog.set_level("INFO", "ttp.launch")
+    link = new_link("127.0.0.1:1")
+    for rank, how in exits.items():
+        link.worker_exit(rank, 100 + rank, "exiting")
+        link.worker_exit(rank, 100 + rank, how)
+    until(lambda: link._stream is not None, "a stream")
+    assert link._stream is not None
+    link.stream_received(link._stream, DownwardParcel("job", 0, (0, 1), Exit(75, "step 7 is saved")))
+    assert ("the ranks leave: step 7 is saved" in caplog.text) == said
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
