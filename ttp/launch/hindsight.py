@@ -33,10 +33,10 @@ class GoneBack:
     first_step: int
     """The first that the start has finished."""
     kept_step: int
-    """What a fault had left whole."""
+    """What a fault had left whole, or an earlier job in a checkpoint that is broken."""
     steps: int
     skipped: str = ""
-    """The newest checkpoint that the start's ranks found broken; empty: they have told of none."""
+    """The checkpoint of that step, if its ranks found it broken; empty: they have not told so."""
 
     def text(self, first_step: int) -> str:
         """Say it, for people."""
