@@ -242,7 +242,7 @@ class Chronicle:
         """Read what other launchers told of the starts that were not told here; nothing where their file is not on this node."""
         if self._story_path is not None and not self._told.issuperset(range(self._number + 1)):
             try:
-                return earlier(_read_story(self._story_path), self._told, self._number)
+                return earlier(_read_story(self._story_path), self._told, self._number, self._first_steps)
             except FileNotFoundError:
                 pass
             except _UNREADABLE as error:

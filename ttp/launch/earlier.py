@@ -26,8 +26,9 @@ class Earlier:
     """When start 0 was told; None: it was not."""
 
 
-def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int) -> Earlier:
-    """Gather from a file's lines what others told of the job whose newest start is `last`. `own`: starts told here."""
+def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int, compared: Collection[int] = ()) -> Earlier:
+    """Gather from a file's lines what others told of the job whose newest start is `last`. `own`: starts told here. `compared`: those
+    of which it was said here whether they went back, though perhaps not how they ended."""
     job = of_this_job(lines, last)
     faults = [line for line in job if line["event"] == "fault" and line["start"] not in own]
     lost_s = 0.0
@@ -36,7 +37,8 @@ def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int) -> Earl
         if back is not None and fault["began_unix_s"]:
             lost_s += max(0.0, float(back["unix_s"]) - float(fault["began_unix_s"]))
     first = lines.index(job[0]) if job else len(lines)
-    again = sum(line["steps"] for line in lines[first:] if line["event"] == "again" and line["start"] not in own)
+    known = {*own, *compared}
+    again = sum(line["steps"] for line in lines[first:] if line["event"] == "again" and line["start"] not in known)
     begun = float(job[0]["unix_s"]) if job and job[0]["start"] == 0 else None
     return Earlier(faults=tuple(faults), lost_s=lost_s, again=again, begun_unix_s=begun)
 
