@@ -156,8 +156,8 @@ def error_file(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def worker_error_file(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the same where ttprun has started this very process, which leads its session; empty in what a worker has started itself:
-    that inherits the variables."""
+    """Return the same where ttprun has started this very process, which leads its session; empty in what a worker has started itself, which
+    inherits the variables (unless it leads a session of its own, too)."""
     return error_file(environ) if environ.get("TTP_LAUNCHED") and os.getsid(0) == os.getpid() else ""
 
 

@@ -46,7 +46,7 @@ WAIT_TOLD_S = 30.0
 STATUS_S = 2.0
 """How long the controller has to say for whom."""
 ASKED_UP_TO = 64
-"""Ranks of a job in which each may ask: the answer names them all."""
+"""Ranks of a job in which each may ask, and says that it waits: the answer names them all. In a larger one a rank of each node says so."""
 
 
 class Protection:
@@ -168,6 +168,8 @@ class Protection:
         while not self.processor.wait_for_verdict(pause_s):
             waited_s += pause_s
             pause_s *= 2
+            if self._world_size > ASKED_UP_TO and self._settings.local_rank > 0:
+                continue
             step = self.gate.state_step
             show(
                 logging.WARNING,

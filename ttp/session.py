@@ -297,7 +297,8 @@ class Session:
     def save(self, step: int | None = None, *, periodic: bool = False) -> str:
         """Write a checkpoint of the current step (all ranks call, between two steps); return its path.
 
-        `periodic`: because so many steps are over, as the manifest then says. Each shard's replicas share its bytes. A directory that cannot be written falls through to the next one.
+        `periodic`: because so many steps are over, as the manifest then says. Each shard's replicas share its bytes. A directory that
+        cannot be written falls through to the next one.
         Raises CheckpointError on every rank when no directory took it.
         """
         with self.pause(SAVE_AT_MOST_S):

@@ -31,6 +31,7 @@ from ttp.checkpoint.survey import (
     all_at,
     folder_at,
     is_checkpoint,
+    judged,
     list_leftovers,
     list_published,
     newest_at,
@@ -118,6 +119,7 @@ def inspect(given: argparse.Namespace, console: Console) -> Answer:
     except CheckpointError as error:
         return _invalid(given.path, str(error))
     written = _written(path, found)
+    trouble = written.trouble or judged(path).error
     told = {
         "path": str(path),
         "step": found.step,
@@ -142,11 +144,11 @@ def inspect(given: argparse.Namespace, console: Console) -> Answer:
             }
             for key, spec in sorted(found.tensors.items())
         },
-        "error": written.trouble or None,
+        "error": trouble or None,
     }
     shown = [_summary(path, found), _writers(found, written), _files(found), _tensors(found, written)]
-    if written.trouble:
-        return Answer(Status.NO, told, [*shown, f"[red]INVALID[/] {escape(written.trouble)}"])
+    if trouble:
+        return Answer(Status.NO, told, [*shown, f"[red]INVALID[/] {escape(trouble)}"])
     return Answer(Status.YES, told, shown)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ttp.checkpoint.durable import step_of_directory
 from ttp.launch.fault_story import ENDED, NOTICE, FaultStory
+from ttp.proto.messages import CauseKind
 from ttp.wording import counted
 
 UNANNOUNCED = (
@@ -44,7 +45,7 @@ class GoneBack:
             f"as {self.skipped} was skipped" if self.skipped else f"though a fault had left step {self.kept_step} whole"
         )
         return (
-            f"went on with step {first_step}, {why}: {counted(self.steps, 'step')} trained again; what its ranks have logged as they"
+            f"went on with step {first_step}, {why}: {counted(self.steps, 'step')} to train again; what its ranks have logged as they"
             " began may say why"
         )
 
@@ -78,7 +79,11 @@ def _kept(story: FaultStory) -> int | None:
 def told_by(story: FaultStory, name: str, at_once: Collection[int] = ()) -> FaultStory:
     """Say of ranks that left on SIGTERM that it was their launcher which sent it, as it got the signal `name` itself; of those that it
     ended `at_once` that a second signal wanted it."""
-    if at_once and story.kind in (NOTICE, *ENDED) and {culprit.rank for culprit in story.culprits} <= set(at_once):
+    if (
+        at_once
+        and story.kind in (NOTICE, CauseKind.EXITED.value)
+        and {culprit.rank for culprit in story.culprits} <= set(at_once)
+    ):
         said = f"ttprun got {name}, and ended the ranks at once (SIGKILL) at a second signal"
         why = story.not_saved and "a second signal left no time for it"
         ended = (replace(each, cause=said) for each in story.culprits)

@@ -91,7 +91,7 @@ def summary_lines(summary: Summary) -> list[str]:
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
     losses = [counted(summary.steps_lost, "step")] if summary.steps_lost or not summary.unknown_losses else []
     if summary.steps_again:
-        losses[0] += f" ({summary.steps_again:,} trained again behind a checkpoint that was broken or not taken)"
+        losses[0] += f" ({summary.steps_again:,} to train again behind a checkpoint that was broken or not taken)"
     if summary.unknown_losses:
         which = "fault" if summary.faults > summary.notices else "notice"
         losses.append(f"not known after {counted(summary.unknown_losses, which)}")

@@ -244,6 +244,16 @@ def test_what_was_saved_is_not_told(tmp_path: Path, said: list[str], save: Calla
     assert said == []
 
 
+@pytest.mark.parametrize(("step", "told"), [(3, 0), (2, 1)])
+def test_what_others_published_meanwhile_is_not_told(tmp_path: Path, said: list[str], step: int, told: int) -> None:
+    """Rank 1 left without close(): it counted as dead, and the last step is on disk. An older one does not do."""
+    trainer = Trainer(tmp_path)
+    trainer.steps(3)
+    (tmp_path / f"iter_{step:07d}").mkdir()
+    trainer.guard.close()
+    assert len(said) == told
+
+
 def test_a_job_that_did_no_step_is_told_nothing(tmp_path: Path, said: list[str]) -> None:
     Trainer(tmp_path).guard.close()
     assert said == []

@@ -249,6 +249,14 @@ def test_inspect_of_a_damaged_one_tells_what_there_is_and_says_so(job: Job, tmp_
     )
 
 
+def test_inspect_calls_broken_what_list_does(job: Job, tmp_path: Path) -> None:
+    """A file that no table of contents is read of."""
+    path = job.save(tmp_path, 42)
+    (path / ".metadata").unlink()
+    status, text = run("inspect", str(path))
+    assert status == 1 and "INVALID" in text and ".metadata is missing" in " ".join(text.split())
+
+
 def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
     """Attempts, half removed and broken ones, with what becomes of each."""
     path = job.save(tmp_path, 42)

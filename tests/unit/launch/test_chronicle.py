@@ -481,7 +481,7 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
         chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
         chronicle.finish("succeeded")
-        again = f" ({lost} trained again behind a checkpoint that was broken or not taken)" if lost else ""
+        again = f" ({lost} to train again behind a checkpoint that was broken or not taken)" if lost else ""
         assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
         lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
         told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]

@@ -47,6 +47,8 @@ def test_ranks_that_a_second_signal_ended_are_told_as_the_users_interrupt() -> N
         "another node's ranks saved it"
     )
     assert told_by(died, "SIGINT", {1}) == died
+    silent = replace(died, kind="silent")
+    assert told_by(silent, "SIGINT", {0}) == silent, "it was before: somebody may have pressed Ctrl-C for it"
 
 
 def test_a_start_that_went_back_is_known_over_starts_that_never_got_on() -> None:
@@ -64,7 +66,7 @@ def test_a_job_that_begins_behind_a_broken_checkpoint_goes_back() -> None:
     broken = "/ckpt/iter_0000012"
     back = GoneBack(first_step=9, kept_step=12, steps=4, skipped=broken)
     assert gone_back([], 0, 9, [], broken) == back
-    assert back.text(9).startswith(f"went on with step 9, as {broken} was skipped: 4 steps trained again")
+    assert back.text(9).startswith(f"went on with step 9, as {broken} was skipped: 4 steps to train again")
     nothing = FaultStory(start=0, began_unix_s=1.0, kind="exited", culprits=(), goes_on_from="/ckpt/iter_0000008")
     assert gone_back([nothing], 1, 9, [], broken) == back, "start 0 ended before its first step"
     saved = Saved(step=10, path="/ckpt/iter_0000010", bytes=1, ranks=(0,))

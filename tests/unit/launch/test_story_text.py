@@ -146,7 +146,7 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
 def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
     """The newest checkpoint was broken as the job began."""
     calm = replace(SUMMARY, faults=0, false_alarms=0, saved_steps=(), steps_lost=4, steps_again=4, lost_s=0.0)
-    lost = "lost    4 steps (4 trained again behind a checkpoint that was broken or not taken)"
+    lost = "lost    4 steps (4 to train again behind a checkpoint that was broken or not taken)"
     assert summary_lines(calm)[-1] == lost
     both = summary_lines(replace(SUMMARY, steps_lost=7, steps_again=4))
     assert both[-1] == f"{lost.replace('4', '7', 1)}; 31.2 s without training"

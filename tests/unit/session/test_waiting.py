@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ttp import protection
@@ -35,10 +37,10 @@ class WaitingProcessor:
         return self._left < 0
 
 
-def waiting(processor: WaitingProcessor, world_size: int = 3) -> protection.Protection:
+def waiting(processor: WaitingProcessor, world_size: int = 3, local_rank: int = 0) -> protection.Protection:
     protected = object.__new__(protection.Protection)
     parts = {"processor": processor, "gate": Gate(1, state_step=7), "_rank": 1, "_world_size": world_size}
-    for name, part in (parts | {"_settings": SETTINGS}).items():
+    for name, part in (parts | {"_settings": replace(SETTINGS, local_rank=local_rank)}).items():
         setattr(protected, name, part)
     return protected
 
@@ -80,6 +82,8 @@ def test_a_rank_of_a_large_job_waits_without_asking(told: list[str]) -> None:
     """Each answer names all ranks; 10,000 ranks that ask would keep the controller from its work."""
     waiting(WaitingProcessor(1), world_size=10_000).finished()
     assert told == ["rank 1 waits at the end of train since step 7 for ranks that still train, 30 s so far"]
+    waiting(WaitingProcessor(1), world_size=10_000, local_rank=1).finished()
+    assert len(told) == 1, "one rank of each node says so"
 
 
 def test_a_wait_is_told_when_the_controller_does_not_answer(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
