@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.durable import step_of_directory
-from ttp.launch.story import Recorded
+from ttp.launch.story import Recorded, blames_a_peer
 
 Line = Mapping[str, Any]
 """`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the start began with, i for a standby."""
@@ -138,7 +138,8 @@ def fault_of(
     if not fault:
         if not exits and not elsewhere:
             return None
-        alone = (Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in sorted(exits))
+        causes_first = sorted(exits, key=lambda rank: (rank in raised and blames_a_peer(raised[rank]), rank))
+        alone = (Culprit(rank=rank, pid=(pids or {}).get(rank, 0), cause=exits[rank]) for rank in causes_first)
         culprits = tuple(_quoted(culprit, raised) for culprit in alone)
         return FaultStory(
             start=start,

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import ttp.errors
 from ttp.errors import STAY_WRONG
 from ttp.launch.processes import Lost
-from ttp.launch.story import Recorded
-from ttp.processor.faults import classify
-from ttp.proto.messages import SAVED_EXIT_CODES, CauseKind
+from ttp.launch.story import Recorded, blames_a_peer
+from ttp.proto.messages import SAVED_EXIT_CODES
 
 USAGE_ERROR = 2
 """The exit status of a program that refuses its command line or configuration (argparse's, and the bundled trainer's)."""
@@ -32,9 +31,7 @@ def refusal(statuses: Mapping[int, int | Lost | None], raised: Mapping[int, Reco
             reasons.append(f"exit code {USAGE_ERROR} says that the configuration is wrong")
         elif told is not None and stays_wrong(told):
             reasons.append(f"{told.name} says what must be corrected first")
-        elif status not in SAVED_EXIT_CODES and (
-            told is None or classify(told.text, told.name) != CauseKind.PEER_ERROR
-        ):
+        elif status not in SAVED_EXIT_CODES and not (told is not None and blames_a_peer(told)):
             return ""
     return reasons[0] if reasons else ""
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.launch.deathwatch import Death
-from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES, in_brief
+from ttp.processor.faults import classify
+from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES, CauseKind, in_brief
 from ttp.wording import ranks_text
 
 TRACEBACK_LINES = 60
@@ -99,6 +100,11 @@ def recorded(failure: ProcessFailure) -> Recorded | None:
     if not os.path.exists(failure.error_file) or not isinstance(text, str):
         return None
     return Recorded(text.strip(), trace if isinstance(trace, str) else "")
+
+
+def blames_a_peer(told: Recorded) -> bool:
+    """Say whether the exception is what a collective raises when another rank has gone."""
+    return classify(told.text, told.name) is CauseKind.PEER_ERROR
 
 
 def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:

@@ -251,6 +251,11 @@ def test_an_exception_that_the_controller_was_not_told_is_named_all_the_same() -
     assert killed_too is not None and killed_too.kind == "silent"
     unled = fault_of(0, [], {2: "exit code 1"}, raised=raised)
     assert unled is not None and unled.culprits[0].cause == "exit code 1: CheckpointMismatch: of another model"
+    raised[0] = Recorded("RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.7]:4711", "")
+    both = fault_of(0, [], {0: "exit code 1", 2: "exit code 1"}, raised=raised)
+    assert both is not None and [culprit.rank for culprit in both.culprits] == [2, 0], (
+        "what is quoted is the cause, not what came of it"
+    )
 
 
 def test_what_befell_a_rank_is_not_unsaid_by_how_it_ended() -> None:
