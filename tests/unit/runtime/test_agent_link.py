@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import pytest
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink, request_status
 from ttp.controller.journal import read_story
+from ttp.controller.process import ControllerProcess
 from ttp.controller.state import Stage
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Exit
@@ -43,6 +45,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def two_ranks(new_controller: StartController, new_link: OpenLink) -> Iterator[tuple[ControllerProcess, AgentLink]]:
+    """A controller that has heard of both ranks, and the launcher's line to it."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        stream.say(registration(0, 2))
+        stream.say(registration(1, 2))
+        until(lambda: link.attached, "the first word of the controller")
+        yield controller, link
 
 
 def test_a_killed_controller_without_a_standby_is_not_attached_any_more(
@@ -116,13 +131,7 @@ def test_that_nothing_was_saved_is_no_news_when_all_may_have_succeeded(
 ) -> None:
     """They have exit code 0, and never told that training was over: ttprun says that, and nothing that contradicts it."""
     caplog.set_level("INFO", "ttp.launch")
-    controller = new_controller(world_size=2)
-    link = new_link(controller.address)
-    with open_channel(controller.address) as channel:
-        stream = RawStream(channel)
-        stream.say(registration(0, 2))
-        stream.say(registration(1, 2))
-        until(lambda: link.attached, "the first word of the controller")
+    with two_ranks(new_controller, new_link) as (_, link):
         link.worker_exit(0, 100, how)
         link.worker_exit(1, 101, how)
         until(lambda: link.sent_away_monotonic_s is not None, "the end")
@@ -159,13 +168,7 @@ def test_a_controller_of_an_earlier_term_gives_nobody_up(
     new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, earlier: int
 ) -> None:
     """It was taken for dead and has come back: the ranks that were silent to it may stand under its successor."""
-    controller = new_controller(world_size=2)
-    link = new_link(controller.address)
-    with open_channel(controller.address) as channel:
-        stream = RawStream(channel)
-        stream.say(registration(0, 2))
-        stream.say(registration(1, 2))
-        until(lambda: link.attached, "the first word of the controller")
+    with two_ranks(new_controller, new_link) as (controller, link):
         real = request_status(controller.address)
         silent = replace(real.ranks[1], dead=True, cause=Cause(CauseKind.SILENT, (1,), "nothing was heard"))
         told = replace(real, stage=Stage.EXITING.value, term=real.term - earlier, ranks=(real.ranks[0], silent))
