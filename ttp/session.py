@@ -50,7 +50,7 @@ from ttp.proto.messages import CauseKind, CommitRecord
 log = logging.getLogger("ttp")
 
 SAVE_AT_MOST_S = 600.0
-"""A periodic save that takes longer counts as a standstill: its disk may be what hangs."""
+"""A save between two steps that takes longer counts as a standstill: its disk may be what hangs."""
 
 RESUME_AT_MOST_S = 3600.0
 """The same for verifying and loading a checkpoint."""

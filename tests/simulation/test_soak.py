@@ -94,6 +94,7 @@ def test_a_few_jobs_are_run_from_the_command_line() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"seeds {BASE_SEED} to {BASE_SEED + 19}: 20 jobs" in done.stdout and "violations: 0" in done.stdout
+    assert done.stdout.count("; not ") == 20, "the others are counted"
 
 
 @pytest.mark.parametrize("hash_seeds", [("1", "2")])
