@@ -73,8 +73,8 @@ class Rank:
             ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
         )
         self.work = Worker(self) if job.own is None else PieceWorker(self)
-        self._held: list[Callable[[], None]] = []
-        self._held_beside: list[Callable[[], None]] = []
+        self._held: list[tuple[bool, Callable[[], None]]] = []
+        """What waits until it is not stopped, and (first True) its interpreter is free, in the order in which it came."""
         self._tick_at = inf
         """When the next tick comes."""
         self._deadline: float | None = None
@@ -96,7 +96,7 @@ class Rank:
         if not self.alive:
             return
         if self.stopped:
-            self._held.append(call)
+            self._held.append((False, call))
         else:
             call()
 
@@ -105,23 +105,30 @@ class Rank:
 
     def run_beside(self, call: Callable[[], None]) -> None:
         """Do it on a thread that stands still while the training thread holds the interpreter."""
-        if self.hogged and self.alive:
-            self._held_beside.append(call)
+        if not self.alive:
+            return
+        if self.stopped or self.hogged:
+            self._held.append((True, call))
         else:
-            self.run(call)
+            call()
 
     def resume(self) -> None:
         self.stopped = False
-        calls, self._held = self._held, []
-        for call in calls:
-            self.run(call)
+        self._run_held()
 
     def let_go(self) -> None:
         """The training thread gives the interpreter back."""
         self.hogged = False
-        calls, self._held_beside = self._held_beside, []
-        for call in calls:
-            self.run_beside(call)
+        self._run_held()
+
+    def _run_held(self) -> None:
+        """Do what need not wait any more. What comes to one queue stays in its order, whatever held it up and for how long."""
+        held, self._held = self._held, []
+        for beside, call in held:
+            if beside:
+                self.run_beside(call)
+            else:
+                self.run(call)
 
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""

@@ -9,10 +9,14 @@ import pytest
 
 from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
+from tests.simulation.network import Stream
 from tests.simulation.scenario import build
 from tests.simulation.soak import outcome_of
-from tests.simulation.training import LAYOUTS, Layout
+from tests.simulation.training import LAYOUTS, Layout, even
 from tests.simulation.truth import events
+from ttp.processor import machine as process_machine
+from ttp.processor.events import Received
+from ttp.proto.messages import Cause, CauseKind, Freeze, Thaw
 
 SEEDS_PER_BATCH = 60
 
@@ -67,3 +71,23 @@ def test_a_seed_replays_exactly() -> None:
         told = [[(at, repr(line)) for at, line in scenario.job.story] for scenario in (first, second)]
         assert told[0] == told[1]
         assert len(told[0]) > 3
+
+
+def test_what_comes_to_a_rank_that_is_stopped_and_held_at_once_is_read_in_the_order_in_which_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A queue in the memory of a process keeps its order, whatever keeps the process from reading it (seed 992065550)."""
+    process = build(1, even(4), faults=False).job.ranks[2]
+    stream = process.stream = Stream(
+        2, process.job.scheduler, process.job.rng, 0.0, process.job.controller, process.route
+    )
+    came: list[object] = []
+    monkeypatch.setattr(process_machine, "transition", lambda state, event, now: (came.append(event), (state, ()))[1])
+    process.stopped = True
+    process.take_in(stream, Freeze(1, Cause(CauseKind.SILENT, (3,), "")))
+    process.hogged = True
+    process.take_in(stream, Thaw(1))
+    process.resume()
+    assert not came, "its interpreter is held"
+    process.let_go()
+    assert [type(event.message) for event in came if isinstance(event, Received)] == [Freeze, Thaw]
