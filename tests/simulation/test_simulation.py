@@ -15,7 +15,8 @@ from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout, even
 from tests.simulation.truth import events
 from ttp.processor import machine as process_machine
-from ttp.processor.events import Received
+from ttp.processor.events import Effect, Event, Received
+from ttp.processor.state import ProcessorState
 from ttp.proto.messages import Cause, CauseKind, Freeze, Thaw
 
 SEEDS_PER_BATCH = 60
@@ -82,7 +83,12 @@ def test_what_comes_to_a_rank_that_is_stopped_and_held_at_once_is_read_in_the_or
         2, process.job.scheduler, process.job.rng, 0.0, process.job.controller, process.route
     )
     came: list[object] = []
-    monkeypatch.setattr(process_machine, "transition", lambda state, event, now: (came.append(event), (state, ()))[1])
+
+    def take(state: ProcessorState, event: Event, now: float) -> tuple[ProcessorState, tuple[Effect, ...]]:
+        came.append(event)
+        return state, ()
+
+    monkeypatch.setattr(process_machine, "transition", take)
     process.stopped = True
     process.take_in(stream, Freeze(1, Cause(CauseKind.SILENT, (3,), "")))
     process.hogged = True
