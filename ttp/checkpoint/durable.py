@@ -7,23 +7,29 @@ checkpoint. Every call goes through the `os` module, where tests make any one of
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import io
 import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ttp.errors import CheckpointError, TTPError
+from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
 from ttp.wording import size_text
 
 logger = logging.getLogger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+_TRACKER_BYTES = 32
+"""A longer file names no step."""
+_STEP_DIRECTORY = re.compile(r"iter_([0-9]{7,19})")
+"""A step fits into 64 bits."""
 _LOCK_PATIENCE_S = 2.0
 
 
@@ -95,11 +101,28 @@ def write_durably(path: Path, content: bytes) -> None:
         raise
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file for reading, without waiting: the open of a pipe that nothing writes to never returns.
+
+    Raises OSError; CorruptCheckpoint for a pipe, a socket, a device or a directory of that name.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device that is not there
+            raise CorruptCheckpoint(f"{path} is invalid: expected a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpoint(f"{path} is invalid: expected a regular file")
+    return io.FileIO(descriptor, "rb")
+
+
 def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
     """Hash a file; `progress` is told each block's bytes."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
             if progress is not None:
@@ -108,12 +131,16 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
 
 
 def read_tracker(directory: Path) -> int | None:
-    """Return the step that the tracker names, None when there is none or it is not a number. A hint, never a proof."""
+    """Return the step that the tracker names, None when it cannot be read or holds anything else. A hint, never a proof."""
     try:
-        text = (directory / TRACKER_NAME).read_text(encoding="ascii").strip()
-    except (FileNotFoundError, UnicodeDecodeError):
+        with open_regular(directory / TRACKER_NAME) as stream:
+            content = stream.read(_TRACKER_BYTES + 1) or b""
+    except (OSError, CorruptCheckpoint):
         return None
-    return int(text) if text.isdecimal() else None
+    if len(content) > _TRACKER_BYTES or not content.strip().isdigit():
+        return None
+    step = int(content)
+    return step if step < 2**63 else None
 
 
 def advance_tracker(directory: Path, step: int) -> int:
