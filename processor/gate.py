@@ -24,10 +24,10 @@ Never logs, never sends, never waits for another rank.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from ttp.errors import Overtaken, ProtocolError
+from ttp.processor.threads import THREADS, Waits
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 _COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
@@ -67,6 +67,7 @@ class Gate:
         "_thawed_ticket",
         "_ticket",
         "_torn",
+        "_waits",
         "drain_error",
         "lets_go",
         "notice",
@@ -75,19 +76,27 @@ class Gate:
         "waiting",
     )
 
-    def __init__(self, rank: int, *, state_step: int = 0, drain: Callable[[float], bool] | None = None) -> None:
-        """`state_step`: the step of the optimizer state now (0: untrained).
+    def __init__(
+        self,
+        rank: int,
+        *,
+        state_step: int = 0,
+        drain: Callable[[float], bool] | None = None,
+        waits: Waits = THREADS,
+    ) -> None:
+        """`state_step`: the step of the optimizer state now (0: untrained). `waits`: what threads wait with.
 
         `drain(timeout_s) -> bool`: waits until the device has finished the last update (its event has passed); True when
         it has. None on devices where `end_update` is the end.
         """
         self._rank = rank
         self._drain = drain
-        self._lock = threading.RLock()  # guards phase, steps, records, torn: every change of them
+        self._waits = waits
+        self._lock = waits.lock()  # guards phase, steps, records, torn: every change of them
         self._acquire = self._lock.acquire
         self._release = self._lock.release
         self._control = threading.Lock()  # guards freeze_id, tickets, _barred, _open, _final against each other
-        self._open = threading.Event()
+        self._open = waits.event()
         self._open.set()
         self._barred = False
         self._final = False
@@ -113,7 +122,7 @@ class Gate:
         """Called on the training thread, with the step, when it begins to wait behind a finished step."""
         self.on_first_step: Callable[[int], None] | None = None
         """Called once, with the step, by the thread that has finished the first update or roll forward."""
-        self._gone_on = threading.Event()  # nobody will end this process any more: `boundary` does not wait
+        self._gone_on = waits.event()  # nobody will end this process any more: `boundary` does not wait
 
     # --- training thread ---
 
@@ -210,9 +219,9 @@ class Gate:
 
     def _await_freeze(self) -> None:
         """Wait for the gate to close, up to ABANDONED_STEP_S (a rare path: it may poll)."""
-        deadline = time.monotonic() + ABANDONED_STEP_S
-        while not self._barred and time.monotonic() < deadline:
-            time.sleep(0.01)
+        deadline = self._waits.now() + ABANDONED_STEP_S
+        while not self._barred and self._waits.now() < deadline:
+            self._waits.sleep(0.01)
 
     def _pass(self, update: int = 0) -> None:
         """Take the lock with the gate open. `update`: the step whose update it is wanted for, if any."""
@@ -272,7 +281,7 @@ class Gate:
 
     def settle(self, ticket: int, freeze_id: int, timeout_s: float) -> StateReport:
         """The other half of `freeze`: wait for the update in progress, and report. Not closed once it was thawed since."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._waits.now() + timeout_s
         if not self._acquire(timeout=max(0.0, timeout_s)):
             return self._report(freeze_id, closed=False)
         try:
@@ -401,7 +410,7 @@ class Gate:
         if self._drain is None:
             return True
         try:
-            return self._drain(max(0.0, deadline - time.monotonic()))
+            return self._drain(max(0.0, deadline - self._waits.now()))
         except RuntimeError as error:  # torch's device errors
             self.drain_error = str(error)
             self._tear()

@@ -159,7 +159,7 @@ def test_a_rank_whose_stream_only_broke_thaws_everyone(
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
         rank.train_to(1)
-    stream = ranks[1].processor._stream
+    stream = ranks[1].processor._handler.stream
     assert stream is not None
     stream.close()
     until(lambda: "thawed" in {line.event for line in read_story(tmp_path / "journal0.jsonl")}, "thawed")
