@@ -145,6 +145,11 @@ def start_name(job_id: str, round_number: int) -> str:
     return f"{job_id}/{round_number}"
 
 
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks the launcher has started (WORLD_SIZE), 1 without a launcher. Raises ConfigError."""
+    return _integer(environ, "WORLD_SIZE", 1)
+
+
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether ENABLE_TTP allows TTP (default: yes)."""
     return _flag(environ, "ENABLE_TTP", True)

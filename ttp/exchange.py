@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttp.config import launched_ranks
+from ttp.errors import ConfigError
+
 # torch 2.13 gave the collective a new name and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -66,6 +69,18 @@ def world() -> tuple[int, int]:
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def check_joined(caller: str) -> None:
+    """Refuse a call that comes before this rank has joined the others: every rank would take itself for a job of one.
+
+    Raises ConfigError.
+    """
+    if (ranks := launched_ranks()) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{caller} was called without a process group: got WORLD_SIZE={ranks}, expected a process group of {ranks} ranks. Call"
+            f" torch.distributed.init_process_group before {caller}"
+        )
 
 
 class JobRanks:

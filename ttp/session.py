@@ -39,7 +39,7 @@ from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
 from ttp.config import Settings
 from ttp.errors import ConfigError, CorruptCheckpoint
-from ttp.exchange import JobRanks, exchange_json, world
+from ttp.exchange import JobRanks, check_joined, exchange_json, world
 from ttp.holder import OptimizerHolder, Publisher
 from ttp.job_directories import JobDirectories
 from ttp.periodic import PeriodicSaves
@@ -89,7 +89,8 @@ def start(
     log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves at this start).
     publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.holder.Publisher`): it makes them of the
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
-    Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError.
+    Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
+    is no process group).
     """
     global _current
     if _current is not None:
@@ -97,6 +98,7 @@ def start(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
     error_file.install()
+    check_joined("ttp.start")
     error_file.before_end(_hold)
     session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
     _current = session

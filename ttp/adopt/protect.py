@@ -32,6 +32,7 @@ from ttp.adopt.seeds import Seeds
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
+from ttp.exchange import check_joined
 from ttp.optim.verdict import ClipNorm
 from ttp.protection import show
 from ttp.session import ResumePoint, Session, start
@@ -79,6 +80,7 @@ def protect(
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
+    check_joined("ttp.protect")
     for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
         if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
             raise ConfigError(f"{name} is {number!r}: wanted a number of steps, or 0 for never")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttp.exchange import check_joined
+
 _SLICE = timedelta(milliseconds=20)
 """On the CPU: how long a collective is waited for before `abandons` is asked again. A wait that is shorter costs what a plain
 one does (0.18 ms of CPU time at one of 5 ms), a longer one 0.9 % of a core (0.8 ms at 100 ms); asking every 0.3 ms cost
@@ -41,6 +43,8 @@ class Spanning:
     """The collective over `span`, and over `barrier` where `span` does not hold all ranks that share the model."""
 
     def __init__(self, span: Any, barrier: Any, device: torch.device) -> None:
+        """Raises ConfigError where a launcher has started other ranks and this one has not joined them."""
+        check_joined("the replica optimizer")
         self._span, self._barrier, self._device = span, barrier, device
         self.abandons: Callable[[int], None] | None = None
         """Called with the step again and again during the wait: whatever it raises ends it."""

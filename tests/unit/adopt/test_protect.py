@@ -123,9 +123,7 @@ def test_stock_torch_loads_the_checkpoint(tmp_path: Path) -> None:
     )
     optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
     model_state, optim_state = get_state_dict(other, optimizer)
-    dcp.load(  # type: ignore[attr-defined]
-        {"model": model_state, "optim": optim_state}, checkpoint_id=path, no_dist=True
-    )
+    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path, no_dist=True)
     set_state_dict(other, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
@@ -300,3 +298,15 @@ def test_other_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(fresh.value["state"], torch.arange(3))
     with pytest.raises(CheckpointMismatch, match="the objects of the run that wrote it"):
         protect({"another": Counted()})
+
+
+def test_protect_before_the_process_group_is_refused_at_once_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is hung on the optimizer before: the refusal comes first."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"ttp.protect was called without a process group: got WORLD_SIZE=4"):
+        ttp.protect(model, optimizer, save_dirs=[tmp_path / "a"], settings=OFF)
+    assert not optimizer._optimizer_step_pre_hooks and not (tmp_path / "a").exists()

@@ -23,7 +23,7 @@ from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.notice import Notice
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
-from ttp.session import current_session
+from ttp.session import current_session, find_session
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
@@ -349,6 +349,27 @@ def test_a_restart_goes_on_without_a_directory_that_fails(
     assert f"going on without a directory: rank 0: {tmp_path / 'a'} is full" in caplog.text
     do_steps(model, optimizer, session, 1)
     assert session.save()
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_start_before_the_process_group_is_refused_at_once_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enable: bool
+) -> None:
+    """Each rank would take itself for a job of one, and all of them would write into one directory."""
+    optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"ttp.start was called without a process group: got WORLD_SIZE=2, .* of 2 ranks"
+    ):
+        ttp.start(optimizer, save_dirs=[tmp_path / "a"], settings=Settings(enable=enable))
+    assert find_session() is None and not (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match="the replica optimizer was called without a process group: got WORLD_SIZE=2"):
+        ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
+        ttp.start(optimizer, save_dirs=[tmp_path / "a"], settings=Settings(enable=enable))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ttp.start(optimizer, save_dirs=[tmp_path / "a"], settings=OFF).close()
 
 
 def test_one_session_a_process(tmp_path: Path) -> None:
