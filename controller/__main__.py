@@ -35,9 +35,9 @@ from .driver import Driver, LeaveIfAlone, LeaveIfIdle
 from .events import ControllerSettings
 from .guardians import Guardians
 from .journal import Journal
+from .process import CANNOT_LISTEN, CANNOT_WRITE
 from .server import GRACE_S, ControlService, add_service, make_server
 
-CANNOT_LISTEN, CANNOT_WRITE = 3, 4
 GC_THRESHOLDS = (200_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""

@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ttp.errors
-from ttp.errors import ControllerError
+from ttp.errors import ControllerError, NotWritable
 
 START_TIMEOUT_S = 60.0
 _READY = "ttp-controller listening on "
+CANNOT_LISTEN, CANNOT_WRITE = 3, 4
+"""Exit statuses of a controller's process that has never listened."""
+
+
+class CannotListen(ControllerError):
+    """The controller's port is taken, or the address is not one of this machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def start_controller(
     (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. standby: i makes it
     the i-th standby; guardians: when these processes are gone, one that nobody has come to ends. options: more arguments of
     `python -m ttp.controller`.
-    Raises ControllerError: the port is taken, the folder cannot be written, it did not start in time.
+    Raises CannotListen, NotWritable (the journal's directory), ControllerError (it did not start in time).
     """
     command = [
         *(sys.executable, "-P", "-m", "ttp.controller"),
@@ -86,7 +92,11 @@ def start_controller(
     log_path = journal.with_suffix(".log")
     try:
         journal.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as log:
+        log = open(log_path, "ab")  # noqa: SIM115  # closed below
+    except OSError as error:
+        raise unwritable_log_dir(journal.parent, error) from None
+    try:
+        with log:
             log_start = log.tell()
             process = subprocess.Popen(
                 command,
@@ -107,6 +117,14 @@ def start_controller(
     bound_port = rest.split()[0].rpartition(":")[2]
     host = advertise or bind
     return ControllerProcess(f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}", process.pid, process)
+
+
+def unwritable_log_dir(log_dir: Path, error: OSError) -> NotWritable:
+    """Return the refusal of a directory for journals."""
+    return NotWritable(
+        f"log directory {log_dir} cannot be written: {error.strerror or error} ({error.filename}). Choose another log_dir, or"
+        " correct its permissions and free space"
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -134,7 +152,7 @@ def _read_line(descriptor: int, timeout_s: float) -> str:
 
 def _start_error(
     process: subprocess.Popen[bytes], line: str, log_path: Path, log_start: int, timeout_s: float
-) -> ControllerError:
+) -> ControllerError | NotWritable:
     try:
         status: int | None = process.wait(1.0)
     except subprocess.TimeoutExpired:
@@ -145,6 +163,11 @@ def _start_error(
         log.seek(log_start)
         lines = log.read().decode(errors="replace").strip().splitlines()
     said = "\n".join([line for line in lines if line.startswith("ttp-controller: ")] or lines)
+    own = said.removeprefix("ttp-controller: ")
+    if status == CANNOT_LISTEN:
+        return CannotListen(own)
+    if status == CANNOT_WRITE:
+        return NotWritable(own)
     if status is None:
         what = f"did not say that it listens within {timeout_s} s (it said {line!r}) and was killed"
     else:

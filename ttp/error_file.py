@@ -2,8 +2,8 @@
 
 torch's `@record` writes the file TORCHELASTIC_ERROR_FILE, and scripts that do not use it end with a bare exit code 1.
 `install` does the same for them, and `install_in_worker` as soon as the script imports ttp. The form is that of torch's handler; a
-file that is there already is not replaced. Never changes what the process prints, nor its exit status; `before_end` may have somebody
-else called first, who does.
+file that is there already is not replaced. Never changes the exit status, and what the process prints only for a refusal (`print_one_line`);
+`before_end` may have somebody else called first, who does.
 """
 
 from __future__ import annotations
@@ -62,6 +62,22 @@ def _call_first(call: Callable[[BaseException], None]) -> None:
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         call(exc)
         previous(kind, exc, trace)
+
+    sys.excepthook = hook
+
+
+def print_one_line(refused: BaseException) -> None:
+    """If this exception ends the process, have its message printed in place of its traceback: its text says what to correct."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+        if exc is not refused:
+            previous(kind, exc, trace)
+            return
+        for call in (_before_end, record):
+            if call is not None:
+                call(exc)
+        print(f"ttp: error: {kind.__name__}: {exc}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 

@@ -18,7 +18,8 @@ Every message says what, who, got, wanted, and what to do next.
 
 Two kinds of failure at a start: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
 program that catches them ends with status 2), and faults, which the next start may not meet (ControllerError; status 75). A
-controller's port that is taken is a fault too: who holds it may leave. A CheckpointError may be either, as what it is about
+controller's port that is taken at the job's first start is a ConfigError, at a restart a fault: an earlier controller may
+still have it. NotWritable is final at the job's first start too. Another CheckpointError may be either, as what it is about
 may be a disk: the bundled trainer ends with status 2, and of another program ttprun makes restarts while they are of use.
 """
 
@@ -74,6 +75,10 @@ class ControllerError(TTPError):
 
 STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointMismatch)
 """Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
+
+
+STAY_WRONG_AT_FIRST = (NotWritable,)
+"""The same at the job's first start. Later a disk may have failed, and may come back."""
 
 
 class ProtocolError(TTPError):

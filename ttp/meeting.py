@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ttp.errors import ControllerError
+from ttp.errors import ConfigError, ControllerError, NotWritable
 
 NAME_S = 30.0
 """How long the name of the controller's node may take to be known: a name server may learn of it after the ranks have begun."""
+_REFUSALS = (ConfigError, NotWritable)
+"""Errors of rank 0 that are every rank's; any other is a ControllerError for them."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 1.0
 """Between two looks into the store, doubled from the first to the longest: ten thousand ranks look, too."""
 
@@ -57,9 +59,10 @@ def publish(store: Store, round_number: int, address: str, pid: int) -> None:
     store.set(controller_key(round_number), f"{address} {pid}")
 
 
-def publish_failure(store: Store, round_number: int, reason: str) -> None:
-    """Tell all ranks of this start that there will be no controller (rank 0)."""
-    store.set(failure_key(round_number), reason)
+def publish_failure(store: Store, round_number: int, error: Exception) -> None:
+    """Publish that there will be no controller in this start (rank 0): all ranks raise the same error."""
+    kind = next((kind for kind in _REFUSALS if isinstance(error, kind)), ControllerError)
+    store.set(failure_key(round_number), f"{kind.__name__} {error}")
 
 
 def find(
@@ -73,13 +76,14 @@ def find(
 ) -> str:
     """Wait for the controller's address (every rank but 0). A signal ends the wait at once: the store's own would not.
 
-    Raises ControllerError with rank 0's reason, or after `timeout_s`.
+    Raises rank 0's error with its reason (ConfigError, NotWritable, ControllerError), ControllerError after `timeout_s`.
     """
     deadline, pause_s = clock() + timeout_s, FIRST_LOOK_S
     while not store.check([controller_key(round_number)]):
         if store.check([failure_key(round_number)]):
-            reason = store.get(failure_key(round_number)).decode()
-            raise ControllerError(f"rank {rank}: rank 0 could not start the controller: {reason}")
+            name, _, reason = store.get(failure_key(round_number)).decode().partition(" ")
+            kind = next((kind for kind in _REFUSALS if kind.__name__ == name), ControllerError)
+            raise kind(f"rank {rank}: rank 0 could not start the controller: {reason}")
         if clock() >= deadline:
             raise ControllerError(
                 f"rank {rank}: rank 0 did not publish a controller within {timeout_s:.0f} s; look into rank 0's log"

@@ -19,8 +19,8 @@ from ttp import error_file, meeting
 from ttp.config import Settings
 from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.controller.journal import set_aside_later
-from ttp.controller.process import ControllerProcess, start_controller
-from ttp.errors import ConfigError, ControllerError
+from ttp.controller.process import CannotListen, ControllerProcess, start_controller, unwritable_log_dir
+from ttp.errors import ConfigError, ControllerError, NotWritable
 from ttp.holder import OptimizerHolder
 from ttp.notice import Notice
 from ttp.processor.driver import Processor
@@ -53,7 +53,7 @@ class Protection:
     """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
 
     def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
-        """Start everything and wait until all ranks are registered. Raises ControllerError, ConfigError."""
+        """Start everything and wait until all ranks are registered. Raises ControllerError, ConfigError, NotWritable."""
         self._settings = settings
         self._log_dir = log_dir
         self._rank = rank
@@ -252,9 +252,8 @@ class Protection:
     def _open_controller(self, log_dir: Path) -> str:
         settings = self._settings
         try:
-            log_dir.mkdir(parents=True, exist_ok=True)
             if settings.round_number == 0:
-                set_aside_later(log_dir)
+                _set_older_journals_aside(log_dir)
             self._controller = start_controller(
                 bind="127.0.0.1" if settings.one_node else "0.0.0.0",
                 advertise="127.0.0.1" if settings.one_node else settings.host,
@@ -269,9 +268,12 @@ class Protection:
                 options=controller_options(settings),
                 guardians=(os.getpid(),),
             )
-        except (ControllerError, OSError) as error:
-            if self._world_size > 1:
-                meeting.publish_failure(self._store(), settings.round_number, str(error))
+        except CannotListen as error:
+            refused = self._refused_port(error)
+            self._publish_failure(refused)
+            raise refused from None
+        except (ControllerError, NotWritable) as error:
+            self._publish_failure(error)
             raise
         address = self._controller.address
         if self._tells_launcher:
@@ -279,6 +281,20 @@ class Protection:
         if self._world_size > 1:
             meeting.publish(self._store(), settings.round_number, address, self._controller.pid)
         return address
+
+    def _publish_failure(self, error: Exception) -> None:
+        if self._world_size > 1:
+            meeting.publish_failure(self._store(), self._settings.round_number, error)
+
+    def _refused_port(self, error: CannotListen) -> Exception:
+        """A port that was taken before the job has begun stays taken: a configuration error. At a restart it may be one that an earlier
+        attempt's controller still has."""
+        port = self._settings.controller_port
+        return (
+            ConfigError(f"invalid TTP_CONTROLLER_PORT={port}: {error}")
+            if port and self._settings.round_number == 0
+            else error
+        )
 
     def _find_controller(self) -> str:
         address = meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
@@ -297,6 +313,15 @@ class Protection:
         if self._client is None:
             self._client = TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
         return self._client
+
+
+def _set_older_journals_aside(log_dir: Path) -> None:
+    """Make room for a new job's journals. Raises NotWritable."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        set_aside_later(log_dir)
+    except OSError as error:
+        raise unwritable_log_dir(log_dir, error) from None
 
 
 def introduce(welcome: Welcome) -> None:

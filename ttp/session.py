@@ -38,7 +38,7 @@ from ttp import error_file
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
 from ttp.config import Settings
-from ttp.errors import ConfigError, CorruptCheckpoint
+from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
 from ttp.exchange import JobRanks, check_joined, exchange_json, world
 from ttp.holder import OptimizerHolder, Publisher
 from ttp.job_directories import JobDirectories
@@ -98,11 +98,21 @@ def start(
             "ttp.start was called twice in this process: call session.close() on the first session before"
         )
     error_file.install()
-    check_joined("ttp.start")
     error_file.before_end(_hold)
-    session = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
-    _current = session
-    return session
+    with refusals_in_one_line():
+        check_joined("ttp.start")
+        _current = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
+    return _current
+
+
+@contextlib.contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """Show a refusal of the start as one line without a traceback, if nothing in the program catches it."""
+    try:
+        yield
+    except (*STAY_WRONG, *STAY_WRONG_AT_FIRST) as refused:
+        error_file.print_one_line(refused)
+        raise
 
 
 def _hold(exc: BaseException) -> None:
@@ -205,7 +215,7 @@ class Session:
                 f"resume after step {self.optimizer.current_step}: a checkpoint is loaded once, before the first step; start the"
                 " job again to go back"
             )
-        with self.pause(RESUME_AT_MOST_S):
+        with refusals_in_one_line(), self.pause(RESUME_AT_MOST_S):
             return self._resume(choice)
 
     def _resume(self, choice: str) -> ResumePoint | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
-from ttp.errors import ControllerError
+from ttp.errors import ControllerError, NotWritable
 
 log = logging.getLogger("ttp")
 
@@ -81,6 +81,6 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
             options=controller_options(settings),
             guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
         )
-    except ControllerError as error:
+    except (ControllerError, NotWritable) as error:
         log.warning("standby controller %d could not be started; the job does without it: %s", place, error)
         return None

@@ -35,7 +35,7 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange import check_joined
 from ttp.optim.verdict import ClipNorm
 from ttp.protection import show
-from ttp.session import ResumePoint, Session, start
+from ttp.session import ResumePoint, Session, refusals_in_one_line, start
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ _MODES = {
 }
 
 
+@refusals_in_one_line()
 def protect(
     model: torch.nn.Module,
     optimizer: Optimizer,

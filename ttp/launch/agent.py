@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
 from ttp.launch.controllers import START_VARIABLE
-from ttp.launch.futility import FutileStarts, Verdict
+from ttp.launch.futility import FutileStarts
 from ttp.launch.launching import Launching
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
@@ -377,8 +377,11 @@ class HoldAgent(LocalElasticAgent):
         if root is not None and self._launching.quotes_traces and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
         restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
-        futile = self._futility_of(round_)
-        if futile.text and (refused := round_.refusal()):  # one that got on was not refused: its restart may go better
+        new_step = self._made_a_step(round_)
+        protected, lasted_s = round_.had_controller, round_.lasted_s()
+        futile = self._futile_starts.ended(new_step=new_step, lasted_s=lasted_s, protected=protected)
+        refused = round_.refusal() if new_step is False else ""  # after a step a restart may go better
+        if refused:
             self._remaining_restarts = 0
             self.last_words = f"{what}; {refused}"
             round_.next = f"no restart: {refused}"
@@ -414,11 +417,8 @@ class HoldAgent(LocalElasticAgent):
             tell = round_.neighbours.tell_restart if again else round_.neighbours.tell_failed
             tell(f"{words} and starts again" if again else words)
 
-    def _futility_of(self, round_: Round) -> Verdict:
-        """Judge whether the start got on; one whose ranks were told to leave is not judged."""
-        new_step = (
-            None
-            if round_.told_to_leave()
-            else self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))
-        )
-        return self._futile_starts.ended(new_step=new_step, lasted_s=round_.lasted_s(), protected=round_.had_controller)
+    def _made_a_step(self, round_: Round) -> bool | None:
+        """Return whether a rank has reported a finished step; None: that is not known, or the ranks left on a preemption notice."""
+        if round_.told_to_leave():
+            return None
+        return self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))

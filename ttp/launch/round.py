@@ -245,7 +245,8 @@ class Round:
 
     def refusal(self) -> str:
         """Say why a restart would end the same way: workers have refused what they were given. Empty: it may go better."""
-        return refusal({rank: death.status for rank, death in self.deaths().items() if death.failed}, self.raised)
+        statuses = {rank: death.status for rank, death in self.deaths().items() if death.failed}
+        return refusal(statuses, self.raised, first_start=self._start.number == 0)
 
     def hold(self, why: str = "") -> None:
         """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.

@@ -123,7 +123,9 @@ def test_stock_torch_loads_the_checkpoint(tmp_path: Path) -> None:
     )
     optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
     model_state, optim_state = get_state_dict(other, optimizer)
-    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path, no_dist=True)
+    dcp.load(  # type: ignore[attr-defined]
+        {"model": model_state, "optim": optim_state}, checkpoint_id=path, no_dist=True
+    )
     set_state_dict(other, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name

@@ -259,8 +259,10 @@ class Ended(Left):
     def told_to_leave(self) -> bool:
         return self.left_on_a_notice
 
+    took_s = 1.0
+
     def lasted_s(self) -> float:
-        return 1.0
+        return self.took_s
 
 
 class StaticNodes(FixedNodes):
@@ -395,9 +397,12 @@ def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: py
     assert agent._monitor_workers(group) is failed and round_.done[-1] == "learn {1: -9} True"
 
 
-@pytest.mark.parametrize(("new_step", "final"), [(False, True), (True, False), (None, False)])
-def test_exit_code_2_is_final_only_where_the_start_made_no_new_step(
-    new_step: bool | None, final: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("new_step", "took_s", "final"),
+    [(False, 1.0, True), (False, 3600.0, True), (True, 1.0, False), (True, 3600.0, False), (None, 1.0, False)],
+)
+def test_a_refusal_is_final_however_long_the_start_took_if_it_made_no_new_step(
+    new_step: bool | None, took_s: float, final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later it is a failure as any other: the configuration was good enough to train with."""
     agent = make_agent(max_restarts=3)
@@ -405,6 +410,7 @@ def test_exit_code_2_is_final_only_where_the_start_made_no_new_step(
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: new_step)
     round_ = Ended(Others())
     round_.refused, round_.left_on_a_notice = "exit code 2 says that the configuration is wrong", False
+    round_.took_s, round_.had_controller = took_s, False
     agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
     assert round_.neighbours.told == (["failed"] if final else ["restarts"])
     assert (agent._remaining_restarts == 0) is final

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ttp import meeting
-from ttp.errors import ControllerError
+from ttp.errors import ConfigError, ControllerError, NotWritable
 
 
 class Clock:
@@ -49,16 +49,27 @@ def test_the_wait_is_made_of_short_slices() -> None:
 
 def test_rank_0s_reason_stops_all_others_within_a_second() -> None:
     store, clock = HashStore(), Clock()
-    clock.at[10.0] = lambda: meeting.publish_failure(store, 7, "port 8000 is taken")
+    clock.at[10.0] = lambda: meeting.publish_failure(store, 7, ControllerError("port 8000 is taken"))
     with pytest.raises(ControllerError, match="rank 3: rank 0 could not start the controller: port 8000 is taken"):
         find(store, clock)
     assert clock.now <= 11.5
 
 
+@pytest.mark.parametrize("kind", [ConfigError, NotWritable])
+def test_what_rank_0_refuses_all_ranks_refuse_alike(kind: type[Exception]) -> None:
+    """A configuration error of one rank that its peers took for a fault would be tried again."""
+    store = HashStore()
+    meeting.publish_failure(store, 7, kind("invalid TTP_CONTROLLER_PORT=8000: taken"))
+    with pytest.raises(
+        kind, match="rank 3: rank 0 could not start the controller: invalid TTP_CONTROLLER_PORT=8000: taken"
+    ):
+        find(store, Clock())
+
+
 def test_another_starts_entries_are_not_taken_for_this_ones() -> None:
     store, clock = HashStore(), Clock()
     meeting.publish(store, 6, "old:1", 1)
-    meeting.publish_failure(store, 6, "old trouble")
+    meeting.publish_failure(store, 6, ControllerError("old trouble"))
     with pytest.raises(ControllerError, match="did not publish"):
         find(store, clock, 5.0)
 

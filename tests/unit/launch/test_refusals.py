@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ttp.launch.processes import Lost
 from ttp.launch.refusals import refusal
 from ttp.launch.story import Recorded
 
@@ -40,6 +41,14 @@ def test_an_error_of_the_same_name_is_another_librarys() -> None:
     theirs = Recorded("ConfigError: no such key", "...\nsomelib.errors.ConfigError: no such key")
     fault = Recorded("ControllerError: its port is taken", "...\nttp.errors.ControllerError: its port is taken")
     assert refusal({0: 1}, {0: theirs}) == refusal({0: 1}, {0: fault}) == ""
+
+
+def test_a_directory_that_cannot_be_written_is_final_at_the_jobs_first_start() -> None:
+    """Later its disk may have failed, and may come back."""
+    told = Recorded("NotWritable: /d: read-only", "...\nttp.errors.NotWritable: /d: read-only\n")
+    statuses: dict[int, int | Lost | None] = {0: 1, 1: 1}
+    assert refusal(statuses, {0: told, 1: told}, first_start=True) == "NotWritable says what must be corrected first"
+    assert refusal(statuses, {0: told, 1: told}) == ""
 
 
 def test_a_checkpoint_error_may_be_a_disks() -> None:

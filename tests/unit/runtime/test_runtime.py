@@ -18,8 +18,8 @@ from ttp.controller.agent_link import AgentLink, request_shutdown, request_statu
 from ttp.controller.events import Journal as JournalEffect
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
 from ttp.controller.machine import transition
-from ttp.controller.process import ControllerProcess, start_controller
-from ttp.errors import ControllerError, TornShare
+from ttp.controller.process import CannotListen, ControllerProcess, start_controller
+from ttp.errors import ControllerError, NotWritable, TornShare
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
@@ -251,8 +251,22 @@ def test_a_port_that_is_being_left_is_waited_for(new_controller: StartController
 
 def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ControllerError, match="cannot write the journal"):
-        start_controller(job_id="job", term=1, world_size=1, journal=tmp_path / "folder")
+    (tmp_path / "file").touch()
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    with pytest.raises(NotWritable, match="cannot write the journal"):
+        start_controller(job_id="job", term=1, world_size=1, journal=folder)
+    with pytest.raises(NotWritable, match=rf"log directory {file} cannot be written: File exists"):
+        start_controller(job_id="job", term=1, world_size=1, journal=file / "journal.jsonl")
+
+
+def test_a_port_that_is_taken_is_told_from_other_failures_of_the_start(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        arguments = {"port": port, "options": ("--port-wait-s", "0.1")}
+        with pytest.raises(CannotListen, match=f"^the controller cannot listen on 127.0.0.1:{port}: the port is taken"):
+            start_controller(job_id="job", term=1, world_size=1, journal=tmp_path / "j", **arguments)
 
 
 def test_ctrl_c_leaves_the_controller_alone_and_sigterm_ends_it(new_controller: StartController) -> None:
