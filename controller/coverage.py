@@ -155,8 +155,13 @@ def overview(coverage: Coverage) -> tuple[str, ...]:
 
 
 def _rank_row(host: str, rank: int, groups: list[Group]) -> Row:
-    shards = [f"{group.label.partition(':')[0]} ({size_text(group.nbytes)})" for group in groups]
+    shards = [f"{_short(group.label)} ({size_text(group.nbytes)})" for group in groups]
     return Row(str(rank), host, tuple(shards), tuple(_others(rank, group) for group in groups))
+
+
+def _short(label: str) -> str:
+    """Return a label without the list of its tensors, which begins at the first ": ": a colon alone belongs to an offset."""
+    return label.partition(": ")[0]
 
 
 def _others(rank: int, group: Group) -> str:

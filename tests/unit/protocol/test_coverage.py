@@ -55,6 +55,21 @@ def test_a_small_job_is_shown_rank_by_rank() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("shard [0:128, 0:64]: model.weight and 3 more", "shard [0:128, 0:64]"),
+        ("shard 1 of 2: wq[2048:4096]", "shard 1 of 2"),
+        ("whole state: w", "whole state"),
+    ],
+)
+def test_a_shard_is_named_by_all_of_its_place(label: str, shown: str) -> None:
+    """The offsets of a sharded tensor have colons of their own."""
+    group = (ShardGroup("g", label, 4000),)
+    found = rows(coverage_of([replace(registration(0, ((0,),), "one"), groups=group)]))
+    assert found[0].shards == (f"{shown} (3.9 KiB)",)
+
+
 def test_a_small_shard_has_a_size() -> None:
     """In the unit that fits."""
     whole = (ShardGroup("g", "whole state: w", 4000),)
