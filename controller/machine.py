@@ -12,12 +12,12 @@ from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
 
-from .events import Beats, ControllerSettings, Effect, Event, Journal, Received
+from .events import Beats, ControllerSettings, Effect, Event, Journal, Received, Send
 from .hangs import look, rest
 from .leaving import orphaned, over
 from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, silent, sweep, turned_back
 from .patience import pass_over
-from .presence import die, suspicion
+from .presence import die, suspicion, welcome
 from .progress import limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
@@ -254,6 +254,8 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
     if swept.cut_off:
         state = _grant_time(state, now)
     for rank in swept.newly_suspect:
+        if state.members.table[rank].attached:  # it sends no heartbeats before it is welcomed
+            out.append(Send((rank,), welcome(state, rank)))
         state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
     for rank in swept.run_out:
         cause = Cause(CauseKind.SILENT, (rank,), f"nothing was heard for {state.settings.lease_s:g} s")

@@ -19,12 +19,14 @@ from ttp.proto.messages import (
     FaultReport,
     Finished,
     Freeze,
+    PublishOrder,
     Registration,
     RollForward,
     Successors,
     Thaw,
     Welcome,
     WorkerExit,
+    WriteOrder,
 )
 
 from .coverage import coverage_of, overview, warnings
@@ -103,20 +105,33 @@ def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> Controlle
         if state.freeze_id:  # a Thaw may have been lost with the old stream
             out.append(Send((rank,), Thaw(state.freeze_id)))
         return state
-    fault, dump = state.fault, state.dump
+    out.append(Send((rank,), freeze_in_force(state)))
+    out.extend(Send((rank,), order) for order in open_orders(state, rank))
+    return state
+
+
+def freeze_in_force(state: ControllerState) -> Freeze:
+    """Return the freeze of this fault's present round."""
+    fault = state.fault
     assert fault is not None
     cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
-    out.append(Send((rank,), Freeze(state.freeze_id, cause)))
-    if dump is None:  # and one that is dead owes nothing any more
-        return state
+    return Freeze(state.freeze_id, cause)
+
+
+def open_orders(state: ControllerState, rank: int) -> list[RollForward | WriteOrder | PublishOrder]:
+    """Return the orders that a rank has not answered; one that is dead owes nothing."""
+    dump = state.dump
+    if dump is None:
+        return []
+    orders: list[RollForward | WriteOrder | PublishOrder] = []
     if dump.rolling[rank]:
         assert dump.decision.record is not None
-        out.append(Send((rank,), RollForward(state.freeze_id, dump.decision.record)))
-    out.extend(Send((rank,), order) for order in dump.work[rank].orders)
+        orders.append(RollForward(state.freeze_id, dump.decision.record))
+    orders += dump.work[rank].orders
     if rank in dump.publishers:
         assert dump.order is not None
-        out.append(Send((rank,), dump.order))
-    return state
+        orders.append(dump.order)
+    return orders
 
 
 def welcome(state: ControllerState, rank: int) -> Welcome:

@@ -29,6 +29,7 @@ from .events import Beats, Effect, StreamClosed, Tick
 from .hangs import beat, beats, report_disproves
 from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
 from .publishing import publish_failed, published
+from .repeats import repeat_lost
 from .rolling import got_on, roll_failed, rolled
 from .rounds import count_again, still_updating, take_report
 from .state import ControllerState, Stage
@@ -45,6 +46,16 @@ _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 _FAULT = (*_FREEZE, *_ORDERED)
 _END = (Stage.EXITING,)
 _OVER = (Stage.OVER,)
+
+
+def heartbeat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
+    """A rank reported where it is; what it has lost is sent again."""
+    return beat(repeat_lost(state, (message,), now, out), message, now, out)
+
+
+def heartbeats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -> ControllerState:
+    """Several ranks reported where they are; what they have lost is sent again."""
+    return beats(repeat_lost(state, event.messages, now, out), event, now, out)
 
 
 def state_report(state: ControllerState, message: StateReport, now: float, out: list[Effect]) -> ControllerState:
@@ -124,10 +135,8 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),
     ((*_START, *_CALM, *_FAULT, *_END), WorkerExit, worker_exit),
     ((*_START, *_CALM, *_FAULT, *_END), Tick, noted),
-    ((*_CALM, *_FREEZE), Heartbeat, beat),
-    ((*_CALM, *_FREEZE), Beats, beats),
-    ((*_ORDERED, *_END), Heartbeat, noted),
-    ((*_ORDERED, *_END), Beats, noted),
+    ((*_CALM, *_FAULT, *_END), Heartbeat, heartbeat),
+    ((*_CALM, *_FAULT, *_END), Beats, heartbeats),
     (_START, FaultReport, early_fault),
     ((*_CALM, *_FAULT), FaultReport, fault_report),
     ((*_START, *_CALM, *_FAULT, *_END), Finished, finished),

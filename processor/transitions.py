@@ -77,7 +77,7 @@ _OPEN = (Standing.TRAINING,)
 _SHUT = (Standing.FROZEN,)
 _LIVE = (*_OPEN, *_SHUT)
 _GONE = (Standing.LEAVING,)
-_TRAINING, _LEAVING = Standing.TRAINING, Standing.LEAVING  # found faster than attributes of an enumeration
+_TRAINING, _FROZEN, _LEAVING = Standing  # found faster than attributes of an enumeration
 _DOWN, _UP = Link.DOWN, Link.UP
 
 
@@ -150,8 +150,12 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         out.append(Connect(controllers(state)[state.place]))
         state = replace(state, link=Link.CONNECTING)
     if now >= state.heartbeat_at:
-        out.append(Send(Heartbeat(rank, event.phase, event.step, event.waiting, event.paused)))
-        if event.work_done > state.work_done and owes_answer(state):
+        frozen, owes = state.freeze_id if state.standing is _FROZEN else 0, owes_answer(state)
+        place = (event.phase, event.step, event.waiting, event.paused)
+        out.append(Send(Heartbeat(rank, *place, frozen=frozen, owes=owes, finished=state.finished)))
+        if state.answer_by < inf:  # no freeze has come: perhaps what was said was lost
+            out.extend(Send(fault) for fault in state.faults)
+        if event.work_done > state.work_done and owes:
             out.append(Send(Working(rank, state.freeze_id)))
         state = replace(state, heartbeat_at=now + state.heartbeat_s, work_done=event.work_done)
     if now >= state.notice_by:
@@ -288,7 +292,15 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
         out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
         return state
     out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
-    return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)
+    answer_by = inf
+    if (
+        state.faults
+    ):  # no controller thaws a rank whose fault it knows: what was reported was lost, or is still under way
+        out.extend(Send(fault) for fault in state.faults)
+        answer_by = now + state.settings.controller_lost_s
+    return replace(
+        state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False, answer_by=answer_by
+    )
 
 
 # --- the end ---

@@ -117,9 +117,8 @@ def decode_parcels(wire: pb.DownwardEnvelope) -> tuple[DownwardParcel, ...]:
 
 def _encode_up(message: m.Upward) -> pb.Upward:
     match message:
-        case m.Heartbeat(rank, phase, step, waiting, paused):
-            beat = pb.Heartbeat(rank=rank, phase=encode_phase(phase), step=step, waiting=waiting, paused=paused)
-            return pb.Upward(heartbeat=beat)
+        case m.Heartbeat():
+            return pb.Upward(heartbeat=_encode_heartbeat(message))
         case m.Registration():
             return pb.Upward(registration=_encode_registration(message))
         case m.StateReport():
@@ -153,8 +152,7 @@ def _encode_up(message: m.Upward) -> pb.Upward:
 def _decode_up(wire: pb.Upward) -> m.Upward:
     match wire.WhichOneof("body"):
         case "heartbeat":
-            beat = wire.heartbeat
-            return m.Heartbeat(beat.rank, decode_phase(beat.phase), beat.step, beat.waiting, beat.paused)
+            return _decode_heartbeat(wire.heartbeat)
         case "registration":
             return _decode_registration(wire.registration)
         case "state_report":
@@ -251,6 +249,32 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
             return m.Successors(tuple(wire.successors.addresses), wire.successors.lease_s)
         case _:
             raise CodecError("a downward message of a kind that is unknown here came in; is the controller newer?")
+
+
+def _encode_heartbeat(message: m.Heartbeat) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        rank=message.rank,
+        phase=encode_phase(message.phase),
+        step=message.step,
+        waiting=message.waiting,
+        paused=message.paused,
+        frozen=message.frozen,
+        owes=message.owes,
+        finished=message.finished,
+    )
+
+
+def _decode_heartbeat(wire: pb.Heartbeat) -> m.Heartbeat:
+    return m.Heartbeat(
+        rank=wire.rank,
+        phase=decode_phase(wire.phase),
+        step=wire.step,
+        waiting=wire.waiting,
+        paused=wire.paused,
+        frozen=wire.frozen,
+        owes=wire.owes,
+        finished=wire.finished,
+    )
 
 
 def _encode_registration(message: m.Registration) -> pb.Registration:

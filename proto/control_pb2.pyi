@@ -221,18 +221,24 @@ class Registration(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("rank", "phase", "step", "waiting", "paused")
+    __slots__ = ("rank", "phase", "step", "waiting", "paused", "frozen", "owes", "finished")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    OWES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     phase: Phase
     step: int
     waiting: bool
     paused: bool
-    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
+    frozen: int
+    owes: bool
+    finished: bool
+    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
     __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint")

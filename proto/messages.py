@@ -142,6 +142,12 @@ class Heartbeat:
     """The training thread stands in a collective: it waits for others, and is no suspect of a hang."""
     paused: bool = False
     """The training thread said that it does something else than steps for a while (an evaluation, a periodic save)."""
+    frozen: int = 0
+    """The freeze that its gate is closed under; 0: its gate is open."""
+    owes: bool = False
+    """It has not answered that freeze, or an order, yet."""
+    finished: bool = False
+    """`train` has returned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
+from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
 from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_ranks as ranks
@@ -54,9 +56,11 @@ from tests.simulation.arranged import (
     words_come_again,
     work_goes_on,
 )
+from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario, build
 from ttp.errors import ProtocolError
+from ttp.proto.messages import Exit, Finished, Freeze, Thaw, WriteOrder
 
 RAISED = "raised"
 """The machines refuse what the wrong variant makes happen."""
@@ -137,6 +141,12 @@ MUTATIONS = (
     Mutation("ranks never learn of the standbys", controllers.standbys_kept_secret, ("I11", "I9"), died_in_a_dump),
     Mutation("launchers never learn of the standbys", controllers.launchers_never_learn_of_the_standbys, ("I11",)),
     Mutation("an earlier controller is left its ranks", controllers.earlier_controller_keeps_its_ranks, ("I7", "I9", "I11"), stopped_about_a_lease),
+    # What was lost on a stream that lives.
+    Mutation("a thaw that was lost is not sent again", answers.thaws_are_not_sent_again, ("I7", "I11"), partial(in_a_false_alarm, kind=Thaw), within=20),
+    Mutation("a freeze that was lost is not sent again", answers.freezes_are_not_sent_again, ("I6", "I9"), partial(in_a_dump, kind=Freeze), within=20),
+    Mutation("an order that was lost is not given again", answers.orders_are_not_sent_again, ("I9",), partial(in_a_dump, kind=WriteOrder), within=20),
+    Mutation("an exit that was lost is not sent again", answers.exit_is_not_sent_again, ("I11",), partial(in_a_dump, kind=Exit), within=20),
+    Mutation("heartbeats of a rank that has finished finish no rank", answers.heartbeats_finish_no_rank, ("I11",), partial(in_training, kind=Finished), within=20),
     # The gate.
     Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),
     Mutation("READY is not held up by the closed gate", ranks.ready_passes_a_closed_gate, ("I6",), preempted_on_a_slow_network, within=600),

@@ -24,6 +24,8 @@ class Route:
         """A one-way partition holds one of the ways."""
         self.twice_until = 0.0
         """Until then everything arrives twice."""
+        self.loses: type | None = None
+        """The next message of this kind is lost, on a stream that lives."""
         self.slowest_s = 0.0
         """Longest delay of a message, where it is longer than the job's."""
 
@@ -59,6 +61,9 @@ class Stream:
         if self.broken or self.losing:
             return
         route, last, now, held = self._route, self._last, self._scheduler.now, self.held(way)
+        if route.loses is type(message):
+            route.loses = None
+            return
         slowest_s = self._slowest_s if self._slowest_s > route.slowest_s else route.slowest_s
         moment = (now if now > held else held) + 0.0001 + self._random() * slowest_s
         last[way] = moment = moment if moment > last[way] else last[way]

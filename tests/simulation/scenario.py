@@ -10,6 +10,7 @@ from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_
 from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.held import Hold
 from tests.simulation.job import Job, OwnDirectories, Times
+from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
@@ -96,6 +97,7 @@ def build(
             _slow_down(scenario, inputs)
     if not faults:
         return scenario
+    scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
     if handed_on:
         scenario.harmless = False
         _begin_dump(scenario, in_turn)

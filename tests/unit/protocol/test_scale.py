@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,8 +11,9 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench
 from tests.unit.protocol.test_controller_members import killed
 from ttp.controller import coverage, machine, rounds
-from ttp.controller.events import Beats, Effect, Received
+from ttp.controller.events import Beats, Effect, Received, Send
 from ttp.controller.rank_table import RankTable
+from ttp.controller.state import Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, Registration, ShardGroup
 
@@ -69,6 +70,11 @@ def test_peers_errors_beyond_a_number_are_journaled_but_not_kept(monkeypatch: py
     assert cause == Cause(CauseKind.EXITED, (3,), "signal SIGKILL")
 
 
+def _sent_once(effects: Iterable[Effect]) -> list[Effect]:
+    """Leave out what is sent to one rank again: a heartbeat that comes with one that ends a freeze cannot know of the end."""
+    return [effect for effect in effects if not (isinstance(effect, Send) and len(effect.ranks) == 1)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) -> None:
     """The same state and the same story: calm, stalled, suspected, frozen for a hang, or with a dead rank among them.
@@ -94,9 +100,16 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
             frozen = rounds.begin_fault(state, (), cause, job.now, [])
             assert frozen.fault is not None
             job.state = replace(frozen, fault=replace(frozen.fault, unproven=cause))
+    frozen_under = job.state.freeze_id if job.state.stage is Stage.FREEZING else 0
     beats = tuple(
         Heartbeat(
-            rank, rng.choice(tuple(Phase)), place[rank] + rng.randrange(2), rng.random() < 0.5, rng.random() < 0.2
+            rank,
+            rng.choice(tuple(Phase)),
+            place[rank] + rng.randrange(2),
+            rng.random() < 0.5,
+            rng.random() < 0.2,
+            frozen=frozen_under,
+            owes=bool(frozen_under),
         )
         for rank in rng.sample(range(4), 3)
     )
@@ -109,7 +122,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
     if seed % 4 == 3:
         together, one_by_one = replace(together, pace=before.pace), replace(one_by_one, pace=before.pace)
     assert together == one_by_one, f"seed {seed}"
-    assert list(told) == each, f"seed {seed}"
+    assert _sent_once(told) == _sent_once(each), f"seed {seed}"
 
 
 def test_a_batch_with_a_rank_of_another_world_is_refused_whole() -> None:

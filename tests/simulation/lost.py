@@ -1,0 +1,52 @@
+"""Messages that are lost although their stream lives: one that could not be encoded, or that a side failed to take.
+
+No stream breaks, so that no rank registers anew and is told everything again: only a heartbeat shows what is missing.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tests.simulation.job import Job
+from ttp.proto.messages import (
+    Dismiss,
+    Exit,
+    FaultReport,
+    Finished,
+    Freeze,
+    Heartbeat,
+    Published,
+    PublishOrder,
+    RolledForward,
+    RollForward,
+    StateReport,
+    Thaw,
+    Welcome,
+    WriteOrder,
+    Written,
+)
+
+LOSABLE: tuple[type, ...] = (
+    Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss,
+    StateReport, RolledForward, Written, Published, FaultReport, Finished, Heartbeat,
+)  # fmt: skip
+"""All but Registration: a rank that is not registered is heard by nobody, and a stream on which it says more is ended."""
+LOST = 0.1
+"""Part of the random jobs in which a message is lost so."""
+
+
+def lose(job: Job, rank: int, kind: type) -> None:
+    """The next message of a kind to or from a rank is lost."""
+    job.note(f"the next {kind.__name__} of rank {rank} is lost")
+    job.ranks[rank].route.loses = kind
+
+
+def lose_something(job: Job, rng: random.Random) -> list[str]:
+    """In some jobs a message or two are lost; say which."""
+    if rng.random() >= LOST:
+        return []
+    ranks = rng.sample(range(job.training.layout.world_size), rng.randint(1, 2))
+    kinds = {rank: rng.choice(LOSABLE) for rank in ranks}
+    for rank, kind in kinds.items():
+        lose(job, rank, kind)
+    return [f"the next {kind.__name__} of rank {rank} is lost" for rank, kind in kinds.items()]

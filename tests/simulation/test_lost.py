@@ -1,0 +1,25 @@
+"""A message that is lost although its stream lives costs a heartbeat: no step, no job, and of a false alarm no restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
+from tests.simulation.checks import run_and_check
+from tests.simulation.lost import LOSABLE
+from tests.simulation.truth import events
+
+
+@pytest.mark.parametrize("kind", LOSABLE, ids=lambda kind: kind.__name__)
+def test_a_lost_message_is_sent_again(kind: type) -> None:
+    """In a job without a fault, in a false alarm and in a dump that no rank can be missing from."""
+    lost = 0
+    for seed in range(6):
+        for arrange in (in_training, in_a_false_alarm, in_a_dump):
+            scenario = arrange(seed, kind)
+            found = run_and_check(scenario)
+            assert not found, f"{arrange.__name__}({seed}, {kind.__name__}): {found}"
+            job = scenario.job
+            lost += all(rank.route.loses is None for rank in job.ranks)
+            assert events(job, "published" if arrange is in_a_dump else "finished"), arrange.__name__
+    assert lost, f"no {kind.__name__} was ever sent"
