@@ -183,7 +183,7 @@ def rolls_after_a_long_freeze(seed: int) -> Scenario:
     job, rng = scenario.job, random.Random(seed)
     job.training = replace(job.training, local_copy=False)
     for process in job.ranks:
-        process.gate.training = job.training
+        process.replica.training = job.training
     job.slow = True
     job.ranks[1].slow_update[3] = rng.uniform(1.2, 3.0) * job.times.progress_timeout_s
     delay_results(job, rng, [0, 2], 3)
@@ -425,7 +425,7 @@ def only_the_step_before_fits(seed: int) -> Scenario:
     job = scenario.job
     job.training = replace(job.training, local_copy=True)
     for process in job.ranks:
-        process.gate.training = job.training
+        process.replica.training = job.training
     job.ranks[1].slow_compute[3] = 1.0
     job.disk.broken_for |= {(2, "/a"), (2, "/b")}
     job.hook("DONE 3", 2, lambda rank: job.ranks[0].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))

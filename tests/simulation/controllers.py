@@ -7,18 +7,17 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.network import BEAT, DOWN, UP, Route, Stream
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import Stage
-from ttp.proto.messages import Beat, Downward, Heartbeat, Registration, Upward
+from ttp.proto.messages import Downward, Heartbeat, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 
-BEAT = Beat()
 _STANDBY = Stage.STANDBY  # found faster than an attribute of an enumeration
 
 TOGETHER_S = 0.02

@@ -130,7 +130,7 @@ def _lose_agent(job: Job, rng: random.Random, rank: int) -> bool:
         return False
     for process in job.ranks:
         if job.training.layout.hosts[process.rank] == job.training.layout.hosts[rank]:
-            _fault(job, process.rank, CauseKind.AGENT_LOST, "the launcher is gone")
+            process.lose_launcher()
     return True
 
 

@@ -265,19 +265,16 @@ class Job:
         if stream.broken:
             return
         self.disturb()
-        stream.broken = True
-        if process.stream is stream:
-            process.stream = None
+        stream.broken, stream.up = True, False
         seen = max(self.now, stream.held(DOWN)) - self.now
         process.later(seen + self.rng.uniform(0.001, 0.05), partial(process.disconnected, stream))
         self._close_seen_later(rank, stream)
 
-    def abandon_stream(self, process: Rank) -> None:
+    def abandon_stream(self, stream: Stream) -> None:
         """A rank gives up its stream; the controller notices when it can."""
-        stream, process.stream = process.stream, None
-        if stream is not None and not stream.broken:
-            stream.broken = True
-            self._close_seen_later(process.rank, stream)
+        if stream.up and not stream.broken:
+            stream.broken, stream.up = True, False
+            self._close_seen_later(stream.rank, stream)
 
     def _close_seen_later(self, rank: int, stream: Stream) -> None:
         moment = max(self.now, stream.held(UP)) + self.rng.uniform(0.001, 0.1)
@@ -304,6 +301,7 @@ class Job:
 
     def process_gone(self, process: Rank, text: str, quiet: bool = False) -> None:
         process.alive, process.ended, process.ended_s = False, text, self.now
+        process.handler.running = False
         self.disturb()
         self.scheduler.look = True
         left = text.startswith("exit code")
@@ -376,11 +374,11 @@ class Job:
     def leave_behind(self, rank: int) -> bool:
         """A rank loses its stream and opens another; what is under way on the old one still arrives, late."""
         process = self.ranks[rank]
-        stream, process.stream = process.stream, None
+        stream = process.stream
         if stream is None or stream.broken:
             return False
         self.disturb()
-        stream.losing = True
+        stream.losing, stream.up = True, False
         late_s = self.rng.uniform(0.02, 0.15)
         stream.hold(late_s)
         process.later(self.rng.uniform(0.001, 0.02), lambda: process.disconnected(stream))
@@ -425,8 +423,18 @@ class Job:
 
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
-        gates, launchers = [rank.gate for rank in self.ranks], self.launchers.values()
-        for part in (*self.ranks, *gates, *self.controllers, *launchers, self.collectives, self.scheduler, self):
+        replicas, launchers = [rank.replica for rank in self.ranks], self.launchers.values()
+        handlers = [rank.handler for rank in self.ranks]
+        for part in (
+            *self.ranks,
+            *replicas,
+            *handlers,
+            *self.controllers,
+            *launchers,
+            self.collectives,
+            self.scheduler,
+            self,
+        ):
             part.__dict__.clear()
 
 

@@ -8,12 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.scheduler import Scheduler
+from ttp.processor.handler import Closed, Incoming, Opened
+from ttp.proto.codec import DownwardParcel
+from ttp.proto.messages import Beat, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
+    from tests.simulation.rank import Rank
 
 UP, DOWN = "up", "down"
 """From a rank to its controller, and back."""
+BEAT = Beat()
 
 
 class Route:
@@ -53,6 +58,8 @@ class Stream:
         self._last = {UP: 0.0, DOWN: 0.0}
         self._held_until = 0.0
         self.broken = False
+        self.up = False
+        """Its rank's end is open: what is sent there is carried."""
         self.losing = False
         """What is sent from now on is lost: the stream is about to break."""
 
@@ -95,3 +102,61 @@ class Stream:
         self._held_until = max(self._held_until, self._scheduler.now + seconds)
         for way in self._last:
             self._last[way] = max(self._last[way], self._held_until)
+
+
+class RankStream(Stream):
+    """A stream as the shipped handler of a rank has it: it is asked for, opens or is refused, and closes."""
+
+    def __init__(self, process: Rank, controller: Controller, fence: int) -> None:
+        job = process.job
+        super().__init__(process.rank, job.scheduler, job.rng, job.slowest_s, controller, process.route)
+        self._process, self._fence = process, fence
+        self.term = 0
+        self.refused = False
+        self.beat = self.incoming(BEAT)
+        """The item that comes most often."""
+
+    def incoming(self, message: Any) -> Incoming:
+        return Incoming(self, DownwardParcel("sim", self.controller.term, (self.rank,), message))
+
+    def send(self, message: Upward) -> None:
+        process = self._process
+        process.job.send_up(process, message)
+        if type(message) is Registration:
+            process.job.happened("registers", self.rank)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        self._process.job.abandon_stream(self)
+
+    def dial(self) -> None:
+        """The connection is asked for."""
+        process, controller = self._process, self.controller
+        if process.handler.stream is not self:
+            return  # it was given up meanwhile
+        if controller.gone:
+            answered = max(self._route.held_until.values())
+            if answered > self._scheduler.now:
+                process.later(answered - self._scheduler.now, self._refuse)
+            else:
+                self._refuse()
+            return
+        self.up = True
+
+        def answer() -> None:
+            self.carry(DOWN, lambda *_: process.run_beside(self._greeted), None)
+
+        self.carry(UP, lambda *_: controller.when_running(answer), None)
+
+    def _refuse(self, why: str = "connection refused") -> None:
+        self.refused = True
+        self._process.put(Closed(self, why))
+
+    def _greeted(self) -> None:
+        if self.term:
+            return
+        if self.controller.term < self._fence:
+            self.close()
+            self._refuse("it is fenced")
+            return
+        self.term = self.controller.term
+        self._process.put(Opened(self))

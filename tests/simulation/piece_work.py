@@ -36,7 +36,7 @@ class PieceWorker(Worker):
                 self.disks.check(self.rank, root)
                 self.disks.claim(root, order.tmp_name, claim, [entry.name for entry in self._mine(order)])
         except DiskError as error:
-            self._failed(order, "publish", error)
+            self._failed(error)
             return
         if done:
             self._later("tracker", 0.005, self._replace_tracker, order)
@@ -52,7 +52,7 @@ class PieceWorker(Worker):
             manifest = self._piece(order, claim)
             self.disks.check_fsync(self.rank, root)
         except DiskError as error:
-            self._failed(order, "publish", error)
+            self._failed(error)
             return
         piece = self.disks.directories[root, claim]
         mine = {entry.name for entry in self._mine(order)}
@@ -67,7 +67,7 @@ class PieceWorker(Worker):
         if here is None:
             raise DiskError(f"{claim} is gone")
         look_at(here.files, self._mine(order))
-        host_state = self.gate.host_states.get(order.step)
+        host_state = self.replica.host_states.get(order.step)
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")
         names = tuple(entry.name for result in order.results for entry in result.files)
@@ -85,7 +85,7 @@ class PieceWorker(Worker):
                 return
             self.disks.check_fsync(self.rank, root)
         except DiskError as error:
-            self._failed(order, "publish", error)
+            self._failed(error)
             return
         self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)

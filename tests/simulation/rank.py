@@ -1,28 +1,38 @@
-"""One simulated rank: a training thread, a gate, a work thread, and the real processor machine between them."""
+"""One simulated rank: the shipped gate and the shipped handler of its processor, and around them a training thread, a network and
+a clock that one seed decides.
+
+Items of the processor's queue are handled in their order, as soon as the processor's threads run; where a shipped part would wait,
+it is called again later (`waits.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from tests.simulation.controllers import BEAT, ROUNDING_S
-from tests.simulation.gate import Gate
-from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.controllers import ROUNDING_S
+from tests.simulation.network import BEAT, RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
+from tests.simulation.replica import Replica
+from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
 from ttp.processor import events as ev
-from ttp.processor import machine
+from ttp.processor.gate import Gate
+from ttp.processor.handler import Closed, Handler, Incoming, Item
 from ttp.processor.state import Link
-from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, Welcome
+from ttp.processor.worker import Task
+from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
 
 GROUP_BYTES = 1 << 20
-_REFUSED = ev.Disconnected("connection refused", refused=True)
-_HEARD_BEAT = ev.Received(BEAT)
 _GOT = {kind: f"got {kind.__name__}" for kind in get_args(Downward)}
 LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
@@ -33,8 +43,10 @@ class Rank:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
-        self.gate = Gate(rank, job.training)
-        self.stream: Stream | None = None
+        self.waits = Waits(self.clock)
+        self.gate = Gate(rank, waits=self.waits)
+        self.gate.on_boundary = lambda step: self.put(ev.BoundaryReached(step))
+        self.replica = Replica(rank, job.training)
         self.route = Route()
         self.alive, self.stopped, self.ended, self.ended_s = True, False, "", inf
         self.released = False
@@ -63,29 +75,41 @@ class Rank:
         """Seconds for which a step's commit record is under way to this rank when others have it, by step."""
         self.closed_late_s = -inf
         """When an update ended whose rank had given up waiting for it and said that its gate is not closed."""
-        self.noticed = False
-        self.waiting = False
         self.break_roll = False
         self.hang_work = False
-        self.fence = 0
-        """The highest term of a controller that was reached."""
-        self.state = machine.initial(
-            ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0"), job.now
-        )
+        settings = ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0")
+        self.handler = Handler(settings, "c0", self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)
         self._held: list[tuple[bool, Callable[[], None]]] = []
         """What waits until it is not stopped, and (first True) its interpreter is free, in the order in which it came."""
+        self._items: deque[Item] = deque()
+        """The processor's queue."""
+        self._taking = False
         self._tick_at = inf
         """When the next tick comes."""
-        self._deadline: float | None = None
-        """When the machine asked to be called last."""
-        self._attempts = 0
-        self._current: Stream | None = None
-        """The stream that the machine knows of, broken or not."""
-        self._greeted_on: Stream | None = None
+        self._blocked: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """What the training thread would do at the gate, and what it does then."""
+        self._lost_launcher = ""
+        self._gave_up_waiting = False
+        """Its gate was reported as not closed."""
         self.started, self.started_s = False, inf
         self.acknowledged = -1
+        self.handler.begin()
         self.soon(LONGEST_START_S, self._start_failed)
+
+    def clock(self) -> float:
+        return self.job.scheduler.now + self.ahead_s
+
+    @property
+    def state(self) -> Any:
+        """The machine's."""
+        return self.handler.state
+
+    @property
+    def stream(self) -> RankStream | None:
+        """The stream that its handler has, where it is open at this end."""
+        stream = self.handler.stream
+        return stream if isinstance(stream, RankStream) and stream.up else None
 
     # --- time: the training thread's, and that of the threads beside it ---
 
@@ -123,6 +147,8 @@ class Rank:
 
     def _run_held(self) -> None:
         """Do what need not wait any more. What comes to one queue stays in its order, whatever held it up and for how long."""
+        if self._items and not self.stopped and not self.hogged:
+            self._take_all()
         held, self._held = self._held, []
         for beside, call in held:
             if beside:
@@ -137,121 +163,127 @@ class Rank:
         if self.alive:
             self._schedule_tick()
 
-    # --- the processor's driver ---
+    # --- the processor's thread ---
 
-    def step(self, event: ev.Event) -> None:
-        if self.hogged:
-            self.run_beside(partial(self.step, event))
-            return
+    def put(self, item: Item) -> None:
+        """Queue an item; the processor's thread takes it at once, unless it is at another or cannot run."""
         if not self.alive:
             return
-        self.state, effects = machine.transition(self.state, event, self.job.scheduler.now + self.ahead_s)
-        for effect in effects:
-            if not self.alive:
-                break
-            if type(effect) is ev.Send:  # nearly all are
-                self.job.send_up(self, effect.message)
-            else:
-                self._carry_out(effect)
+        if self.stopped or self.hogged:
+            self.run_beside(partial(self.put, item))
+            return
+        self._items.append(item)
+        if not self._taking:
+            self._take_all()
+
+    def _take_all(self) -> None:
+        items, handler = self._items, self.handler
+        self._taking = True
+        while items and self.alive and not self.stopped and not self.hogged:
+            item = items.popleft()
+            if type(item) is Incoming:
+                known = item.stream is handler.stream
+                handler.take(item)
+                if known:
+                    self.job.happened(_GOT[type(item.parcel.message)], self.rank)
+                continue
+            if type(item) is ev.GateClosed:
+                self._gave_up_waiting = not item.report.closed
+                self._acknowledge(item.report)
+            handler.take(item)
+        self._taking = False
         self._schedule_tick()
 
+    def _acknowledge(self, report: StateReport) -> None:
+        if report.closed:
+            self.acknowledged = max(self.acknowledged, report.freeze_id)
+
     def _schedule_tick(self) -> None:
-        deadline = self._deadline = machine.next_deadline(self.state)
-        if deadline is not None and deadline < self._tick_at:
-            self._tick_by(deadline)
+        due = self.handler.due()
+        if due < self._tick_at and self.alive:
+            self._tick_by(due)
 
-    def _tick_by(self, deadline: float) -> None:
-        self._tick_at = deadline
-        due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
-        self.job.scheduler.at(due, partial(self._tick_beside, deadline))
+    def _tick_by(self, due: float) -> None:
+        self._tick_at = due
+        moment = due if self.ahead_s == 0.0 else due - self.ahead_s + ROUNDING_S
+        self.job.scheduler.at(moment, partial(self._tick_beside, due))
 
-    def _tick_beside(self, deadline: float) -> None:
+    def _tick_beside(self, due: float) -> None:
         if self.alive and not self.stopped and not self.hogged:
-            self._tick(deadline)
+            self._tick(due)
         else:
-            self.run_beside(partial(self._tick, deadline))
+            self.run_beside(partial(self._tick, due))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
-            return  # the machine has asked for an earlier one since
+            return  # an earlier one was asked for since
         self._tick_at = inf
-        deadline = self._deadline
-        if deadline is not None and deadline > asked_for:
-            self._tick_by(deadline)  # something has happened since
+        due = self.handler.due()
+        if due > asked_for:
+            self._tick_by(due)  # something has happened since
         else:
             self.tick()
 
     def tick(self) -> None:
-        self._work_done += self._updating or self.work.gets_on
-        self.step(ev.Tick(self.gate.phase, self.gate.step, self.waiting, self._paused, self._work_done))
+        self._taking = True
+        self.handler.tick()
+        self._take_all()
 
     def count_work(self) -> None:
         """A piece of work is done: it counts, however short it was."""
         self._work_done += 1
 
-    def _carry_out(self, effect: ev.Effect) -> None:
-        match effect:
-            case ev.Connect(address):
-                self.job.abandon_stream(self)
-                self._current = None
-                self._attempts += 1
-                self.later(self.job.rng.uniform(0.001, 0.01), partial(self._connect, address, self._attempts))
-            case ev.CloseGate(freeze_id):
-                self._close_gate(freeze_id)
-            case ev.OpenGate() | ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint():
-                self.work.submit(effect)
-            case ev.ExitProcess(code, reason):
-                self.job.note(f"rank {self.rank} leaves with {code}: {reason}")
-                self.job.process_gone(self, f"exit code {code}")
-            case ev.Release():
-                self.released = True
-                self.job.process_gone(self, "exit code 0" if self.started else "exit code 1")
-            case ev.Log() | ev.SaveStacks():
-                pass
+    # --- the ports of the handler ---
+
+    def submit(self, task: Task) -> None:
+        self.work.submit(task)
+
+    def open_stream(self, address: Any, fence: int) -> RankStream:
+        stream = RankStream(self, self.job.controller_at(address), fence)
+        self.later(self.job.rng.uniform(0.001, 0.01), stream.dial)
+        return stream
+
+    def paused(self) -> bool:
+        return self._paused
+
+    def work_done(self) -> int:
+        self._work_done += self._updating or self.work.gets_on
+        return self._work_done
+
+    def checkpoint(self) -> str:
+        return ""
+
+    def lost_parent(self) -> str:
+        lost, self._lost_launcher = self._lost_launcher, ""
+        return lost
+
+    def welcomed(self, welcome: Welcome) -> None:
+        if not self.started:
+            self.started, self.started_s = True, self.job.scheduler.now
+            self.soon(0.001, self._compute)
+
+    def release(self) -> None:
+        self.released = True
+        self.job.process_gone(self, "exit code 0" if self.started else "exit code 1")
+
+    def leave(self, code: int, reason: str) -> None:
+        self.job.note(f"rank {self.rank} leaves with {code}: {reason}")
+        self.job.process_gone(self, f"exit code {code}")
+
+    def save_stacks(self, reason: str) -> None:
+        """A simulated rank has none."""
+
+    def say(self, level: int, text: str) -> None:
+        """What the handler logs as an error is one of the protocol: no simulated fault is a reason for it."""
+        if level >= logging.ERROR:
+            raise sys.exception() or AssertionError(text)
 
     # --- the stream ---
 
-    def _connect(self, address: str, attempt: int) -> None:
-        if attempt != self._attempts:
-            return  # it has gone on meanwhile
-        controller = self.job.controller_at(address)
-        if controller.gone:
-            answered = max(self.route.held_until.values())
-            if answered > self.job.scheduler.now:
-                self.later(answered - self.job.scheduler.now, partial(self._refused, attempt, _REFUSED))
-            else:
-                self._refused(attempt, _REFUSED)
-            return
-        self.stream = self._current = stream = Stream(
-            self.rank, self.job.scheduler, self.job.rng, self.job.slowest_s, controller, self.route
-        )
-
-        def answer() -> None:
-            stream.carry(DOWN, lambda *_: self.run_beside(partial(self._greeted, stream)), None)
-
-        stream.carry(UP, lambda *_: controller.when_running(answer), None)
-
-    def _refused(self, attempt: int, answer: ev.Disconnected) -> None:
-        if attempt == self._attempts and self._current is None:
-            self.step(answer)
-
-    def _greeted(self, stream: Stream) -> None:
-        if self.stream is not stream or self._greeted_on is stream:
-            return
-        self._greeted_on = stream
-        if stream.controller.term < self.fence:
-            self.job.abandon_stream(self)
-            self.step(ev.Disconnected("it is fenced", refused=True))
-            return
-        self.fence = stream.controller.term
-        self.step(ev.Connected(self.registration()))
-        self.job.happened("registers", self.rank)
-
     def disconnected(self, stream: Stream) -> None:
-        """A stream broke; unless this rank has turned to another since."""
-        if self._current is stream:
-            self._current = None
-            self.step(ev.Disconnected("stream broke"))
+        """The processor learns that a stream broke."""
+        assert isinstance(stream, RankStream)
+        self.put(Closed(stream, "stream broke"))
 
     def registration(self) -> Registration:
         groups = tuple(ShardGroup(g, f"shard {g}", GROUP_BYTES) for g in self.job.training.groups_of(self.rank))
@@ -273,7 +305,7 @@ class Rank:
     @property
     def attached(self) -> Stream | None:
         """The stream on which it has registered, None while there is none."""
-        return self._current if self.state.link is Link.UP else None
+        return self.stream if self.state.link is Link.UP else None
 
     def _start_failed(self) -> None:
         if not self.started:
@@ -281,35 +313,40 @@ class Rank:
 
     def take_in(self, stream: Stream, message: Downward) -> None:
         """The network brings a message: it is read as soon as the processor's threads run."""
-        if self.alive and not self.stopped and not self.hogged:
-            self.receive(stream, message)
-        else:
-            self.run_beside(partial(self.receive, stream, message))
-
-    def receive(self, stream: Stream, message: Downward) -> None:
-        if stream is not self.stream:
-            return
-        if not self.started and isinstance(message, Welcome):
-            self.started, self.started_s = True, self.job.scheduler.now
-            self.soon(0.001, self._compute)
-        self.step(_HEARD_BEAT if message is BEAT else ev.Received(message))
-        self.job.happened(_GOT[type(message)], self.rank)
+        if isinstance(stream, RankStream):  # else another process in this one's place has it
+            self.put(stream.beat if message is BEAT else stream.incoming(message))
 
     # --- the gate ---
 
-    def _close_gate(self, freeze_id: int) -> None:
-        self.gate.bar(freeze_id)
-        if not self.gate.busy:
-            self.gate_closed(freeze_id)
+    def pass_gate(self, enter: Callable[[], None], go_on: Callable[[], None]) -> None:
+        """Training thread: call the gate, and go on once that lets it pass."""
+        try:
+            enter()
+        except Blocked:
+            self._blocked.append((enter, go_on))
         else:
-            self.work.submit(ev.CloseGate(freeze_id))
+            go_on()
 
-    def gate_closed(self, freeze_id: int) -> None:
-        """The gate is closed, or could not be closed in time."""
-        report = self.gate.report(freeze_id)
-        if report.closed:
-            self.acknowledged = freeze_id
-        self.step(ev.GateClosed(report))
+    def pass_on(self) -> None:
+        """The gate may be open, or its lock free: who waits asks again."""
+        blocked, self._blocked = self._blocked, []
+        for enter, go_on in blocked:
+            self.pass_gate(enter, go_on)
+
+    def freed(self) -> None:
+        """An update or a roll forward has ended, and has given the gate's lock back."""
+        if self._gave_up_waiting:
+            self._gave_up_waiting, self.closed_late_s = False, self.job.now
+        self.waits.gates_lock.freed()
+        self.pass_on()
+
+    def report(self) -> StateReport:
+        """Return what is so at this moment, whatever the gate would report."""
+        gate = self.gate
+        return StateReport(
+            self.rank, gate.freeze_id, not self.waits.gates_lock.owner, gate.phase, gate.step, gate.state_step, gate.torn,
+            gate.backup_step, gate.records, gate.final,
+        )  # fmt: skip
 
     # --- the training thread ---
 
@@ -321,51 +358,58 @@ class Rank:
             self.soon(self.pauses.pop(step), self._end_pause)
             return
         if step > self.job.training.steps:
-            self.step(ev.TrainReturned())
+            self.put(ev.TrainReturned())
             return
+        self.pass_gate(partial(self.gate.computing, step), partial(self._computing, step))
 
-        def computing() -> None:
-            self.gate.compute(step)
-            self.job.happened(f"COMPUTE {step}", self.rank)
-            seconds = self.job.rng.uniform(0.005, 0.04)
-            if step in self.slow_compute:
-                seconds = self.slow_compute[step]
-                self.job.struck("slow rank" if seconds < inf else "hang in compute", self.rank)
-            if seconds < inf:
-                self.soon(seconds, partial(self._pass_gate_to_ready, step))
-
-        self.gate.enter(computing)
+    def _computing(self, step: int) -> None:
+        self.replica.compute(step)
+        self.job.happened(f"COMPUTE {step}", self.rank)
+        seconds = self.job.rng.uniform(0.005, 0.04)
+        if step in self.slow_compute:
+            seconds = self.slow_compute[step]
+            self.job.struck("slow rank" if seconds < inf else "hang in compute", self.rank)
+        if seconds < inf:
+            self.soon(seconds, partial(self._come_to_ready, step))
 
     def _end_pause(self) -> None:
         self._paused = False
         if not self.main_raised:
             self._compute()
 
-    def _pass_gate_to_ready(self, step: int) -> None:
-        if self.main_raised:
-            return
-        self.gate.enter(partial(self._ready, step))
+    def _come_to_ready(self, step: int) -> None:
+        if not self.main_raised:
+            self.pass_gate(partial(self._say_ready, step), partial(self._ready, step))
+
+    def _say_ready(self, step: int) -> None:
+        if not self.main_raised:  # while it waited
+            self.gate.ready(step)
 
     def _ready(self, step: int) -> None:
         if self.main_raised:
             return
-        self.gate.ready(step)
+        self.replica.reduced(step)
         self.job.happened(f"READY {step}", self.rank)
         members = self.job.training.collectives(self.rank)
-        self.waiting = True
-        if self.noticed:
+        self.gate.waiting = True
+        if self.gate.notice:
             self.job.told_to_leave.add((members, step))
-        go_on = partial(self.run, partial(self.gate.enter, partial(self._update, step)))
+        update = partial(self.pass_gate, partial(self._begin_update, step), partial(self._update, step))
+        go_on = partial(self.run, update)
         if step in self.late_results:
             go_on = partial(self.job.scheduler.after, self.late_results[step], go_on)
         self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed)
 
+    def _begin_update(self, step: int) -> None:
+        if not self.main_raised:
+            self.gate.begin_update(step, self.job.training.record(step), self.replica.copy_step)
+
     def _update(self, step: int) -> None:
         if self.main_raised:
             return
-        self.waiting = False
+        self.gate.waiting = False
         self.job.update_begins(self, step)
-        self.gate.begin(self.job.training.record(step))
+        self.replica.begin(self.job.training.record(step))
         self.job.happened(f"UPDATING {step}", self.rank)
         if self.hang_update_at and step >= self.hang_update_at:
             self.job.struck("hang in update", self.rank)
@@ -379,10 +423,12 @@ class Rank:
         if self.gate.torn:
             return
         self.count_work()
-        self.gate.end()
+        self.replica.end()
+        self.gate.end_update(step)
+        self.freed()
         self.job.happened(f"DONE {step}", self.rank)
         members = self.job.everybody
-        self.waiting = True
+        self.gate.waiting = True
         self.job.collectives.enter(
             "gather", step, members, self.rank, partial(self.run, self._after_gather), self._peer_failed
         )
@@ -393,9 +439,10 @@ class Rank:
             return
         if (self.job.training.collectives(self.rank), step) in self.job.told_to_leave:
             self.job.happened("boundary", self.rank)
-            self.step(ev.BoundaryReached(step))  # the training thread waits here for the end of the process
+            with contextlib.suppress(Blocked):  # here the training thread waits for the end of the process
+                self.gate.boundary(step)
             return
-        self.waiting = False
+        self.gate.waiting = False
         self._compute()
 
     def _peer_failed(self) -> None:
@@ -403,8 +450,11 @@ class Rank:
 
     def notice(self) -> None:
         """SIGTERM: the training thread takes it along to the next spanning collective."""
-        self.noticed = True
-        self.step(ev.Noticed("SIGTERM"))
+        self.gate.notice = True
+        self.put(ev.Noticed("SIGTERM"))
+
+    def lose_launcher(self) -> None:
+        self._lost_launcher = "the launcher is gone"
 
     def fault(self, kind: CauseKind, text: str) -> None:
         """The training thread raises; in the middle of an update that tears the state."""
@@ -412,10 +462,13 @@ class Rank:
             return
         if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
             self.main_raised = True
-            if self.gate.busy and not self.gate.final:
-                self._updating = False
-                self.gate.fail()
-        self.step(ev.LocalFault(Cause(kind, (self.rank,), text), ""))
+            self._updating = False
+            lock = self.waits.gates_lock
+            lock.asking = TRAINING
+            self.gate.abandon()
+            lock.asking = ""
+            self.freed()
+        self.put(ev.LocalFault(Cause(kind, (self.rank,), text), ""))
 
     @property
     def phase(self) -> Phase:

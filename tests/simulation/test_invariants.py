@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.checks import violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
-from tests.simulation.gate import Gate
+from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
 from tests.simulation.work import Worker
@@ -55,7 +55,7 @@ def test_right_ones_are_not_caught() -> None:
 def test_a_publisher_that_does_not_look_at_sizes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, disk: Disk, order: Any) -> Manifest:
         names = tuple(file.name for result in order.results for file in result.files)
-        return Manifest(order.step, names, self.gate.host_states[order.step])
+        return Manifest(order.step, names, self.replica.host_states[order.step])
 
     monkeypatch.setattr(Worker, "_manifest", wrong)
     caught("I5", with_fault("torn write"))
@@ -73,11 +73,11 @@ def test_a_writer_that_takes_a_failed_fsync_for_done_is_caught(monkeypatch: pyte
 def test_a_data_position_of_another_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer notes what it remembers before it has drawn the step's batch."""
 
-    def wrong(self: Gate, step: int) -> None:
-        self.phase, self.step, self.gradients_of = Phase.READY, step, step
+    def wrong(self: Replica, step: int) -> None:
+        self.gradients_of = step
         self.host_states[step] = self.host_states.get(step - 1, 0)
 
-    monkeypatch.setattr(Gate, "ready", wrong)
+    monkeypatch.setattr(Replica, "reduced", wrong)
     caught("I12")
 
 
@@ -165,7 +165,7 @@ def test_a_newer_step_that_is_given_up_for_a_local_copy_is_caught(monkeypatch: p
         job = scenario.job
         job.training = replace(job.training, local_copy=True)
         for process in job.ranks:
-            process.gate.training = job.training
+            process.replica.training = job.training
         for rank in (0, 2):
             job.ranks[rank].late_results[3] = 1.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
-from tests.simulation.network import Stream
+from tests.simulation.network import RankStream
 from tests.simulation.scenario import build
 from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout, even
@@ -79,9 +79,7 @@ def test_what_comes_to_a_rank_that_is_stopped_and_held_at_once_is_read_in_the_or
 ) -> None:
     """A queue in the memory of a process keeps its order, whatever keeps the process from reading it (seed 992065550)."""
     process = build(1, even(4), faults=False).job.ranks[2]
-    stream = process.stream = Stream(
-        2, process.job.scheduler, process.job.rng, 0.0, process.job.controller, process.route
-    )
+    stream = process.handler.stream = RankStream(process, process.job.controller, 0)
     came: list[object] = []
 
     def take(state: ProcessorState, event: Event, now: float) -> tuple[ProcessorState, tuple[Effect, ...]]:

@@ -36,7 +36,7 @@ class Snapshot:
             job.training.local_copy
         ):  # a step that not all have is not waited for: who ended it just now has not told yet
             ranks = [rank for rank in ranks if rank.closed_late_s < job.now - LATE_CLOSING_S]
-        return cls(verdict, job.now, tuple(rank.gate.report(rank.gate.freeze_id) for rank in ranks))
+        return cls(verdict, job.now, tuple(rank.report() for rank in ranks))
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
         """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""

@@ -1,4 +1,4 @@
-"""One simulated rank's work thread: closing and opening the gate, rolling forward, writing, publishing; one task at a time."""
+"""One simulated rank's work thread: the shipped `Tasks`, and a holder whose rolling, writing and publishing take simulated time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name, look_at
+from tests.simulation.waits import Blocked
+from ttp.errors import TornShare
 from ttp.processor import events as ev
-from ttp.proto.messages import CommitRecord, FileEntry, Part, PublishOrder, ShareResult, WriteOrder
+from ttp.processor.worker import Held, Task, Tasks
+from ttp.proto.messages import FileEntry, Part, PublishOrder, ShareResult, WriteOrder
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
@@ -16,13 +19,20 @@ if TYPE_CHECKING:
 FREEZE_TIMEOUT_S = 0.5
 
 
+def unheard(level: int, text: str) -> None:
+    """A log line that nobody reads."""
+
+
 class Worker:
     """Does what the processor's machine orders. What takes a while ends in a callback, which a dead rank never comes to."""
 
     def __init__(self, process: Rank) -> None:
         self.process = process
-        self.job, self.rank, self.gate = process.job, process.rank, process.gate
-        self._tasks: list[ev.Effect] = []
+        self.job, self.rank, self.replica = process.job, process.rank, process.replica
+        self.tasks = Tasks(process.gate, FREEZE_TIMEOUT_S, unheard)
+        self._queue: list[Task] = []
+        self._task: Held
+        """The holder's."""
         self._written: dict[tuple[str, int, tuple[Part, ...]], File] = {}
         self._files = 0
         self._busy = False
@@ -37,15 +47,15 @@ class Worker:
         """Return which directory this rank sees under the ordered name."""
         return self.job.root_of(self.rank, order.directory)
 
-    def submit(self, task: ev.Effect) -> None:
-        self._tasks.append(task)
+    def submit(self, task: Task) -> None:
+        self._queue.append(task)
         self._work()
 
     def _work(self) -> None:
-        if self._busy or not self._tasks:
+        if self._busy or not self._queue:
             return
         self._busy = True
-        task = self._tasks.pop(0)
+        task = self._queue.pop(0)
         self._held_up(type(task).__name__, partial(self._begin, task))
 
     def _held_up(self, step: str, go_on: Callable[[], None], delay_s: float = 0.0) -> None:
@@ -65,76 +75,77 @@ class Worker:
         self.process.count_work()
         go_on()
 
-    def _begin(self, task: ev.Effect) -> None:
+    def _begin(self, task: Task, in_vain: bool = False) -> None:
+        """Begin a task. One that would wait for the gate is begun again when that is free, or `in_vain` when its time is over."""
+        lock = self.process.waits.gates_lock
+        lock.in_vain = in_vain
+        try:
+            answer = self.tasks.begin(task)
+        except Blocked as blocked:
+            self._begin_later(task, blocked.timeout_s)
+            return
+        finally:
+            lock.in_vain = False
+        self.process.pass_on()
+        if answer is not None or not isinstance(task, Held):
+            self._next(answer)
+        elif self.process.hang_work:
+            self.job.struck("hanging work", self.rank)  # for ever
+        else:
+            self._hold_to(task)
+
+    def _begin_later(self, task: Task, timeout_s: float) -> None:
+        waiting = [True]
+
+        def again(in_vain: bool) -> None:
+            if waiting:
+                waiting.clear()
+                self._begin(task, in_vain)
+
+        lock = self.process.waits.gates_lock
+        lock.when_free(lambda: self.process.run_beside(partial(again, False)))
+        self.process.later(timeout_s, partial(again, True))
+
+    def _hold_to(self, task: Held) -> None:
+        """Begin what the holder does of a task."""
+        self._task = task
         match task:
-            case ev.WriteShare(order) | ev.PublishCheckpoint(order) if order.freeze_id < self.gate.freeze_id:
-                stage = "write" if isinstance(order, WriteOrder) else "publish"
-                self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, "taken back"))
-            case ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint() if self.process.hang_work:
-                self.job.struck("hanging work", self.rank)  # for ever
-            case ev.CloseGate(freeze_id):
-                self._wait_for_update(freeze_id)
-            case ev.OpenGate(freeze_id):
-                self.gate.thaw(freeze_id)
-                self._next()
-            case ev.ApplyUpdate(freeze_id, record):
-                self._roll_forward(freeze_id, record)
-            case ev.WriteShare(order):
-                self._begin_write(order)
-            case ev.PublishCheckpoint(order):
-                self._begin_publish(order)
+            case ev.ApplyUpdate(_, record):
+                self.job.happened("rolling", self.rank)
+                self.replica.begin(record)
+                self._later("roll", 0.02, self._end_roll)
+            case ev.WriteShare(write):
+                self._begin_write(write)
+            case ev.PublishCheckpoint(publish):
+                self._begin_publish(publish)
+
+    def _done(self, result: object) -> None:
+        self._next(self.tasks.done(self._task, result))
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, DiskError) and error.kind:
+            self.job.struck(error.kind, self.rank)
+        if isinstance(error, DiskError) and error.torn:
+            error = TornShare(str(error), error.torn)
+        self._next(self.tasks.failed(self._task, error))
 
     def _next(self, answer: ev.Event | None = None) -> None:
         self._busy = self.writing = self.publishing = False
         if answer is not None:
-            self.process.step(answer)
+            self.process.put(answer)
         self._work()
 
     def _later(self, step: str, slowest_s: float, act: Callable[..., None], *arguments: object) -> None:
         """Go on with a step after a random while."""
         self._held_up(step, partial(act, *arguments), self.job.rng.uniform(slowest_s / 10, slowest_s))
 
-    # --- the gate ---
-
-    def _wait_for_update(self, freeze_id: int) -> None:
-        waiting = [True]
-
-        def report() -> None:
-            if waiting:
-                waiting.clear()
-                self.process.gate_closed(freeze_id)
-                self._next()
-            elif self.gate.freeze_id == freeze_id and self.gate.barred:  # it was reported as not closed before
-                self.process.closed_late_s = self.job.now
-                self.process.later(self.job.rng.uniform(0.0, 0.2), partial(self._closed_late, freeze_id))
-
-        def give_up() -> None:
-            if waiting:
-                report()
-
-        self.gate.when_free(lambda: self.process.run_beside(report))
-        self.process.later(FREEZE_TIMEOUT_S, give_up)
-
-    def _closed_late(self, freeze_id: int) -> None:
-        if self.gate.freeze_id == freeze_id and self.gate.barred:
-            self.process.gate_closed(freeze_id)
-
-    def _roll_forward(self, freeze_id: int, record: CommitRecord) -> None:
-        if not self.gate.can_roll(record):
-            self._next(ev.WorkFailed(freeze_id, "roll_forward", "", f"not READY({record.step})"))
-            return
-        self.job.happened("rolling", self.rank)
-        self.gate.start_roll(record)
-        self._later("roll", 0.02, self._end_roll, freeze_id, record)
-
-    def _end_roll(self, freeze_id: int, record: CommitRecord) -> None:
+    def _end_roll(self) -> None:
         if self.process.break_roll:
             self.job.struck("failing roll-forward", self.rank)
-            self.gate.fail()
-            self._next(ev.WorkFailed(freeze_id, "roll_forward", "", "raised half way"))
+            self._failed(RuntimeError("raised half way"))
         else:
-            self.gate.end()
-            self._next(ev.RollForwardDone(freeze_id, record.step))
+            self._done(self.replica.end())
+        self.process.freed()
 
     # --- writing ---
 
@@ -143,7 +154,7 @@ class Worker:
         name = f"r{self.rank}_{self._files}"
         self._files += 1
         self.writing = True
-        before = dict(self.gate.held(order.step))
+        before = dict(self.replica.held(order.step))
         self.job.disk.write(self._root(order), order.tmp_name, name, File((), False))
         # Where an earlier attempt's file has the same parts of the same state, it gets a second name.
         known = self._written.get(self._reuse_key(order))
@@ -156,7 +167,7 @@ class Worker:
         return order.directory, order.step, order.parts
 
     def _end_write(self, order: WriteOrder, name: str, before: dict[str, int], known: File | None) -> None:
-        after = self.gate.held(order.step)
+        after = self.replica.held(order.step)
         if any(before[part.group_id] != after[part.group_id] for part in order.parts):
             self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
         parts = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
@@ -165,11 +176,11 @@ class Worker:
             file = known if known is not None and whole else self._write(order, name, parts)
             self.job.disk.write(self._root(order), order.tmp_name, name, file)
         except DiskError as error:
-            self._failed(order, "write", error)
+            self._failed(error)
             return
         self._written[self._reuse_key(order)] = file
         entry = FileEntry(name, PART_BYTES * len(parts), "0", self.rank)
-        self._next(ev.WriteDone(order, ShareResult((entry,))))
+        self._done(ShareResult((entry,)))
 
     def _write(self, order: WriteOrder, name: str, parts: tuple[tuple[str, int, int, int], ...]) -> File:
         disk, where = self.job.disk, (self.rank, self._root(order))
@@ -181,11 +192,6 @@ class Worker:
             self.job.struck("torn write", self.rank)
             return File((), True)
         return File(parts, True)
-
-    def _failed(self, order: WriteOrder | PublishOrder, stage: str, error: DiskError) -> None:
-        if error.kind:
-            self.job.struck(error.kind, self.rank)
-        self._next(ev.WorkFailed(order.freeze_id, stage, order.tmp_name, str(error), error.torn))
 
     # --- publishing: manifest, rename, tracker, answer; each a moment of its own, so that death may come between ---
 
@@ -202,7 +208,7 @@ class Worker:
                 manifest = self._manifest(disk, order)
                 disk.check_fsync(self.rank, order.directory)
             except DiskError as error:
-                self._failed(order, "publish", error)
+                self._failed(error)
                 return
             disk.directories[here].manifest = manifest
         self._later("rename", 0.005, self._rename, order)
@@ -215,7 +221,7 @@ class Worker:
             raise DiskError(f"{order.tmp_name} is gone")
         entries = [file for result in order.results for file in result.files]
         look_at(here.files, entries)
-        host_state = self.gate.host_states.get(order.step)
+        host_state = self.replica.host_states.get(order.step)
         if host_state is None:
             raise DiskError(f"no host state of step {order.step} is kept")
         return Manifest(order.step, tuple(entry.name for entry in entries), host_state, record=order.record)
@@ -229,7 +235,7 @@ class Worker:
                     self.job.renamed(order.directory, order.step)
             disk.check_fsync(self.rank, order.directory)
         except DiskError as error:
-            self._failed(order, "publish", error)
+            self._failed(error)
             return
         self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)
@@ -243,5 +249,5 @@ class Worker:
         except DiskError as error:
             self.job.struck(error.kind, self.rank)
         self.job.happened("tracker replaced", self.rank)
-        done = ev.PublishDone(order, f"{order.directory}/{final_name(order.step)}")
-        self.process.run_beside(partial(self._held_up, "answer", partial(self._next, done)))
+        path = f"{order.directory}/{final_name(order.step)}"
+        self.process.run_beside(partial(self._held_up, "answer", partial(self._done, path)))

@@ -32,6 +32,7 @@ from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
 from ttp.controller.state import ControllerState, Stage
+from ttp.processor.gate import Gate
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -123,7 +124,12 @@ def rolls_who_is_not_ready(patch: Patch) -> None:
         return decide(groups, claimed, *rest)
 
     with_decide(patch, wrong)
-    patch.setattr("tests.simulation.gate.Gate.can_roll", lambda self, record: not self.busy)
+
+    def begins(self: Gate, record: CommitRecord) -> None:
+        self._acquire(timeout=1.0)
+        self._final, self._phase = True, Phase.UPDATING
+
+    patch.setattr(Gate, "start_roll_forward", begins)
 
 
 def record_of_an_older_step(patch: Patch) -> None:

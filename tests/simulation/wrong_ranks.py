@@ -9,15 +9,15 @@ import pytest
 
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk, File, Manifest, final_name
-from tests.simulation.gate import Gate
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, key_of
 from tests.simulation.rank import Rank
 from tests.simulation.work import Worker
 from ttp.processor import orders
 from ttp.processor import transitions as tables
-from ttp.processor.events import GateClosed, OpenGate
-from ttp.proto.messages import PublishOrder, Thaw, WriteOrder
+from ttp.processor.events import OpenGate
+from ttp.processor.gate import Gate
+from ttp.proto.messages import Phase, PublishOrder, StateReport, Thaw, WriteOrder
 
 Patch = pytest.MonkeyPatch
 
@@ -28,24 +28,28 @@ Patch = pytest.MonkeyPatch
 def gate_stays_open(patch: Patch) -> None:
     """The freeze is acknowledged, and nothing is held up."""
 
-    def wrong(self: Gate, freeze_id: int) -> None:
-        self.freeze_id = freeze_id
+    def wrong(self: Gate, freeze_id: int) -> int:
+        self._freeze_id = freeze_id
+        self._ticket += 1
+        return self._ticket
 
-    patch.setattr(Gate, "bar", wrong)
+    patch.setattr(Gate, "shut", wrong)
 
 
 def ready_passes_a_closed_gate(patch: Patch) -> None:
     """A rank that reported COMPUTE goes on into the collective, and another gets a record that nobody can use."""
-    patch.setattr(Rank, "_pass_gate_to_ready", Rank._ready)
+
+    def wrong(self: Gate, step: int) -> None:
+        self._step, self._phase = step, Phase.READY
+
+    patch.setattr(Gate, "ready", wrong)
 
 
 def reports_before_the_update_ends(patch: Patch) -> None:
-    def wrong(self: Rank, freeze_id: int) -> None:
-        self.gate.bar(freeze_id)
-        self.acknowledged = freeze_id
-        self.step(GateClosed(replace(self.gate.report(freeze_id), closed=True)))
+    def wrong(self: Gate, ticket: int, freeze_id: int, timeout_s: float) -> StateReport:
+        return self._report(freeze_id, closed=True)
 
-    patch.setattr(Rank, "_close_gate", wrong)
+    patch.setattr(Gate, "settle", wrong)
 
 
 def gate_opens_for_a_writer(patch: Patch) -> None:
@@ -54,8 +58,10 @@ def gate_opens_for_a_writer(patch: Patch) -> None:
 
     def wrong(self: Worker, order: WriteOrder) -> None:
         begin(self, order)
-        self.gate.final = False
-        self.gate.thaw(self.gate.freeze_id)
+        gate = self.process.gate
+        gate._final = False
+        gate.thaw(gate.freeze_id)
+        self.process.pass_on()
 
     patch.setattr(Worker, "_begin_write", wrong)
 
@@ -95,13 +101,8 @@ def orders_are_carried_out_twice(patch: Patch) -> None:
 
 def term_is_not_checked(patch: Patch) -> None:
     """Ranks go back to a lower term, and the freezes of two controllers mix."""
-    greeted = Rank._greeted
-
-    def wrong(self: Rank, stream: Any) -> None:
-        self.fence = 0
-        greeted(self, stream)
-
-    patch.setattr(Rank, "_greeted", wrong)
+    open_stream = Rank.open_stream
+    patch.setattr(Rank, "open_stream", lambda self, address, fence: open_stream(self, address, 0))
     patch.setattr(Controller, "_supersede", lambda self, older: None)
 
 
@@ -177,6 +178,6 @@ def piece_without_looking_at_sizes(patch: Patch) -> None:
 
     def wrong(self: PieceWorker, order: PublishOrder, claim: str) -> Manifest:
         names = tuple(file.name for result in order.results for file in result.files)
-        return Manifest(order.step, names, self.gate.host_states.get(order.step, 0), order.term, order.tmp_name)
+        return Manifest(order.step, names, self.replica.host_states.get(order.step, 0), order.term, order.tmp_name)
 
     patch.setattr(PieceWorker, "_piece", wrong)
