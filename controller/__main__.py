@@ -31,9 +31,10 @@ from ttp.errors import ControllerError
 from ttp.proto.transport import grpc, join_address
 
 from .agent_link import request_shutdown
-from .driver import Driver, LeaveIfAlone, LeaveIfIdle
+from .driver import Driver
 from .events import ControllerSettings
 from .guardians import Guardians
+from .handler import LeaveIfAlone, LeaveIfIdle
 from .journal import Journal
 from .process import CANNOT_LISTEN, CANNOT_WRITE
 from .server import GRACE_S, ControlService, add_service, make_server

@@ -1,119 +1,22 @@
-"""Runs the controller's machine on one thread: what the streams say goes in, what the machine orders goes out.
+"""Runs the controller: `Handler` on one thread, with a queue before it.
 
-Owns the routes (which stream a rank is on now) and the machine's state. Streams only enqueue (`ControllerInbox`), so the
-machine needs no lock. Never decides: all decisions are the machine's. Knows nothing of gRPC: a stream is a `Link`.
+Streams only enqueue (`ControllerInbox`), so the machine needs no lock. `handler.py` says what is done with an item.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
+from collections.abc import Callable
 
-from ttp.controller import machine
-from ttp.errors import ProtocolError
-from ttp.proto.codec import CodecError, UpwardParcel
-from ttp.proto.messages import (
-    AgentHello,
-    Beat,
-    Downward,
-    Exit,
-    Freeze,
-    Heartbeat,
-    Published,
-    Registration,
-    Upward,
-    Welcome,
-    WorkerExit,
-    WriteOrder,
-)
-from ttp.proto.status import JobStatus, PublishedCheckpoint
-
-from .events import (
-    Beats,
-    ControllerSettings,
-    Effect,
-    Event,
-    Finish,
-    Received,
-    Send,
-    StreamClosed,
-    Supersede,
-    Tell,
-    Tick,
-)
-from .events import Journal as JournalEffect
+from .events import ControllerSettings
+from .handler import Handler, Item
 from .journal import Journal
-from .state import Stage
-from .status import job_status
 
-TICK_S = 0.25
-"""Longest time between two ticks."""
-
-
-Addressed = tuple[tuple[int, ...], Downward]
-"""A message and the ranks of one stream that it is for."""
-
-
-class Link(Protocol):
-    """One stream, as the driver sees it; methods are called on the driver's thread and must not block."""
-
-    def send(self, messages: Sequence[Addressed]) -> None:
-        """Queue messages, in order, as one envelope. Raises CodecError, with none queued, for what the wire cannot carry."""
-
-    def reject(self, text: str) -> None:
-        """End the stream with this explanation."""
-
-    def finish(self) -> None:
-        """End the stream once everything queued has been sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    link: Link
-    parcel: UpwardParcel
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class StatusAsked:
-    reply: Callable[[JobStatus], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveIfIdle:
-    """Nobody will come to this controller any more; one that ranks have come to stays until its work is done."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveIfAlone:
-    """A signal has come that may have been meant for all processes of the job: its ranks need this one to save what they have. It
-    leaves once they have been gone for a lease; a broken stream comes back sooner."""
-
-    reason: str
-    guarded: bool = False
-    """The processes that it was started for run: a standby stays, for its ranks may still have to come to it."""
-
-
-Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle | LeaveIfAlone
+LEAST_WAIT_S = 0.002
+"""A machine that is due all the time is asked so often, not at full speed."""
 
 
 class Driver:
@@ -130,24 +33,11 @@ class Driver:
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """`supersede(address)`: tell the controller there, if there is one, that this one takes over; must not block."""
-        self._settings = settings
         self._journal = journal
         self._on_finish = on_finish
-        self._supersede = supersede
         self._clock = clock
-        self._unix_clock = unix_clock
+        self._handler = Handler(settings, journal, supersede=supersede, clock=clock, unix_clock=unix_clock)
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._state: Any = None
-        self._finished = ""
-        self._leaves_when_alone = ""
-        """Why; empty: it was not told to."""
-        self._alone_since = float("-inf")  # nobody has come yet: nobody comes back
-        self._routes: dict[int, Link] = {}
-        self._carried: dict[Link, set[int]] = {}  # the routes' inverse
-        self._agents: dict[str, Link] = {}
-        self._outgoing: dict[Link, list[Addressed]] = {}  # gathered since the last flush
-        self._beats: dict[int, Heartbeat] = {}
-        self._published: PublishedCheckpoint | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-controller", daemon=True)
 
     def start(self) -> None:
@@ -160,228 +50,16 @@ class Driver:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        now = self._clock()
-        self._state = machine.initial(self._settings, now)
-        self._journal.starting_state(self._state)
-        next_tick = next_beat = now + TICK_S
-        while not self._finished:
-            due = min(next_tick, next_beat, self._deadline())
+        handler = self._handler
+        handler.begin()
+        while not handler.finished:
+            due = handler.due(self._clock() + LEAST_WAIT_S)
             with contextlib.suppress(queue.Empty):
                 item = self._queue.get(timeout=max(0.0, due - self._clock()))
                 self._journal.driver_busy()
-                self._take(item)
-            now = self._clock()
-            if now > due + TICK_S:  # stopped itself, or starved: the ranks' lease begins anew
-                self._alone_since = max(self._alone_since, now)
-            if now >= due:  # also when messages keep coming
-                next_tick = now + TICK_S
-                self._step(Tick(), now)
-            if now >= next_beat:
-                next_beat = now + self._settings.heartbeat_s
-                self._beat()
-            if self._leaves_when_alone and self._is_alone(now):
-                self._stop(self._leaves_when_alone)
-            self._flush()
-            if self._journal.wants_state:
-                self._journal.starting_state(self._state)
+                handler.take(item)
+            handler.advance(due)
             if self._queue.empty():
                 self._journal.driver_idle()
         self._journal.driver_idle()
-        self._on_finish(self._finished)
-
-    def _deadline(self) -> float:
-        """The machine's deadline; one that a tick did not move is tried again a little later, not at full speed."""
-        deadline = machine.next_deadline(self._state)
-        return float("inf") if deadline is None else max(deadline, self._clock() + 0.002)
-
-    def _take(self, item: Item) -> None:
-        match item:
-            case Said(link, parcel):
-                self._hear_all(link, parcel.messages)
-            case Ended(link):
-                self._drop(link)
-            case StatusAsked(reply):
-                reply(job_status(self._state, self._beats, self._published, os.getpid()))
-            case LeaveIfAlone():
-                self._leave_if_alone(item)
-            case StopAsked(reason):
-                self._stop(reason)
-            case LeaveIfIdle(reason):
-                stage = self._state.stage
-                if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self._routes):
-                    self._finish(reason)
-            case _:
-                assert_never(item)
-
-    def _leave_if_alone(self, told: LeaveIfAlone) -> None:
-        """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
-        if told.guarded and self._state.stage is Stage.STANDBY:
-            self._tell_story("stays", {"reason": f"{told.reason}, and what this standby was started for runs"})
-        elif self._is_alone(self._clock()):
-            self._stop(told.reason)
-        else:
-            self._leaves_when_alone = told.reason
-            ranks = f"ranks are attached: {len(self._routes)}" if self._routes else "ranks were attached a moment ago"
-            self._tell_story("stays", {"reason": f"{told.reason}, and {ranks}"})
-
-    def _is_alone(self, now: float) -> bool:
-        """Say whether no rank needs this controller: one whose stream broke a moment ago may be all that has a shard."""
-        if self._routes:
-            return False
-        return self._state.stage is Stage.STANDBY or now >= self._alone_since + self._settings.lease_s
-
-    def _stop(self, reason: str) -> None:
-        self._tell_story("stopped", {"reason": reason})
-        self._finish(reason)
-
-    def _hear_all(self, link: Link, messages: Sequence[Upward]) -> None:
-        """What one envelope says, in order; heartbeats that stand side by side are one event."""
-        beats: list[Heartbeat] = []
-        for message in messages:
-            if isinstance(message, Heartbeat):
-                if self._is_routed(link, message):
-                    self._beats[message.rank] = message
-                    beats.append(message)
-                continue
-            self._hear_beats(beats)
-            self._hear(link, message)
-        self._hear_beats(beats)
-
-    def _hear_beats(self, beats: list[Heartbeat]) -> None:
-        if beats:
-            self._step(Received(beats[0]) if len(beats) == 1 else Beats(tuple(beats)), self._clock())
-            beats.clear()
-
-    def _is_routed(self, link: Link, message: Upward) -> bool:
-        """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
-        assert not isinstance(message, AgentHello)
-        if message.rank not in self._routes:
-            link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
-        return self._routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
-
-    def _hear(self, link: Link, message: Upward) -> None:
-        """Route, then let the machine know."""
-        match message:
-            case Registration():
-                if not self._route(link, message):
-                    return
-            case AgentHello(host):
-                self._agents[host] = link
-            case WorkerExit():
-                pass
-            case _:
-                if not self._is_routed(link, message):
-                    return
-        self._step(Received(message), self._clock())
-
-    def _route(self, link: Link, registration: Registration) -> bool:
-        rank, world_size = registration.rank, self._settings.world_size
-        if registration.world_size != world_size or not 0 <= rank < world_size:
-            link.reject(
-                f"rank {rank} of {registration.world_size} registered, but this controller's job has {world_size} ranks;"
-                " is it another start of the job?"
-            )
-            return False
-        old = self._routes.get(rank)
-        self._routes[rank] = link
-        self._carried.setdefault(link, set()).add(rank)
-        if old is not None and old is not link:
-            self._carried[old].discard(rank)
-            if not self._carried[old]:
-                del self._carried[old]
-                self._flush()
-                old.finish()
-        return True
-
-    def _drop(self, link: Link) -> None:
-        self._outgoing.pop(link, None)
-        ranks = tuple(sorted(self._carried.pop(link, ())))
-        hosts = sorted(host for host, agent in self._agents.items() if agent is link)
-        for rank in ranks:
-            del self._routes[rank]
-        for host in hosts:
-            del self._agents[host]
-        if ranks:
-            if not self._routes:
-                self._alone_since = self._clock()
-            self._step(StreamClosed(ranks), self._clock())
-        for host in hosts:
-            self._step(StreamClosed((), host), self._clock())
-
-    def _step(self, event: Event, now: float) -> None:
-        self._journal.input(now, event)
-        try:
-            self._state, effects = machine.transition(self._state, event, now)
-        except ProtocolError as error:  # the state is unchanged
-            self._tell_story("protocol_error", {"text": str(error)})
-            return
-        except Exception:  # a bug must not leave the ranks without a controller
-            traceback.print_exc(file=sys.stderr)
-            self._tell_story("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
-            return
-        for effect in effects:
-            self._carry_out(effect, event)
-
-    def _carry_out(self, effect: Effect, event: Event) -> None:
-        match effect:
-            case Send(ranks, message):
-                self._send(ranks, message)
-            case Tell(hosts, message):
-                for link in [self._agents[host] for host in hosts if host in self._agents]:
-                    self._outgoing.setdefault(link, []).append(((), message))
-            case Supersede(addresses):
-                for address in addresses:
-                    self._supersede(address)
-            case JournalEffect(name, fields):
-                self._tell_story(name, dict(fields))
-                match event:
-                    case Received(Published(step=step, path=path)) if name == "published":
-                        self._published = PublishedCheckpoint(step, path)
-            case Finish(reason):
-                self._finish(reason)
-            case _:
-                assert_never(effect)
-
-    def _send(self, ranks: tuple[int, ...], message: Downward) -> None:
-        """Gather it for the streams of these ranks: `_flush` makes one envelope a stream of all that one input caused."""
-        if len(ranks) == 1 and isinstance(message, WriteOrder | Welcome):  # what each rank gets its own of
-            if (link := self._routes.get(ranks[0])) is not None:
-                self._outgoing.setdefault(link, []).append((ranks, message))
-            return
-        by_link: dict[Link, list[int]] = {}
-        for rank in ranks:
-            if rank in self._routes:
-                by_link.setdefault(self._routes[rank], []).append(rank)
-        if isinstance(message, Freeze | Exit):  # the launchers overhear why, for their own lines: addressed to no rank
-            for link in self._agents.values():
-                by_link.setdefault(link, [])
-        for link, its_ranks in by_link.items():
-            self._outgoing.setdefault(link, []).append((tuple(its_ranks), message))
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, {}
-        for link, messages in outgoing.items():
-            try:
-                link.send(messages)
-            except CodecError:
-                for one in messages:  # the others must get through
-                    self._send_alone(link, one)
-
-    def _send_alone(self, link: Link, one: Addressed) -> None:
-        try:
-            link.send((one,))
-        except CodecError as error:
-            self._tell_story("not_sent", {"ranks": one[0], "text": str(error)})
-
-    def _beat(self) -> None:
-        """Show every stream that the controller lives. A standby that nobody has come to says nothing: an agent that lost
-        its way must not take it for the active controller."""
-        if self._state.stage is not Stage.STANDBY:
-            for link in {*self._routes.values(), *self._agents.values()}:
-                self._outgoing.setdefault(link, []).append(((), Beat()))
-
-    def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
-        self._journal.story(self._unix_clock(), self._clock(), event, fields)
-
-    def _finish(self, reason: str) -> None:
-        self._finished = self._finished or reason or "finished"
+        self._on_finish(handler.finished)

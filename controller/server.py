@@ -25,8 +25,9 @@ from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_s
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, grpc, join_address
 
-from .driver import Addressed, Driver, Ended, Said, StatusAsked, StopAsked
+from .driver import Driver
 from .events import ControllerSettings
+from .handler import Addressed, Ended, Said, StatusAsked, StopAsked
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""

@@ -150,7 +150,7 @@ MUTATIONS = (
     # The gate.
     Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),
     Mutation("READY is not held up by the closed gate", ranks.ready_passes_a_closed_gate, ("I6",), preempted_on_a_slow_network, within=600),
-    Mutation("a shard is read from a holder that changes meanwhile", ranks.reports_before_the_update_ends, ("I3", "I5")),
+    Mutation("a shard is read from a holder that changes meanwhile", ranks.reports_before_the_update_ends, ("I3", "I5", "I6")),
     Mutation("the gate opens while its rank writes", ranks.gate_opens_for_a_writer, ("I7", "I5")),
     Mutation("a thaw opens nothing", ranks.thaw_opens_nothing, ("I11",)),
     Mutation("the gate opens by itself", ranks.gate_opens_by_itself, ("I7",)),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ttp.controller.driver import Addressed, Driver, Ended, Item, LeaveIfAlone, Said, StatusAsked
+from ttp.controller.driver import Driver
 from ttp.controller.events import ControllerSettings
+from ttp.controller.handler import Addressed, Ended, Item, LeaveIfAlone, Said, StatusAsked
 from ttp.controller.journal import Journal, read_story
 from ttp.proto.codec import UpwardParcel
 from ttp.proto.messages import Registration, ShardGroup
@@ -89,7 +90,7 @@ class Driven:
     def close(self) -> None:
         """End the driver, whatever it waits for."""
         if not self._over.is_set():
-            self.driver._finish("the test is over")
+            self.driver._handler._finish("the test is over")
             self.driver.put(StatusAsked(lambda status: None))
         self.driver.join(LONG_S)
         self._journal.close()

@@ -1,0 +1,385 @@
+"""Handles what comes to a controller, one item at a time: the machine goes on, and what it orders is sent.
+
+Owns the routes (which stream a rank is on now) and the machine's state. Never decides: all decisions are the machine's. Never
+waits and has no thread: `driver.py` gives it one, `server.py` the streams; the simulator runs it without. Knows nothing of gRPC: a
+stream is a `Link`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol, assert_never
+
+from ttp.controller import machine
+from ttp.errors import ProtocolError
+from ttp.proto.codec import CodecError, UpwardParcel
+from ttp.proto.messages import (
+    AgentHello,
+    Beat,
+    Downward,
+    Exit,
+    Freeze,
+    Heartbeat,
+    Published,
+    Registration,
+    Upward,
+    Welcome,
+    WorkerExit,
+    WriteOrder,
+)
+from ttp.proto.status import JobStatus, PublishedCheckpoint
+
+from .events import (
+    Beats,
+    ControllerSettings,
+    Effect,
+    Event,
+    Finish,
+    Received,
+    Send,
+    StreamClosed,
+    Supersede,
+    Tell,
+    Tick,
+)
+from .events import Journal as JournalEffect
+from .state import Stage
+from .status import job_status
+
+TICK_S = 0.25
+"""Longest time between two ticks."""
+
+
+Addressed = tuple[tuple[int, ...], Downward]
+"""A message and the ranks of one stream that it is for."""
+
+
+class Link(Protocol):
+    """One stream, as the driver sees it; methods are called on the driver's thread and must not block."""
+
+    def send(self, messages: Sequence[Addressed]) -> None:
+        """Queue messages, in order, as one envelope. Raises CodecError, with none queued, for what the wire cannot carry."""
+
+    def reject(self, text: str) -> None:
+        """End the stream with this explanation."""
+
+    def finish(self) -> None:
+        """End the stream once everything queued has been sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    link: Link
+    parcel: UpwardParcel
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class StatusAsked:
+    reply: Callable[[JobStatus], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveIfIdle:
+    """Nobody will come to this controller any more; one that ranks have come to stays until its work is done."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveIfAlone:
+    """A signal has come that may have been meant for all processes of the job: its ranks need this one to save what they have. It
+    leaves once they have been gone for a lease; a broken stream comes back sooner."""
+
+    reason: str
+    guarded: bool = False
+    """The processes that it was started for run: a standby stays, for its ranks may still have to come to it."""
+
+
+Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle | LeaveIfAlone
+
+
+class Story(Protocol):
+    """The journal, as the handler writes it."""
+
+    @property
+    def wants_state(self) -> bool: ...
+
+    def starting_state(self, state: Any) -> None: ...
+
+    def input(self, now: float, event: Event) -> None: ...
+
+    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None: ...
+
+
+class Handler:
+    """Takes one item at a time, and after it `advance`s: ticks, beats and what was gathered for the streams."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        journal: Story,
+        *,
+        supersede: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._supersede = supersede
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self.state: Any = None
+        """The machine's."""
+        self.finished = ""
+        """Why; empty: it goes on."""
+        self._next_tick = self._next_beat = inf
+        self._leaves_when_alone = ""
+        """Why; empty: it was not told to."""
+        self._alone_since = -inf  # nobody has come yet: nobody comes back
+        self.routes: dict[int, Link] = {}
+        """The stream that each rank is on now."""
+        self._carried: dict[Link, set[int]] = {}  # the routes' inverse
+        self._agents: dict[str, Link] = {}
+        self._outgoing: dict[Link, list[Addressed]] = {}  # gathered since the last flush
+        self._beats: dict[int, Heartbeat] = {}
+        self._published: PublishedCheckpoint | None = None
+
+    def begin(self) -> None:
+        """Take the machine's first state."""
+        now = self._clock()
+        self.state = machine.initial(self._settings, now)
+        self._journal.starting_state(self.state)
+        self._next_tick = self._next_beat = now + TICK_S
+
+    def due(self, soonest: float = -inf) -> float:
+        """Return when `advance` must be called next, whatever comes until then. The machine's own deadline counts from `soonest` on: one
+        that a tick did not move is tried again a little later, not at full speed."""
+        deadline = machine.next_deadline(self.state)
+        moment = self._next_tick if self._next_tick < self._next_beat else self._next_beat
+        return moment if deadline is None else min(moment, max(deadline, soonest))
+
+    def advance(self, due: float) -> None:
+        """Do what the clock asks for, and send what was gathered. `due`: what `due` said before the item that was taken."""
+        now = self._clock()
+        if now > due + TICK_S:  # stopped itself, or starved: the ranks' lease begins anew
+            self._alone_since = max(self._alone_since, now)
+        if now >= due:  # also when messages keep coming
+            self._next_tick = now + TICK_S
+            self._step(Tick(), now)
+        if now >= self._next_beat:
+            self._next_beat = now + self._settings.heartbeat_s
+            self._beat()
+        if self._leaves_when_alone and self._is_alone(now):
+            self._stop(self._leaves_when_alone)
+        if self._outgoing:
+            self._flush()
+        if self._journal.wants_state:
+            self._journal.starting_state(self.state)
+
+    def take(self, item: Item) -> None:
+        match item:
+            case Said(link, parcel):
+                self.hear(link, parcel.messages)
+            case Ended(link):
+                self._drop(link)
+            case StatusAsked(reply):
+                reply(job_status(self.state, self._beats, self._published, os.getpid()))
+            case LeaveIfAlone():
+                self._leave_if_alone(item)
+            case StopAsked(reason):
+                self._stop(reason)
+            case LeaveIfIdle(reason):
+                stage = self.state.stage
+                if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self.routes):
+                    self._finish(reason)
+            case _:
+                assert_never(item)
+
+    def _leave_if_alone(self, told: LeaveIfAlone) -> None:
+        """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
+        if told.guarded and self.state.stage is Stage.STANDBY:
+            self._tell_story("stays", {"reason": f"{told.reason}, and what this standby was started for runs"})
+        elif self._is_alone(self._clock()):
+            self._stop(told.reason)
+        else:
+            self._leaves_when_alone = told.reason
+            ranks = f"ranks are attached: {len(self.routes)}" if self.routes else "ranks were attached a moment ago"
+            self._tell_story("stays", {"reason": f"{told.reason}, and {ranks}"})
+
+    def _is_alone(self, now: float) -> bool:
+        """Say whether no rank needs this controller: one whose stream broke a moment ago may be all that has a shard."""
+        if self.routes:
+            return False
+        return self.state.stage is Stage.STANDBY or now >= self._alone_since + self._settings.lease_s
+
+    def _stop(self, reason: str) -> None:
+        self._tell_story("stopped", {"reason": reason})
+        self._finish(reason)
+
+    def hear(self, link: Link, messages: Sequence[Upward]) -> None:
+        """What one envelope says, in order; heartbeats that stand side by side are one event."""
+        beats: list[Heartbeat] = []
+        for message in messages:
+            if isinstance(message, Heartbeat):
+                if self._is_routed(link, message):
+                    self._beats[message.rank] = message
+                    beats.append(message)
+                continue
+            self.hear_beats(beats)
+            self._hear_one(link, message)
+        self.hear_beats(beats)
+
+    def hear_beats(self, beats: list[Heartbeat]) -> None:
+        if beats:
+            self._step(Received(beats[0]) if len(beats) == 1 else Beats(tuple(beats)), self._clock())
+            beats.clear()
+
+    def _is_routed(self, link: Link, message: Upward) -> bool:
+        """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
+        assert not isinstance(message, AgentHello)
+        if message.rank not in self.routes:
+            link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
+        return self.routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
+
+    def _hear_one(self, link: Link, message: Upward) -> None:
+        """Route, then let the machine know."""
+        match message:
+            case Registration():
+                if not self._route(link, message):
+                    return
+            case AgentHello(host):
+                self._agents[host] = link
+            case WorkerExit():
+                pass
+            case _:
+                if not self._is_routed(link, message):
+                    return
+        self._step(Received(message), self._clock())
+
+    def _route(self, link: Link, registration: Registration) -> bool:
+        rank, world_size = registration.rank, self._settings.world_size
+        if registration.world_size != world_size or not 0 <= rank < world_size:
+            link.reject(
+                f"rank {rank} of {registration.world_size} registered, but this controller's job has {world_size} ranks;"
+                " is it another start of the job?"
+            )
+            return False
+        old = self.routes.get(rank)
+        self.routes[rank] = link
+        self._carried.setdefault(link, set()).add(rank)
+        if old is not None and old is not link:
+            self._carried[old].discard(rank)
+            if not self._carried[old]:
+                del self._carried[old]
+                self._flush()
+                old.finish()
+        return True
+
+    def _drop(self, link: Link) -> None:
+        self._outgoing.pop(link, None)
+        ranks = tuple(sorted(self._carried.pop(link, ())))
+        hosts = sorted(host for host, agent in self._agents.items() if agent is link)
+        for rank in ranks:
+            del self.routes[rank]
+        for host in hosts:
+            del self._agents[host]
+        if ranks:
+            if not self.routes:
+                self._alone_since = self._clock()
+            self._step(StreamClosed(ranks), self._clock())
+        for host in hosts:
+            self._step(StreamClosed((), host), self._clock())
+
+    def _step(self, event: Event, now: float) -> None:
+        self._journal.input(now, event)
+        try:
+            self.state, effects = machine.transition(self.state, event, now)
+        except ProtocolError as error:  # the state is unchanged
+            self._tell_story("protocol_error", {"text": str(error)})
+            return
+        except Exception:  # a bug must not leave the ranks without a controller
+            traceback.print_exc(file=sys.stderr)
+            self._tell_story("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
+            return
+        for effect in effects:
+            self._carry_out(effect, event)
+
+    def _carry_out(self, effect: Effect, event: Event) -> None:
+        match effect:
+            case Send(ranks, message):
+                self._send(ranks, message)
+            case Tell(hosts, message):
+                for link in [self._agents[host] for host in hosts if host in self._agents]:
+                    self._outgoing.setdefault(link, []).append(((), message))
+            case Supersede(addresses):
+                for address in addresses:
+                    self._supersede(address)
+            case JournalEffect(name, fields):
+                self._tell_story(name, dict(fields))
+                match event:
+                    case Received(Published(step=step, path=path)) if name == "published":
+                        self._published = PublishedCheckpoint(step, path)
+            case Finish(reason):
+                self._finish(reason)
+            case _:
+                assert_never(effect)
+
+    def _send(self, ranks: tuple[int, ...], message: Downward) -> None:
+        """Gather it for the streams of these ranks: `_flush` makes one envelope a stream of all that one input caused."""
+        if len(ranks) == 1 and isinstance(message, WriteOrder | Welcome):  # what each rank gets its own of
+            if (link := self.routes.get(ranks[0])) is not None:
+                self._outgoing.setdefault(link, []).append((ranks, message))
+            return
+        by_link: dict[Link, list[int]] = {}
+        for rank in ranks:
+            if rank in self.routes:
+                by_link.setdefault(self.routes[rank], []).append(rank)
+        if isinstance(message, Freeze | Exit):  # the launchers overhear why, for their own lines: addressed to no rank
+            for link in self._agents.values():
+                by_link.setdefault(link, [])
+        for link, its_ranks in by_link.items():
+            self._outgoing.setdefault(link, []).append((tuple(its_ranks), message))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for link, messages in outgoing.items():
+            try:
+                link.send(messages)
+            except CodecError:
+                for one in messages:  # the others must get through
+                    self._send_alone(link, one)
+
+    def _send_alone(self, link: Link, one: Addressed) -> None:
+        try:
+            link.send((one,))
+        except CodecError as error:
+            self._tell_story("not_sent", {"ranks": one[0], "text": str(error)})
+
+    def _beat(self) -> None:
+        """Show every stream that the controller lives. A standby that nobody has come to says nothing: an agent that lost
+        its way must not take it for the active controller."""
+        if self.state.stage is not Stage.STANDBY:
+            for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once
+                self._outgoing.setdefault(link, []).append(((), Beat()))
+
+    def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
+        self._journal.story(self._unix_clock(), self._clock(), event, fields)
+
+    def _finish(self, reason: str) -> None:
+        self.finished = self.finished or reason or "finished"
