@@ -85,7 +85,7 @@ class Writer:
     def publish(self, folder: Path, results: list[ShareResult]) -> None:
         if self.rank == 0:
             writer.publish(
-                folder, "iter_0000042_tmp_bench", step=42, results=results, cause=CAUSE, record=None, state={}, layout={},
+                folder, "iter_0000042_tmp_bench", step=42, results=results, cause=CAUSE, record=None, state={"trainer": {}, "optimizer": {"param_groups": []}}, layout={},
                 expected=self.shapes,
             )  # fmt: skip
 

@@ -6,6 +6,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("test", suppress_health_check=[HealthCheck.too_slow], deadline=None, print_blob=True)
+settings.load_profile("test")  # seconds say nothing on a busy machine
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,18 +12,17 @@ import difflib
 import inspect
 import itertools
 import json
-import re
 import textwrap
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from ttp import checked
 from ttp.errors import ConfigError
+from ttp.strict_yaml import load_yaml, read_yaml_file
 
 from .config import Config
 
@@ -46,24 +45,13 @@ def presets() -> list[str]:
 
 def read_yaml(name: str) -> dict[str, Any]:
     """Return the mapping in the preset or file `name`."""
-    if name in presets():
-        text = (resources.files(__package__) / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            near = _nearest(name, presets())
-            raise ConfigError(
-                f"--config {name}: no such file, and no such preset{near} ({', '.join(presets())})"
-            ) from None
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"--config {name}: cannot be read: {exc}") from None
+    preset = name in presets()
+    path = str(resources.files(__package__) / "presets" / f"{name}.yaml") if preset else name
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"--config {name}: not YAML: {exc}") from None
-    except ConfigError as exc:
-        raise ConfigError(f"--config {name}: {exc}") from None
+        tree = read_yaml_file(path, f"--config {name if name.isprintable() else checked.shown(name)}")
+    except FileNotFoundError:
+        near = _nearest(name, presets())
+        raise ConfigError(f"--config {name}: no such file, and no such preset{near} ({', '.join(presets())})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {name}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
     return tree
@@ -115,10 +103,7 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
         tree, cls, at = tree[name], inner, f"{at}{name}."
     if last not in _types(cls):
         raise _unknown(last, at, _types(cls))
-    try:
-        value = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"argument --{key}: the value {text!r} is not YAML: {exc}") from None
+    value = load_yaml(text, f"argument --{key}: value {checked.shown(text)}")
     takes = _options(_types(cls)[last])
     if str in takes and not (value is None and types.NoneType in takes):
         value = value if isinstance(value, str) else text  # a folder called 2024 is text
@@ -193,7 +178,7 @@ def _options(wanted: Any) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"{value!r} ({type(value).__name__})"
+    return "null" if value is None else f"{checked.shown(value)} ({type(value).__name__})"
 
 
 def _words(wanted: Any) -> str:
@@ -241,28 +226,3 @@ def _field_docs(cls: Any) -> dict[str, str]:
         if isinstance(name, ast.AnnAssign) and isinstance(name.target, ast.Name) and isinstance(doc, ast.Expr):
             docs[name.target.id] = " ".join(str(ast.literal_eval(doc.value)).split())
     return docs
-
-
-# --- YAML ---
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, and reads 1e-4 as a number (YAML 1.2)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is no text: wanted a key's name")
-            if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice in one section")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
-    list("-+.0123456789"),
-)

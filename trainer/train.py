@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import ttp
+from ttp import checked
 from ttp.errors import CheckpointError
 
 from .chunks import build_chunks, check_stages, hash_weights
@@ -148,7 +149,7 @@ class Trainer:
     def _resume(self) -> tuple[int, int]:
         """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        point = self.session.resume(self.config.training_config.resume)
+        point = self.session.resume(self.config.training_config.resume, check=check_state)
         for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(settings)  # what the configuration says now goes before what the checkpoint remembers
         facts = {"unix_s": time.time(), "world_size": self.world.size, "seed": self.config.training_config.seed}
@@ -274,6 +275,15 @@ class Trainer:
             self.metrics.close()
 
 
+def check_state(state: Mapping[str, Any]) -> None:
+    """Judge what a checkpoint has of this trainer's own. Raises ValueError naming the key. One that is missing is another trainer's matter."""
+    for name, least in (("consumed_samples", 0), ("epoch", 0), ("loss_divisor", 1)):
+        if name in state:
+            checked.integer(state[name], name, least)
+    if "order" in state:
+        checked.mapping(state["order"], "order")
+
+
 def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the names of what decides on the order of the text and is not as the checkpoint has it."""
     if not before:  # an imported model: no text was taken yet
@@ -285,7 +295,7 @@ def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def _recovered_line(point: ttp.ResumePoint) -> Mapping[str, Any] | None:
     """Return the metrics line of the resumed step from its commit record, if the checkpoint has one."""
     record, state = point.record, point.state
-    if record is None:
+    if record is None or not record.sums:
         return None
     metrics = StepMetrics(
         step=record.step,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ttp.checkpoint import shards, writer
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import param_group_blobs
+from ttp.checkpoint.manifest import check_plain
 from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
 from ttp.errors import CheckpointError, ConfigError
 from ttp.protected import ProtectedOptimizer
@@ -60,11 +61,12 @@ class StepStates:
     def put(self, step: int, state: Mapping[str, Any]) -> None:
         """Keep a copy of `state` as what step + 1 needs to go on, if step is committed. Raises ConfigError unless it is JSON:
         found now, not at the fault."""
-        if not _is_plain(state):
-            raise ConfigError(
-                f"step {step}: the step state is {state!r}: wanted a mapping of text to numbers, text, booleans, None, lists and"
-                " mappings; convert arrays and tensors"
-            )
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"step {step}: the step state is a {type(state).__name__}, expected a mapping")
+        try:
+            check_plain(state, "state")
+        except CheckpointError as error:
+            raise ConfigError(f"step {step}: the step state is invalid: {error}; convert arrays and tensors") from None
         body = json.dumps(state)
         with self._lock:
             self._states[step] = body
@@ -208,12 +210,3 @@ class OptimizerHolder:
         for index, group in enumerate(groups):
             group["params"] = self.optimizer.param_names(index)
         return groups
-
-
-def _is_plain(value: object) -> bool:
-    """Say whether JSON gives the value back (tuples come back as lists)."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)

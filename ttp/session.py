@@ -27,7 +27,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 from ttp import error_file
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
+from ttp.checkpoint.manifest import Manifest
 from ttp.config import Settings
 from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
 from ttp.exchange import JobRanks, check_joined, exchange_json, world
@@ -201,12 +202,16 @@ class Session:
 
     # --- resume ---
 
-    def resume(self, choice: str = "auto") -> ResumePoint | None:
+    def resume(
+        self, choice: str = "auto", *, check: Callable[[Mapping[str, Any]], None] = lambda state: None
+    ) -> ResumePoint | None:
         """Load the newest valid checkpoint into the optimizer (all ranks call) and return where it stands.
 
         choice: `auto` (newest valid one of save_dirs, None when there is none), `never` (a fresh start), or the path of one
         checkpoint. `never` and a path are about the job's first start, and are refused when save_dirs hold newer
         checkpoints, which would be mixed up with this run's, and a path must lie in save_dirs where TTP_SHARED_DIRS is False; a restart after a fault goes on where the fault left off.
+        check: of the trainer: called with what `set_step_state` was given; raises ValueError, with the path of the key, for a state
+        that it cannot use. Such a checkpoint counts as broken, and the next older one is taken.
         Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError,
         ConfigError (the optimizer has trained already).
         """
@@ -216,9 +221,9 @@ class Session:
                 " job again to go back"
             )
         with refusals_in_one_line(), self.pause(RESUME_AT_MOST_S):
-            return self._resume(choice)
+            return self._resume(choice, check)
 
-    def _resume(self, choice: str) -> ResumePoint | None:
+    def _resume(self, choice: str, check: Callable[[Mapping[str, Any]], None]) -> ResumePoint | None:
         voters = JobRanks(self._device)
         candidates = self._directories.candidates(choice)
         anything = any(exchange_json(bool(candidates), self._device))
@@ -229,6 +234,12 @@ class Session:
             self._say_skipped(path, reason)
             if self._protection is not None:
                 self._protection.skipped(path)
+
+        def usable(manifest: Manifest) -> None:
+            try:
+                check(manifest.state["trainer"])
+            except ValueError as error:
+                raise CorruptCheckpoint(f"manifest.json: state.trainer.{error}") from error
 
         if self._directories.hosts:
             found = gather.newest(
@@ -241,9 +252,10 @@ class Session:
                 targets=self.optimizer.load_targets(),
                 on_skip=skip,
                 say=self._say,
+                check=usable,
             )
         else:
-            found = load.first_valid(candidates, voters=voters, on_skip=skip)
+            found = load.first_valid(candidates, voters=voters, on_skip=skip, check=usable)
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
@@ -272,7 +284,7 @@ class Session:
         self._faults.at_start("resume")
         if not self._directories.hosts:  # else checked by all tables: a piece's manifest knows a part
             load.check_matches(path, self.optimizer.expected_tensors())
-        load.read_into(path, self.optimizer.load_begin())
+        load.read_into(path, self.optimizer.load_begin(), found.metadata)
         self._faults.at_start("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])

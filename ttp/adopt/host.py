@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ttp import checked
 from ttp.errors import CheckpointMismatch, ConfigError
 
 MAX_TENSOR_BYTES = 1 << 16
@@ -83,6 +84,17 @@ class HostObjects:
                     scheduler.step()
         for name, each in self._state.items():
             each.load_state_dict(from_json(taken["state"][name]))
+
+
+def check_taken(taken: Mapping[str, Any]) -> None:
+    """Judge what a checkpoint has of `HostObjects.take`. Raises ValueError naming the key."""
+    schedulers = checked.items(taken.get("schedulers", []), "schedulers")
+    state = checked.mapping(taken.get("state", {}), "state")
+    for value, path in [*schedulers, *((value, f"state.{name}") for name, value in state.items())]:
+        try:
+            from_json(value)
+        except Exception as error:  # torch raises its own
+            raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
 def to_json(value: Any, where: str) -> Any:

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ttp import checked
 from ttp.adopt.averages import Average
-from ttp.adopt.host import HostObjects, Stateful
+from ttp.adopt.host import HostObjects, Stateful, check_taken
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
 from ttp.adopt.seeds import Seeds
@@ -134,7 +135,7 @@ class Guard:
             if _rounds_anew(model, self.session.world_size):
                 show(logging.INFO, _ROUNDS_ANEW)
         self._take(0)
-        self._resumed = point = self.session.resume(resume)
+        self._resumed = point = self.session.resume(resume, check=_check_state)
         if point is not None:
             self._give_back(point)
             if self.session.rank == 0:
@@ -251,6 +252,16 @@ class Guard:
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
                 if self.session.rank == 0:
                     show(logging.ERROR, f"{error}; training goes on without this checkpoint")
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Judge what a checkpoint has of `_take`. Raises ValueError naming the key."""
+    check_taken(state)
+    position = checked.mapping(*checked.field(dict(state), "position", ""))
+    for name in ("epoch", "batch"):
+        checked.integer(*checked.field(position, name, "position"))
+    seed, path = checked.field(dict(state), "seed", "")
+    checked.integer(seed, path, -(2**63), 2**64 - 1)
 
 
 def _rounds_anew(model: torch.nn.Module, world_size: int) -> bool:

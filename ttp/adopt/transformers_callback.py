@@ -75,7 +75,8 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
             self.guard = None
 
     def _write(self, found: load.Found, trainer: Any) -> Path:
-        saved = found.manifest.state["trainer"].get("state", {}).get("trainer")
+        state = found.manifest.state["trainer"].get("state")
+        saved = state.get("trainer") if isinstance(state, dict) else None
         if saved is None:
             raise CheckpointMismatch(
                 f"{found.path} was not written by a transformers.Trainer: use another directory, or move it away"

@@ -20,18 +20,23 @@ Owns the words and what they may be; carries nothing out.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ttp import checked
 from ttp.chaos.inject import DUMP_POINTS, POINTS, START_POINTS
 from ttp.chaos.memory import GROWTH_MIB
 from ttp.errors import ConfigError
+from ttp.strict_yaml import read_yaml_file
+
+MOST_FAULTS = 10_000
+"""Of a scenario, with every `repeat`."""
+LARGEST = 2**31 - 1
+LONGEST_S = 1e9
+"""Thirty years, as for TTP's own settings."""
 
 OUTCOMES = ("saved", "unharmed", "refused", "fell_back", "relaunched")
 """What may become of a fault: a dying gasp was published and resumed from; training went on (unhurt, a false alarm, or under
@@ -193,27 +198,12 @@ class Scenario:
             )
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a name that stands twice in one place: YAML would take the last one without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was wanted."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"{path}: {reason}; wanted a scenario in YAML (docs/chaos.md has examples)") from None
-    try:
-        content = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}; docs/chaos.md has examples") from None
+        content = read_yaml_file(path, str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file, expected a scenario in YAML (docs/chaos.md has examples)") from None
     return parse_scenario(content, str(path))
 
 
@@ -224,19 +214,22 @@ def parse_scenario(content: object, where: str) -> Scenario:
     listed = fields.get("faults")
     if not isinstance(listed, list) or not listed:
         raise ConfigError(
-            f"{where}: faults is {listed!r}: wanted a list of at least one fault; docs/chaos.md lists the kinds"
+            f"{where}: faults: got {checked.shown(listed)}, expected a list of at least one fault; docs/chaos.md lists the kinds"
         )
-    faults = tuple(
-        spec
-        for number, entry in enumerate(listed, 1)
-        for spec in _faults(_mapping(entry, f"{where}: fault {number}"), f"{where}: fault {number}", top=True)
-    )
+    faults: list[FaultSpec] = []
+    repeat = _whole(fields.get("repeat", 1), where, "repeat", 1)
+    count = 0
+    for number, entry in enumerate(listed, 1):
+        more = _faults(_mapping(entry, f"{where}: fault {number}"), f"{where}: fault {number}", top=True)
+        count += repeat * len(more) * (1 + len(more[0].then))
+        _check_count(count, where)
+        faults += more
     environ = _mapping(fields.get("environ", {}), f"{where}: environ")
     seed = fields.get("seed")
     return Scenario(
         name=str(fields.get("name", Path(where).stem)),
         seed=random.SystemRandom().randrange(1_000_000) if seed is None else _whole(seed, where, "seed", 0),
-        faults=faults * _whole(fields.get("repeat", 1), where, "repeat", 1),
+        faults=tuple(faults) * repeat,
         deadline_s=_positive(fields.get("deadline_s", 300.0), where, "deadline_s"),
         job_s=_positive(fields.get("job_s", 3600.0), where, "job_s"),
         small_disk_mib=_whole(fields.get("small_disk_mib", 0), where, "small_disk_mib", 0),
@@ -259,8 +252,8 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
     """Return the fault as often as its `repeat` says."""
     _known(fields, where, FAULT_FIELDS)
     name = fields.get("fault")
-    if name not in KINDS:
-        raise ConfigError(f"{where}: fault is {name!r}: wanted one of {', '.join(KINDS)}")
+    if not isinstance(name, str) or name not in KINDS:
+        raise ConfigError(f"{where}: fault: got {checked.shown(name)}, expected one of {', '.join(KINDS)}")
     kind = KINDS[name]
     where = f"{where} ({name})"
     for wanted in kind.wants:
@@ -295,7 +288,13 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
     for number, entry in enumerate(_list(fields.get("then", []), where, "then"), 1):
         inner = f"{where}: then {number}"
         then += _faults(_mapping(entry, inner), inner, top=False)
-    return (replace(spec, then=tuple(then)),) * _whole(fields.get("repeat", 1), where, "repeat", 1)
+        _check_count(len(then), where)
+    return (replace(spec, then=tuple(then)),) * _whole(fields.get("repeat", 1), where, "repeat", 1, MOST_FAULTS)
+
+
+def _check_count(count: int, where: str) -> None:
+    if count > MOST_FAULTS:
+        raise ConfigError(f"{where}: repeat: got {count} faults in all, expected at most {MOST_FAULTS}; lower `repeat`")
 
 
 def _ranks(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[tuple[int, ...], int]:
@@ -366,7 +365,7 @@ def _outcomes(value: object, where: str) -> tuple[str, ...]:
 
 def _mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: got {value!r}: wanted names with values (`fault: kill`)")
+        raise ConfigError(f"{where}: got {checked.shown(value)}, expected names with values (`fault: kill`)")
     return value
 
 
@@ -387,19 +386,23 @@ def _known(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}: wanted some of {', '.join(known)}")
 
 
-def _whole(value: object, where: str, name: str, least: int) -> int:
-    if isinstance(value, str) and value.isdigit():
+def _whole(value: object, where: str, name: str, least: int, most: int = LARGEST) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{where}: {name} is {value!r}: wanted a whole number from {least}")
-    return value
+    try:
+        return checked.integer(value, name, least, most)
+    except checked.Invalid as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _positive(value: object, where: str, name: str, *, zero: bool = False) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) < math.inf or (not value and not zero):  # type: ignore[arg-type]
-        raise ConfigError(f"{where}: {name} is {value!r}: wanted a number {'from' if zero else 'above'} 0")
-    return float(value)  # type: ignore[arg-type]
+    try:
+        number = checked.number(value, name, 0, LONGEST_S)
+    except checked.Invalid as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not number and not zero:
+        raise ConfigError(f"{where}: {name}: got 0, expected a number above 0")
+    return number
 
 
 def _range(value: object, where: str, name: str) -> tuple[float, float]:

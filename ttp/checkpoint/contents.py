@@ -12,6 +12,7 @@ torch reads a box by position and length, so it never sees the table; the file's
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp import checked
+from ttp.checkpoint.durable import open_regular
 from ttp.errors import CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry, ShareResult
 
@@ -127,7 +130,7 @@ def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]
 def _read_table(path: Path, file: FileEntry) -> bytes:
     """Return the checked table of one file. Raises TornShare, OSError."""
     told = f"{path}, written by rank {file.rank}"
-    with open(path, "rb") as stream:
+    with open_regular(path) as raw, io.BufferedReader(raw) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         if nbytes != file.nbytes:
             raise TornShare(f"{told}, has {nbytes} bytes, wanted {file.nbytes}", (file.rank,))
@@ -145,14 +148,21 @@ def _read_table(path: Path, file: FileEntry) -> bytes:
 
 def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> None:
     try:
-        table = json.loads(body)
-        for key, dtype, shape, boxes in table["tensors"]:
-            tensors += [
-                TensorEntry(key, dtype, tuple(shape), tuple(offsets), tuple(sizes), file.name, position, length)
-                for offsets, sizes, position, length in boxes
-            ]
-        blobs += [BlobEntry(key, file.name, position, length) for key, position, length in table["blobs"]]
-    except (ValueError, KeyError, TypeError) as error:
+        table = checked.mapping(json.loads(body), "table")
+        for key, dtype, shape, boxes in checked.field(table, "tensors", "table")[0]:
+            checked.string(key, "tensors")
+            checked.string(dtype, key)
+            whole = checked.integers(shape, key)
+            for offsets, sizes, position, length in boxes:
+                if not checked.are_naturals((*offsets, *sizes, position, length)):
+                    raise checked.Invalid(key, [offsets, sizes, position, length], "a box of integers >= 0")
+                box = (tuple(offsets), tuple(sizes))
+                tensors.append(TensorEntry(key, dtype, whole, *box, file.name, position, length))
+        for key, position, length in checked.field(table, "blobs", "table")[0]:
+            if not checked.are_naturals((position, length)):
+                raise checked.Invalid(checked.string(key, "blobs"), [position, length], "two integers >= 0")
+            blobs.append(BlobEntry(checked.string(key, "blobs"), file.name, position, length))
+    except (ValueError, TypeError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}, written by rank {file.rank}: its table of contents cannot be read ({error}); was it written by "
             "another version?"

@@ -7,6 +7,7 @@ checkpoint can never run code.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import pickle
@@ -40,12 +41,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ttp import checked
 from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry
-from ttp.checkpoint.durable import write_durably
+from ttp.checkpoint.durable import open_regular, write_durably
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.keys import nested_path
 from ttp.checkpoint.shards import Box, boxes_of
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
+from ttp.proto.messages import FileEntry
 
 METADATA_NAME = ".metadata"
 
@@ -200,24 +203,68 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read a checkpoint's `.metadata` without running code from it. Raises CorruptCheckpoint."""
+def read_metadata(path: Path, entry: FileEntry | None) -> Metadata:
+    """Read a checkpoint's `.metadata` without running code from it. Raises CorruptCheckpoint, OSError.
+
+    entry: what the manifest says of the file; nothing is unpickled before size and checksum are right. None: a checkpoint that torch wrote
+    alone, which has no checksums.
+    """
     file = path / METADATA_NAME
     try:
-        with open(file, "rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
+        with open_regular(file) as stream:
+            content = stream.readall() if entry is None else _exactly(stream, file, entry)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{file} is missing") from None
-    except OSError:
-        raise
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle raises anything
         raise CorruptCheckpoint(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CorruptCheckpoint(f"{file} is not the metadata of a torch checkpoint")
-    for index, place in metadata.storage_data.items():
-        if Path(place.relative_path).name != place.relative_path:
-            raise CorruptCheckpoint(f"{file}: {index.fqn} is said to lie in {place.relative_path}, outside {path}")
+    if type(metadata) is not Metadata:
+        raise CorruptCheckpoint(f"{file} is not the metadata of a torch checkpoint: got a {type(metadata).__name__}")
+    try:
+        _check_structure(metadata)
+    except (ValueError, AttributeError, TypeError) as error:  # an attribute may be missing, or unhashable
+        raise CorruptCheckpoint(f"{file}: {error}") from None
     return metadata
+
+
+def _exactly(stream: io.FileIO, file: Path, entry: FileEntry) -> bytes:
+    content = bytearray()
+    while len(content) <= entry.nbytes and (more := stream.read(entry.nbytes + 1 - len(content))):
+        content += more
+    if len(content) != entry.nbytes:
+        raise CorruptCheckpoint(f"{file} was altered: got another size, expected {entry.nbytes} bytes")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != entry.sha256:
+        raise CorruptCheckpoint(
+            f"{file} was altered since rank {entry.rank} wrote it: sha256 {digest}, wanted {entry.sha256}"
+        )
+    return bytes(content)
+
+
+def _check_structure(metadata: Metadata) -> None:
+    """Raise ValueError for what torch's own writer does not write; the unpickler builds its classes from any values."""
+    if type(metadata.state_dict_metadata) is not dict or type(metadata.storage_data) is not dict:
+        raise ValueError("got no tables of tensors and places, expected two mappings")
+    for key, description in metadata.state_dict_metadata.items():
+        where = checked.string(key, "key")
+        if type(description) is BytesStorageMetadata:
+            continue
+        if type(description) is not TensorStorageMetadata or type(description.chunks) is not list:
+            raise checked.Invalid(where, description, "a tensor or plain values")
+        if not isinstance(description.properties.dtype, torch.dtype):
+            raise checked.Invalid(f"{where}.dtype", description.properties.dtype, "a torch dtype")
+        checked.integers(list(description.size), f"{where}.size")
+        for chunk in description.chunks:
+            if not checked.are_naturals((*chunk.offsets, *chunk.sizes)):
+                raise checked.Invalid(where, [chunk.offsets, chunk.sizes], "a box of integers >= 0")
+    for index, place in metadata.storage_data.items():
+        where = checked.string(index.fqn, "place")
+        name = checked.string(place.relative_path, where)
+        if name in ("", ".", "..") or "/" in name:
+            raise ValueError(f"{where} is said to lie in {checked.shown(name)}, outside the checkpoint")
+        if not checked.are_naturals((place.offset, place.length)):
+            raise checked.Invalid(where, [place.offset, place.length], "two integers >= 0")
 
 
 class RunLoadPlanner(LoadPlanner):
@@ -300,19 +347,17 @@ class RunLoadPlanner(LoadPlanner):
             local.copy_(source)
 
 
-def files_of_runs(path: Path, targets: Sequence[HeldTensor]) -> set[str]:
+def files_of_runs(path: Path, targets: Sequence[HeldTensor], metadata: Metadata) -> set[str]:
     """Return the names of the files that `read_runs` would read. Raises as it does."""
-    metadata = read_metadata(path)
     planner = RunLoadPlanner(targets, str(path))
     planner.set_up_planner({}, metadata, is_coordinator=True)
     items = planner.create_local_plan().items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
-def read_runs(path: Path, targets: Sequence[HeldTensor], metadata: Metadata | None = None) -> None:
+def read_runs(path: Path, targets: Sequence[HeldTensor], metadata: Metadata) -> None:
     """Fill the targets' values from the checkpoint at `path`, converting dtypes. Raises as `RunLoadPlanner` does, or
-    CorruptCheckpoint; the values are then undefined. `metadata`: what `read_metadata` returned, for who reads often."""
-    metadata = metadata or read_metadata(path)
+    CorruptCheckpoint; the values are then undefined. `metadata`: torch's index, as `read_metadata` returns it."""
     planner = RunLoadPlanner(targets, str(path))
     planner.set_up_planner({}, metadata, is_coordinator=True)
     reader = FileSystemReader(path)
@@ -342,7 +387,9 @@ def read_blobs(path: Path, metadata: Metadata) -> dict[str, object]:
     for key, description in metadata.state_dict_metadata.items():
         if not isinstance(description, BytesStorageMetadata):
             continue
-        place = metadata.storage_data[MetadataIndex(key)]
+        place = metadata.storage_data.get(MetadataIndex(key))
+        if place is None:
+            raise CorruptCheckpoint(f"{path / METADATA_NAME}: {key!r} is stored nowhere")
         where = (place.relative_path, place.offset)
         if where not in found:  # many keys share one value
             with open(path / place.relative_path, "rb") as stream:

@@ -7,7 +7,6 @@ checkpoint. Every call goes through the `os` module, where tests make any one of
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
@@ -15,11 +14,11 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ttp import input_file
 from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
 from ttp.wording import size_text
 
@@ -102,20 +101,11 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file for reading, without waiting: the open of a pipe that nothing writes to never returns.
-
-    Raises OSError; CorruptCheckpoint for a pipe, a socket, a device or a directory of that name.
-    """
+    """Open a regular file of a checkpoint for reading. Raises OSError; CorruptCheckpoint for a pipe, a device or the like."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device that is not there
-            raise CorruptCheckpoint(f"{path} is invalid: expected a regular file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CorruptCheckpoint(f"{path} is invalid: expected a regular file")
-    return io.FileIO(descriptor, "rb")
+        return input_file.open_regular(path)
+    except input_file.NotRegular:
+        raise CorruptCheckpoint(f"{path} is invalid: expected a regular file") from None
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:

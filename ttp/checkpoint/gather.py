@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from ttp.checkpoint import dcp
 from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry, read_contents
 from ttp.checkpoint.durable import fsync_directory, sha256_of, step_directory_name, write_durably
@@ -120,12 +122,13 @@ def newest(
     targets: Sequence[HeldTensor],
     on_skip: Callable[[Path, str], None],
     say: Callable[[str], None],
+    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Found | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
     paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; serving: those of
     save_dirs that take new files; expected: shape of every tensor of the job; targets:
-    what this rank will read. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
+    what this rank will read; check: as `load.first_valid` has it. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
     same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
     """
     search = _Search(Nodes(tuple(hosts)), peers, tuple(map(Path, save_dirs)), tuple(map(Path, serving)))
@@ -136,7 +139,7 @@ def newest(
     for key in reversed(keys):
         path = search.save_dirs[0] / step_directory_name(key[0])
         try:
-            return search.take(pieces.get(key), expected, targets, say, tuple(skipped))
+            return search.take(pieces.get(key), expected, targets, say, tuple(skipped), check)
         except CorruptCheckpoint as error:  # raised by all ranks alike
             skipped.append(f"{path}: {error}")
             on_skip(path, str(error))
@@ -185,16 +188,19 @@ class _Search:
         targets: Sequence[HeldTensor],
         say: Callable[[str], None],
         skipped: tuple[str, ...],
+        check: Callable[[Manifest], None],
     ) -> Found:
         """Make one checkpoint readable on every node. Raises CorruptCheckpoint on all ranks when it is not whole."""
         manifest, order = self._leading(piece)
+        check(manifest)
         files = [file for file in manifest.files if file.name != dcp.METADATA_NAME]
         owners = self._owners(piece, files)
         contents = self._contents(piece, files, owners)
         path = self._folder(piece, order) / step_directory_name(manifest.step)
         check_tensors(path, check_complete(contents), expected)
         work = self._prepare(piece, manifest, contents, path)
-        moves = self._moves(work, files, owners, targets)
+        metadata = dcp.metadata_of(contents)
+        moves = self._moves(work, files, owners, targets, metadata)
         problem = ""
         for move in moves:
             if self.peers.index == move.source:
@@ -206,7 +212,7 @@ class _Search:
         self._finish(work, path)
         for text in moved_texts(moves, self.nodes.hosts):
             say(text)
-        return Found(path, manifest, skipped)
+        return Found(path, manifest, skipped, metadata)
 
     def _leading(self, piece: _Piece | None) -> tuple[Manifest, int]:
         """Return the manifest of the first node that has one, and the place of its directory in the list."""
@@ -291,10 +297,16 @@ class _Search:
         return Path(answers[self.nodes.keeper_of(self.peers.index)][0])
 
     def _moves(
-        self, work: Path, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]], targets: Sequence[HeldTensor]
+        self,
+        work: Path,
+        files: Sequence[FileEntry],
+        owners: Mapping[str, Sequence[int]],
+        targets: Sequence[HeldTensor],
+        metadata: Metadata,
     ) -> list[Move]:
         needed: dict[int, set[str]] = {}
-        for rank, names in enumerate(self.peers.exchange(sorted(dcp.files_of_runs(work, targets)))):
+        mine = dcp.files_of_runs(work, targets, metadata)
+        for rank, names in enumerate(self.peers.exchange(sorted(mine))):
             needed.setdefault(self.nodes.keeper_of(rank), set()).update(names)
         return plan_moves(files, owners, needed)
 

@@ -19,7 +19,7 @@ from ttp.checkpoint import manifest as manifests
 from ttp.checkpoint.durable import step_of_directory, steps_in
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.manifest import Manifest, TensorSpec
-from ttp.checkpoint.verify import share_of_files, verify
+from ttp.checkpoint.verify import metadata_entry, share_of_files, verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint
 
 __all__ = [
@@ -46,6 +46,8 @@ class Found:
     manifest: Manifest
     skipped: tuple[str, ...]
     """Newer checkpoints that were not valid: path and reason each."""
+    metadata: Metadata | None = None
+    """Torch's index, where the manifest does not vouch for the one in the directory: of a checkpoint of several nodes."""
 
 
 class Voters(Protocol):
@@ -133,14 +135,17 @@ def first_valid(
     deep: bool = True,
     voters: Voters | None = None,
     on_skip: Callable[[Path, str], None] | None = None,
+    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Found | None:
-    """Return the first of `paths` (the same on every rank) that is valid, as `find_newest_valid` does."""
+    """Return the first of `paths` (the same on every rank) that is valid, as `find_newest_valid` does. `check`: raises
+    CorruptCheckpoint for a manifest that the caller cannot use."""
     voters = voters or Alone()
     skipped: list[str] = []
     for name in paths:
         path, found, reason = Path(name), None, ""
         try:
             found = verify(path, deep=deep, share=(voters.index, voters.count))
+            check(found)
         except (CheckpointError, OSError) as error:
             reason = str(error)
         reason = voters.first_failure(reason)
@@ -201,4 +206,7 @@ def read_into(path: str | os.PathLike[str], targets: Sequence[HeldTensor], metad
     root = Path(path)
     if not root.is_dir():
         raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
+    if metadata is None:
+        ours = os.path.lexists(root / manifests.MANIFEST_NAME)  # else torch wrote it alone
+        metadata = dcp.read_metadata(root, metadata_entry(root, read_manifest(root)) if ours else None)
     dcp.read_runs(root, targets, metadata)

@@ -1,6 +1,6 @@
 """`manifest.json`: what a checkpoint holds, why it was written, and the trainer's host state.
 
-Owns the manifest's format and its checked reading. Never touches tensors. The file carries a SHA-256 of its own content,
+Owns the manifest's format and its schema: what is read is checked in full, once, here. Never touches tensors. The file carries a SHA-256 of its own content,
 so that an altered manifest is told from a true one; floats survive exactly (shortest repr, or hex in the commit record).
 """
 
@@ -9,20 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ttp.checkpoint.durable import write_durably
+from ttp import checked
+from ttp.checkpoint.durable import open_regular, write_durably
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 _NON_FINITE = "__float__"  # JSON has no NaN and infinities: {"__float__": "nan"}
+_SHA256 = re.compile("[0-9a-f]{64}")
+_LAST_UNIX_S = 2.0**36
+"""Of the year 4147: calendars end at 9999."""
+_INTEGER_BITS = 8192
+"""Of integers in the host state: Python does not read more than 4,300 digits."""
 
-T = TypeVar("T")
 JSON = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
 
@@ -67,7 +73,7 @@ class Manifest:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Return the file's content. Raises CheckpointError naming a value that JSON cannot carry."""
+    """Return the file's content. Raises CheckpointError naming a value that could not be read again."""
     record = manifest.record
     body: dict[str, JSON] = {
         "format_version": manifest.format_version,
@@ -91,7 +97,16 @@ def to_bytes(manifest: Manifest) -> bytes:
             key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in sorted(manifest.tensors.items())
         },
     }
+    try:
+        _parse(body)
+    except ValueError as error:
+        raise CheckpointError(f"manifest of step {manifest.step}: {error}") from None
     return (json.dumps({"sha256": _digest(body), **body}, indent=1, allow_nan=False) + "\n").encode()
+
+
+def check_plain(state: object, path: str) -> None:
+    """Find out now whether a manifest can carry a trainer's state. Raises CheckpointError naming the value."""
+    _encode(state, path, 3)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -100,69 +115,128 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CorruptCheckpoint when it is missing, altered, or of an unknown version."""
+    """Read a checkpoint's manifest. Raises CorruptCheckpoint when it is missing, altered, or violates the schema; OSError."""
     path = directory / MANIFEST_NAME
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise CorruptCheckpoint(f"{path} is no file: {directory} was damaged")
     try:
-        content = path.read_bytes()
+        with open_regular(path) as stream:
+            content = stream.readall()
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpoint(f"{path} is missing: {directory} was never published, or was damaged") from None
     return from_bytes(content, str(path))
 
 
 def from_bytes(content: bytes, where: str) -> Manifest:
-    """Check and parse the file's content; `where` names it in errors. Raises CorruptCheckpoint."""
+    """Check and parse the file's content; `where` names it in errors. Raises CorruptCheckpoint, with the path of the key."""
     try:
-        body = json.loads(content)
+        body = json.loads(content, parse_constant=_refuse_constant)
+        checked.check_depth(body, "content")
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} is not JSON ({error}): it is truncated or altered") from None
     if not isinstance(body, dict):
-        raise CorruptCheckpoint(f"{where} holds a {type(body).__name__}: wanted a JSON object")
-    version = body.get("format_version")
-    if version != FORMAT_VERSION:
+        raise CorruptCheckpoint(f"{where}: content: got a {type(body).__name__}, expected a JSON object")
+    version = body.pop("format_version", None)
+    if type(version) is not int or version != FORMAT_VERSION:
         raise CorruptCheckpoint(
-            f"{where} has format version {version!r}; this ttp reads version {FORMAT_VERSION}. "
-            "Read it with the ttp that wrote it (see `versions` in the file)"
+            f"{where}: format_version: got {checked.shown(version)}, expected {FORMAT_VERSION}. Read it with the ttp that"
+            " wrote it (see `versions` in the file)"
         )
-    digest = body.pop("sha256", None)
-    if digest != _digest(body):
-        raise CorruptCheckpoint(f"{where} was altered: its content has sha256 {_digest(body)}, it says {digest}")
+    said, digest = body.pop("sha256", None), _digest({"format_version": version, **body})
+    if said != digest:
+        raise CorruptCheckpoint(f"{where} was altered: got content of sha256 {digest}, expected {checked.shown(said)}")
     try:
         return _parse(body)
-    except KeyError as error:
-        raise CorruptCheckpoint(f"{where}: field {error} is missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: a field has a wrong type or value: {error}") from None
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{where}: {error}") from None
 
 
-def _parse(body: dict[str, JSON]) -> Manifest:
-    cause = _object(body, "cause")
-    record = body["record"]
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    """The schema. Raises ValueError naming the key's path."""
+
+    def get(name: str) -> tuple[Any, str]:
+        return checked.field(body, name, "")
+
+    cause, record = checked.mapping(*get("cause")), get("record")[0]
+    try:
+        kind = CauseKind(checked.string(*checked.field(cause, "kind", "cause")))
+    except ValueError:
+        raise checked.Invalid(
+            "cause.kind", cause.get("kind"), f"one of {', '.join(each.value for each in CauseKind)}"
+        ) from None
+    versions = checked.mapping(*get("versions"))
     return Manifest(
-        step=_typed(body, "step", int),
-        cause=Cause(CauseKind(cause["kind"]), _ints(cause["ranks"], "cause.ranks"), _typed(cause, "text", str)),
-        layout=_decoded(body, "layout"),
-        files=tuple(
-            FileEntry(
-                _typed(f, "name", str), _typed(f, "nbytes", int), _typed(f, "sha256", str), _typed(f, "rank", int)
-            )
-            for f in _objects(body["files"], "files")
+        step=checked.integer(*get("step")),
+        cause=Cause(
+            kind,
+            checked.integers(*checked.field(cause, "ranks", "cause")),
+            checked.string(*checked.field(cause, "text", "cause")),
         ),
+        layout=checked.mapping(_decode(*get("layout")), "layout"),
+        files=_parse_files(*get("files")),
         tensors={
-            key: TensorSpec(_typed(spec, "dtype", str), _ints(spec["shape"], f"tensors.{key}.shape"))
-            for key in _object(body, "tensors")
-            for spec in [_object(_object(body, "tensors"), key)]
+            checked.string(key, "tensors"): _parse_spec(value, f"tensors.{key}")
+            for key, value in checked.mapping(*get("tensors")).items()
         },
-        state=_decoded(body, "state"),
-        record=None if record is None else _decode_record(_object(body, "record")),
-        created_unix_s=_typed(body, "created_unix_s", float),
-        attempt=_typed(body, "attempt", str),
-        term=_typed(body, "term", int),
-        hosts=_texts(body["hosts"], "hosts"),
-        start=_typed(body, "start", int),
-        versions={key: _typed(_object(body, "versions"), key, str) for key in _object(body, "versions")},
+        state=_parse_state(*get("state")),
+        record=None if record is None else _parse_record(record, "record"),
+        created_unix_s=checked.number(*get("created_unix_s"), least=0, most=_LAST_UNIX_S),
+        attempt=checked.string(*get("attempt")),
+        term=checked.integer(*get("term")),
+        hosts=tuple(checked.string(host, where) for host, where in checked.items(*get("hosts"))),
+        start=checked.integer(*get("start")),
+        versions={key: checked.string(value, f"versions.{key}") for key, value in versions.items()},
     )
+
+
+def _parse_files(value: object, path: str) -> tuple[FileEntry, ...]:
+    files: dict[str, FileEntry] = {}
+    for item, where in checked.items(value, path):
+        fields = checked.mapping(item, where)
+        name = checked.file_name(*checked.field(fields, "name", where))
+        digest = checked.string(*checked.field(fields, "sha256", where))
+        if not _SHA256.fullmatch(digest):
+            raise checked.Invalid(f"{where}.sha256", digest, "64 hexadecimal digits")
+        if name in files:
+            raise checked.Invalid(f"{where}.name", name, "a name that no other file has")
+        nbytes = checked.integer(*checked.field(fields, "nbytes", where))
+        files[name] = FileEntry(name, nbytes, digest, checked.integer(*checked.field(fields, "rank", where)))
+    return tuple(files.values())
+
+
+def _parse_spec(value: object, path: str) -> TensorSpec:
+    fields = checked.mapping(value, path)
+    shape = checked.integers(*checked.field(fields, "shape", path))
+    if math.prod(shape) > checked.INT64_MAX:
+        raise checked.Invalid(f"{path}.shape", list(shape), "fewer than 2**63 elements")
+    return TensorSpec(checked.string(*checked.field(fields, "dtype", path)), shape)
+
+
+def _parse_state(value: object, path: str) -> dict[str, Any]:
+    """The optimizer's and the trainer's; what a trainer puts into its own, `Session.resume(check=...)` judges."""
+    state = checked.mapping(_decode(value, path), path)
+    checked.mapping(*checked.field(state, "trainer", path))
+    optimizer = checked.mapping(*checked.field(state, "optimizer", path))
+    where = f"{path}.optimizer"
+    for item, group_path in checked.items(*checked.field(optimizer, "param_groups", where)):
+        _check_param_group(checked.mapping(item, group_path), group_path)
+    if (scale := optimizer.get("loss_scale")) is not None:
+        fields, scale_path = checked.mapping(scale, f"{where}.loss_scale"), f"{where}.loss_scale"
+        checked.number(*checked.field(fields, "scale", scale_path), least=0)
+        checked.integer(*checked.field(fields, "good_steps", scale_path))
+        checked.integer(fields.get("forgiven", 0), f"{scale_path}.forgiven")
+    return state
+
+
+def _check_param_group(group: dict[str, Any], path: str) -> None:
+    """The settings of torch's own optimizers are numbers, lists of numbers or None; others are the optimizer's matter."""
+    for name in ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum"):
+        value = group.get(name)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str | list | dict):
+                raise checked.Invalid(f"{path}.{name}", value, "a number or a list of numbers")
 
 
 def _encode_record(record: CommitRecord) -> JSON:
@@ -177,21 +251,26 @@ def _encode_record(record: CommitRecord) -> JSON:
     }
 
 
-def _decode_record(fields: dict[str, JSON]) -> CommitRecord:
-    def hexes(name: str) -> tuple[float, ...]:
-        values = fields[name]
-        if not isinstance(values, list):
-            raise TypeError(f"record.{name} is {values!r}, wanted a list")
-        return tuple(float.fromhex(str(value)) for value in values)
+def _parse_record(value: object, path: str) -> CommitRecord:
+    fields = checked.mapping(value, path)
+
+    def exact(value: object, where: str) -> float:
+        try:
+            return float.fromhex(checked.string(value, where))
+        except (ValueError, OverflowError):
+            raise checked.Invalid(where, value, "a float in hexadecimal") from None
+
+    def exacts(name: str) -> tuple[float, ...]:
+        return tuple(exact(item, where) for item, where in checked.items(*checked.field(fields, name, path)))
 
     return CommitRecord(
-        step=_typed(fields, "step", int),
-        grad_norm=float.fromhex(_typed(fields, "grad_norm", str)),
-        clip_factor=float.fromhex(_typed(fields, "clip_factor", str)),
-        skipped=_typed(fields, "skipped", bool),
-        loss_scale=float.fromhex(_typed(fields, "loss_scale", str)),
-        learning_rates=hexes("learning_rates"),
-        sums=hexes("sums"),
+        step=checked.integer(*checked.field(fields, "step", path)),
+        grad_norm=exact(*checked.field(fields, "grad_norm", path)),
+        clip_factor=exact(*checked.field(fields, "clip_factor", path)),
+        skipped=checked.boolean(*checked.field(fields, "skipped", path)),
+        loss_scale=exact(*checked.field(fields, "loss_scale", path)),
+        learning_rates=exacts("learning_rates"),
+        sums=exacts("sums"),
     )
 
 
@@ -200,20 +279,28 @@ def _digest(body: Mapping[str, JSON]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _encode(value: object, path: str) -> JSON:
-    """Turn plain values into JSON that comes back exactly (tuples as lists)."""
+def _encode(value: object, path: str, depth: int = 2) -> JSON:
+    """Turn plain values into JSON that comes back exactly (tuples as lists). `depth`: levels around the value."""
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | str():
+            return value
+        case int() if value.bit_length() <= _INTEGER_BITS:
             return value
         case float():
             return value if math.isfinite(value) else {_NON_FINITE: repr(value)}
+        case list() | tuple() | Mapping() if depth > checked.DEEPEST:
+            raise CheckpointError(f"{path} is nested too deep: expected at most {checked.DEEPEST} levels")
         case list() | tuple():
-            return [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            return [_encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
         case Mapping():
             for key in value:
                 if not isinstance(key, str) or key == _NON_FINITE:
                     raise CheckpointError(f"{path} has the key {key!r}: wanted strings (JSON), and not {_NON_FINITE!r}")
-            return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
+            return {key: _encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        case int():
+            raise CheckpointError(
+                f"{path} is an integer of {value.bit_length()} bits: expected at most {_INTEGER_BITS}"
+            )
         case _:
             raise CheckpointError(
                 f"{path} is a {type(value).__name__}: a manifest carries numbers, strings, booleans, None, lists and "
@@ -221,50 +308,16 @@ def _encode(value: object, path: str) -> JSON:
             )
 
 
-def _decode(value: JSON) -> JSON:
+def _decode(value: Any, path: str) -> Any:
+    """Return what `_encode` was given."""
     match value:
         case list():
-            return [_decode(item) for item in value]
+            return [_decode(item, f"{path}[{i}]") for i, item in enumerate(value)]
         case dict():
-            if value.keys() == {_NON_FINITE}:
-                return float(str(value[_NON_FINITE]))
-            return {key: _decode(item) for key, item in value.items()}
+            if value.keys() != {_NON_FINITE}:
+                return {key: _decode(item, f"{path}.{key}") for key, item in value.items()}
+            if value[_NON_FINITE] not in ("nan", "inf", "-inf"):
+                raise checked.Invalid(path, value, f"{_NON_FINITE} of nan, inf or -inf")
+            return float(value[_NON_FINITE])
         case _:
             return value
-
-
-def _decoded(fields: Mapping[str, JSON], name: str) -> dict[str, JSON]:
-    value = _decode(_object(fields, name))
-    return _object({name: value}, name)
-
-
-def _typed(fields: Mapping[str, JSON], name: str, kind: type[T]) -> T:
-    value = fields[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{name} is {value!r}, wanted {kind.__name__}")
-    return value
-
-
-def _object(fields: Mapping[str, JSON], name: str) -> dict[str, JSON]:
-    value = fields[name]
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} is {value!r}, wanted an object")
-    return value
-
-
-def _objects(value: JSON, name: str) -> list[dict[str, JSON]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise TypeError(f"{name} is {value!r}, wanted a list of objects")
-    return [item for item in value if isinstance(item, dict)]
-
-
-def _texts(value: JSON, name: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"{name} is {value!r}, wanted a list of names")
-    return tuple(item for item in value if isinstance(item, str))
-
-
-def _ints(value: JSON, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise TypeError(f"{name} is {value!r}, wanted a list of integers")
-    return tuple(item for item in value if isinstance(item, int))

@@ -20,6 +20,7 @@ from ttp.checkpoint.load import list_checkpoints
 from ttp.checkpoint.look import checked
 from ttp.checkpoint.manifest import Manifest, TensorSpec
 from ttp.checkpoint.survey import folder_at, is_checkpoint, newest_at, nothing_in
+from ttp.checkpoint.verify import metadata_entry
 from ttp.errors import CheckpointError, CorruptCheckpoint
 
 
@@ -71,7 +72,7 @@ def open_stored(path: Path, console: Console, *, deep: bool = True) -> Stored:
 def _opened(path: Path, manifest: Manifest) -> Stored:
     if manifest.hosts:
         return Stored(path, *joined(path, manifest))
-    return Stored(path, manifest, dcp.read_metadata(path))
+    return Stored(path, manifest, dcp.read_metadata(path, metadata_entry(path, manifest)))
 
 
 def numel_of(spec: TensorSpec) -> int:

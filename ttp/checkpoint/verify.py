@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ttp.checkpoint import dcp
 from ttp.checkpoint.durable import sha256_of, step_of_directory
@@ -55,6 +55,7 @@ def verify(
     else:
         _check_files(root, manifest)
         here = manifest.files
+        metadata_entry(root, manifest)
         if index == 0:
             _check_completeness(root, manifest)
     if deep:
@@ -66,8 +67,6 @@ def files_here(root: Path, manifest: Manifest) -> tuple[FileEntry, ...]:
     """Return which files of a checkpoint that lies on several nodes this node's piece has, at their full sizes."""
     found = []
     for file in manifest.files:
-        if Path(file.name).name != file.name:
-            raise CorruptCheckpoint(f"{root}: the manifest names the file {file.name!r}, outside the checkpoint")
         path = root / file.name
         if not path.exists():
             continue
@@ -91,8 +90,6 @@ def share_of_files(files: Sequence[FileEntry], index: int, count: int) -> list[F
 
 def _check_files(root: Path, manifest: Manifest) -> None:
     for file in manifest.files:
-        if Path(file.name).name != file.name:
-            raise CorruptCheckpoint(f"{root}: the manifest names the file {file.name!r}, outside the checkpoint")
         try:
             nbytes = (root / file.name).stat().st_size
         except FileNotFoundError:
@@ -100,20 +97,25 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         if nbytes != file.nbytes:
             what = "truncated" if nbytes < file.nbytes else "longer than written"
             raise CorruptCheckpoint(f"{root / file.name} is {what}: it has {nbytes} bytes, wanted {file.nbytes}")
-    if dcp.METADATA_NAME not in {file.name for file in manifest.files}:
-        raise CorruptCheckpoint(f"{root}: the manifest does not list {dcp.METADATA_NAME}")
+
+
+def metadata_entry(root: Path, manifest: Manifest) -> FileEntry:
+    """Return what the manifest says of torch's index. Raises CorruptCheckpoint."""
+    for file in manifest.files:
+        if file.name == dcp.METADATA_NAME:
+            return file
+    raise CorruptCheckpoint(f"{root}: the manifest does not list {dcp.METADATA_NAME}")
 
 
 def _check_completeness(root: Path, manifest: Manifest) -> None:
     """torch's metadata describes exactly the manifest's tensors, each stored whole and once, in files that are there."""
-    metadata = dcp.read_metadata(root)
+    metadata = dcp.read_metadata(root, metadata_entry(root, manifest))
     sizes = {file.name: file.nbytes for file in manifest.files}
     described: dict[str, TensorSpec] = {}
     for key, description in metadata.state_dict_metadata.items():
         if isinstance(description, BytesStorageMetadata):
             _check_place(root, metadata, MetadataIndex(key), sizes)
             continue
-        assert isinstance(description, TensorStorageMetadata)
         described[key] = TensorSpec(dcp.dtype_name(description.properties.dtype), tuple(description.size))
         error = tiling_error(description.size, [(chunk.offsets, chunk.sizes) for chunk in description.chunks])
         if error is not None:

@@ -83,12 +83,12 @@ def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer) -> None:
 
 
 def read_whole(folder: Path, contents: Contents, step: int, host: Mapping[str, Any]) -> WholeState:
-    """Read all that `contents` lists from `folder`, which has torch's metadata. Raises CorruptCheckpoint."""
+    """Read all that `contents` lists from `folder`, where those files lie. Raises CorruptCheckpoint."""
     tensors = {
         entry.key: torch.empty(entry.shape, dtype=dcp.dtype_of(entry.dtype)) for entry in reversed(contents.tensors)
     }
     targets = [HeldTensor(key, tuple(tensor.shape), 0, tensor.view(-1)) for key, tensor in tensors.items()]
-    load.read_into(folder, targets)
+    load.read_into(folder, targets, dcp.metadata_of(contents))
     return WholeState(step, tensors, host)
 
 

@@ -69,11 +69,11 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
 @pytest.mark.parametrize(
     ("fault", "wanted"),
     [
-        ({"fault": "burn"}, "'burn': wanted one of kill, stop"),
+        ({"fault": "burn"}, "fault: got 'burn', expected one of kill, stop"),
         ({"fault": "kill", "rank": -1}, "rank is -1: wanted a rank from 0"),
         ({"fault": "kill", "rank": [1, 1]}, "wanted each rank once"),
         ({"fault": "kill", "step": 3, "after_s": 1}, "step and after_s: wanted one of them"),
-        ({"fault": "kill", "step": 0}, "step is 0: wanted a whole number from 1"),
+        ({"fault": "kill", "step": 0}, "step: got 0, expected an integer from 1 to"),
         ({"fault": "kill", "after_steps": [5, 2]}, "the other way round"),
         ({"fault": "kill", "point": "lunch"}, "point is 'lunch': wanted one of now, backward"),
         ({"fault": "slow"}, "no for_s"),
@@ -85,18 +85,18 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
         ({"fault": "partition", "for_s": 2}, "needs several nodes, got nodes: 0"),
         ({"fault": "kill_agent", "node": 1}, "kill_agent of node 1, got nodes: 0; wanted a node from 0 to 0"),
         ({"fault": "kill_agent", "node": 0, "rank": 1}, "node and rank: wanted one of them"),
-        ({"fault": "kill_agent", "rank": [0, 1]}, r"rank is \[0, 1\]: wanted a whole number from 0"),
+        ({"fault": "kill_agent", "rank": [0, 1]}, r"rank: got \[0, 1\], expected an integer from 0"),
         ({"fault": "kill_agent", "count": 2}, "it hits no rank"),
         ({"fault": "fill_disk", "for_s": 2}, "got small_disk_mib: 0"),
-        ({"fault": "kill", "after_s": float("nan")}, "after_s is nan: wanted a number from 0"),
-        ({"fault": "stop", "for_s": float("inf")}, "for_s is inf: wanted a number from 0"),
+        ({"fault": "kill", "after_s": float("nan")}, "after_s: got nan, expected a finite number >= 0"),
+        ({"fault": "stop", "for_s": float("inf")}, "for_s: got inf, expected a finite number >= 0"),
         ({"fault": "kill", "event": "published"}, "event 'published' outside of `then`"),
         ({"fault": "kill", "rank": 1, "count": 5}, "count beside rank: 1"),
         (
             {"fault": "kill", "point": "backward", "call": 1},
             "call with point 'backward': wanted point write or publish",
         ),
-        ("kill", "wanted names with values"),
+        ("kill", "expected names with values"),
     ],
 )
 def test_a_wrong_fault_is_refused_with_its_place_and_what_was_wanted(fault: object, wanted: str) -> None:
@@ -111,26 +111,26 @@ def test_a_limit_of_growth_is_a_number_above_nothing(limit: object) -> None:
     faults = [{"fault": "kill"}]
     assert parse_scenario({"faults": faults}, "here").growth_mib == 32.0
     assert parse_scenario({"faults": faults, "growth_mib": 512}, "here").growth_mib == 512.0
-    with pytest.raises(ConfigError, match=r"growth_mib is .*: wanted a number above 0"):
+    with pytest.raises(ConfigError, match=r"growth_mib: got .*, expected a (finite )?number"):
         parse_scenario({"faults": faults, "growth_mib": limit}, "here.yaml")
 
 
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
     """Not there, not YAML, no faults."""
-    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
         load_scenario(tmp_path / "none.yaml")
     path = tmp_path / "wrong.yaml"
     path.write_text("faults: [")
-    with pytest.raises(ConfigError, match=r"wrong\.yaml: not YAML"):
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: invalid YAML: line 1"):
         load_scenario(path)
     path.write_text("faults: [{fault: kill, rank: 1, rank: 2}]")
-    with pytest.raises(ConfigError, match="'rank' stands there twice"):
+    with pytest.raises(ConfigError, match="key 'rank' is given twice"):
         load_scenario(path)
     path.write_text("{faults: [{fault: kill}], environ: {B: [1]}}")
     with pytest.raises(ConfigError, match=r"environ B is \[1\]: wanted a text or a number"):
         load_scenario(path)
     path.write_text("name: nothing")
-    with pytest.raises(ConfigError, match="faults is None: wanted a list"):
+    with pytest.raises(ConfigError, match="faults: got None, expected a list"):
         load_scenario(path)
 
 

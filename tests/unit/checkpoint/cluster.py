@@ -96,7 +96,7 @@ class Cluster:
         self, rank: int, name: str, step: int, results: Sequence[ShareResult], start: int = 1, term: int = 1
     ) -> Path:
         given: dict[str, Any] = {"cause": CAUSE, "record": None, "layout": {}, "blobs": {"group": 0.5}}
-        state = {"optimizer": {}, "trainer": {"samples": step * 8}}
+        state = {"optimizer": {"param_groups": []}, "trainer": {"samples": step * 8}}
         fields: dict[str, Any] = {
             "step": step,
             "results": results,
@@ -151,5 +151,5 @@ class Cluster:
             mine = found[rank]
             wanted = self.spare_disk if self.hosts[rank] in self.spare else self.disk
             assert mine is not None and mine.path.parent == wanted(rank)
-            load.read_into(mine.path, share)
+            load.read_into(mine.path, share, mine.metadata)
         return dict(blank.tensors)

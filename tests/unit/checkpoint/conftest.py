@@ -42,7 +42,7 @@ class Job:
         given: dict[str, Any] = {
             "cause": CAUSE,
             "record": CommitRecord(step, 1.5, 0.7, False, 1024.0, (3e-4,), (0.1,)),
-            "state": {"optimizer": {}, "trainer": {"samples": step * 8}},
+            "state": {"optimizer": {"param_groups": []}, "trainer": {"samples": step * 8}},
             "layout": {"dp": len(results)},
             "expected": self.shapes(),
         }

@@ -90,12 +90,12 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
     (remove_data, rf"{DATA} is missing; rank 1 wrote it"),
     (remove_metadata, r"\.metadata is missing"),
-    (alter_metadata, r"\.metadata was altered|is said to lie"),
+    (alter_metadata, r"\.metadata was altered since rank \d+ wrote it"),
     (remove_manifest, r"manifest\.json is missing: .* was never published, or was damaged"),
     (truncate_manifest, r"manifest\.json is not JSON .*: it is truncated or altered"),
-    (alter_manifest, r"manifest\.json was altered: its content has sha256 \w+, it says \w+"),
-    (empty_manifest, r"manifest\.json holds a list: wanted a JSON object"),
-    (future_manifest, r"manifest\.json has format version 2; this ttp reads version 1"),
+    (alter_manifest, r"manifest\.json was altered: got content of sha256 \w+, expected '\w+'"),
+    (empty_manifest, r"manifest\.json: content: got a list, expected a JSON object"),
+    (future_manifest, r"manifest\.json: format_version: got 2, expected 1"),
     (rename_to_another_step, r"is named for step 43, its manifest says step 42"),
     (become_a_file, r"is not a directory"),
 ]
@@ -218,6 +218,7 @@ def test_metadata_never_runs_code(job: Job, tmp_path: Path, monkeypatch: pytest.
     """`.metadata` is a pickle; one that names anything but torch's own classes is refused before it is built."""
     monkeypatch.chdir(tmp_path)
     path = job.save(tmp_path, 42)
+    (path / "manifest.json").unlink()  # as torch alone writes it: without a checksum
     for content in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"\x80\x04."):
         (path / ".metadata").write_bytes(content)
         with pytest.raises(CorruptCheckpoint, match=r"\.metadata (cannot be read|is not the metadata)"):
@@ -228,10 +229,11 @@ def test_metadata_never_runs_code(job: Job, tmp_path: Path, monkeypatch: pytest.
 def test_metadata_of_files_outside_the_checkpoint_is_refused(job: Job, tmp_path: Path) -> None:
     """Nothing but the checkpoint's own files is read."""
     path = job.save(tmp_path, 42)
-    metadata = dcp.read_metadata(path)
+    metadata = dcp.read_metadata(path, None)
+    (path / "manifest.json").unlink()  # as torch alone writes it: without a checksum
     next(iter(metadata.storage_data.values())).relative_path = "../../etc/passwd"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CorruptCheckpoint, match=r"is said to lie in \.\./\.\./etc/passwd, outside"):
+    with pytest.raises(CorruptCheckpoint, match=r"is said to lie in '\.\./\.\./etc/passwd', outside"):
         job.read(path)
 
 
@@ -254,7 +256,7 @@ def test_an_unreadable_manifest_file_is_not_called_corrupt(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
+        patch.setattr(manifest, "open_regular", refuse)
         with pytest.raises(OSError, match="Input/output error"):
             manifest.read_manifest(path)
         with pytest.raises(CheckpointError, match=r"cannot publish step 42 in .*: Input/output error"):

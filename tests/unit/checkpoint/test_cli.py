@@ -202,7 +202,11 @@ def test_inspect_gives_each_part_of_a_large_layout_a_row(job: Job, tmp_path: Pat
 def test_inspect_gives_each_number_of_a_step_a_line(job: Job, tmp_path: Path) -> None:
     """Of the commit record and of the host state: no Python of ours is read by people."""
     record = CommitRecord(42, 3.0, 0.5, False, 1024.0, (0.001, 2.5e-07), (5.25,))
-    state = {"trainer": {"samples": 336, "place": {"epoch": 5}, "groups": [{"lr": 0.5}, {}]}, "nothing": {}}
+    state = {
+        "trainer": {"samples": 336, "place": {"epoch": 5}, "groups": [{"lr": 0.5}, {}]},
+        "nothing": {},
+        "optimizer": {"param_groups": []},
+    }
     job.save(tmp_path, 42, record=record, state=state)
     text = run("inspect", str(tmp_path))[1]
     for line in (
@@ -365,7 +369,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (tear, r"__1_0_0\.distcp is truncated: it has \d+ bytes, wanted \d+"),
     (lose_a_part, r"__1_0_0\.distcp is missing; rank 1 wrote it"),
     (flip_a_bit, r"__1_0_0\.distcp was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
-    (become_older, r"has format version 0; this ttp reads version 1\. Read it with the ttp that wrote it"),
+    (become_older, r"format_version: got 0, expected 1\. Read it with the ttp that wrote it"),
 ]
 
 

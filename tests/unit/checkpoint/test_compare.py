@@ -118,7 +118,7 @@ def test_missing_names_other_shapes_and_types_are_differences(job: Job, tmp_path
 def test_plain_values_count(job: Job, tmp_path: Path) -> None:
     """A learning rate and the data position are part of what is trained on."""
     a = job.save(tmp_path / "a", 42, blobs=BLOBS)
-    state = {"optimizer": {}, "trainer": {"samples": 7}}
+    state = {"optimizer": {"param_groups": []}, "trainer": {"samples": 7}}
     b = job.save(tmp_path / "b", 42, blobs=BLOBS | {"optim.param_groups.0.lr": 0.2}, state=state)
     status, text, told = diff(a, b)
     assert status == 1 and [each["name"] for each in told["differences"]] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,18 @@ def test_without_any_state_there_is_an_empty_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"n": np.int64(3)}, {1: 2}, {"x": {2: 3}}, {"s": {4}}, {"b": b"x"}, [("a", object())]]
+    "state",
+    [
+        {"n": np.int64(3)},
+        {1: 2},
+        {"x": {2: 3}},
+        {"s": {4}},
+        {"b": b"x"},
+        [("a", object())],
+        {"__float__": "nan"},
+        {"n": 1 << 20_000},
+        {"deep": json.loads("[" * 70 + "]" * 70)},
+    ],
 )
 def test_what_json_cannot_carry_is_refused_at_once(state: Any) -> None:
     """Not at the fault, when every publisher would fail on it."""

@@ -95,7 +95,7 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
             "end_learning_rate is 0.0002: wanted at most optimizer_config.learning_rate, 0.0001",
         ),
         ("training_config: {seed: 1, seed: 2}", "key 'seed' is given twice"),
-        ("training_config: [1", "not YAML"),
+        ("training_config: [1", "invalid YAML: line 2"),
         ("- 1", "wanted sections (model_config, training_config"),
     ],
 )
@@ -175,7 +175,7 @@ def test_overrides_reach_every_depth_and_the_last_one_wins(tmp_path: Path) -> No
         (["--training_config.seed"], "wanted a value after it"),
         (["--training_config.seed", "--training_config.resume"], "wanted a value after it"),
         (["--training_config.seed=abc"], "training_config.seed is 'abc' (str): wanted an integer"),
-        (["--training_config.seed=[1"], "the value '[1' is not YAML"),
+        (["--training_config.seed=[1"], "value '[1': invalid YAML"),
         (["training_config.seed", "5"], "wanted --section.key value"),
         (["--confg", "x"], "did you mean config?"),
     ],

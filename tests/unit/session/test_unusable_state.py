@@ -1,0 +1,106 @@
+"""A checkpoint whose trainer state cannot be used counts as broken: the next older one is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.test_manifest import resealed
+from tests.unit.session.test_session import OFF, do_steps, new_run
+from ttp import checked
+from ttp.adopt.protect import _check_state as check_guard_state
+from ttp.config import Settings
+from ttp.errors import CorruptCheckpoint
+from ttp.trainer.train import check_state
+
+
+def check(state: Mapping[str, Any]) -> None:
+    checked.integer(state["position"], "position")
+
+
+@pytest.mark.parametrize(
+    "settings", [OFF, Settings(enable=False, shared_dirs=False, host="node-x")], ids=["shared", "own"]
+)
+def test_the_next_older_checkpoint_is_taken(
+    tmp_path: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Directories of all, or of the node; a path that is named is refused."""
+    model, optimizer, session = new_run(tmp_path, settings)
+    do_steps(model, optimizer, session, 4)
+    session.save()
+    do_steps(model, optimizer, session, 6)
+    newest = Path(session.save())
+    session.close()
+    body = json.loads((newest / "manifest.json").read_text())
+    body["state"]["trainer"]["position"] = -12
+    (newest / "manifest.json").write_bytes(resealed(body))
+    with pytest.raises(
+        CorruptCheckpoint, match=r"manifest\.json: state\.trainer\.position: got -12, expected an integer >= 0"
+    ):
+        new_run(tmp_path, dataclasses.replace(settings), seed=1)[2].resume(str(newest), check=check)
+
+
+@pytest.mark.parametrize(
+    "settings", [OFF, Settings(enable=False, shared_dirs=False, host="node-x")], ids=["shared", "own"]
+)
+def test_an_automatic_resume_goes_on_with_the_older_one(tmp_path: Path, settings: Settings) -> None:
+    """And says why."""
+    model, optimizer, session = new_run(tmp_path, settings)
+    do_steps(model, optimizer, session, 4)
+    session.save()
+    do_steps(model, optimizer, session, 6)
+    newest = Path(session.save())
+    session.close()
+    body = json.loads((newest / "manifest.json").read_text())
+    body["state"]["trainer"]["position"] = True
+    (newest / "manifest.json").write_bytes(resealed(body))
+    point = new_run(tmp_path, settings, seed=1)[2].resume(check=check)
+    assert point is not None and point.step == 4 and "state.trainer.position: got True" in point.skipped[0]
+
+
+GOOD = {"consumed_samples": 8, "epoch": 0, "loss_divisor": 1, "order": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"consumed_samples": -3}, "consumed_samples: got -3, expected an integer >= 0"),
+        ({"consumed_samples": "8"}, "consumed_samples: got '8', expected an integer >= 0"),
+        ({"epoch": 1.5}, "epoch: got 1.5, expected an integer >= 0"),
+        ({"loss_divisor": 0}, "loss_divisor: got 0, expected an integer >= 1"),
+        ({"order": [1]}, "order: got \\[1\\], expected a mapping"),
+    ],
+)
+def test_the_bundled_trainers_state_is_judged(change: dict[str, Any], message: str) -> None:
+    """A key that is missing is another trainer's checkpoint, which is another error."""
+    check_state(GOOD)
+    check_state({})
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_state({**GOOD, **change})
+
+
+GUARDED = {"schedulers": [], "state": {}, "position": {"epoch": 0, "batch": 3}, "seed": 2**64 - 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": 3}, "position: got 3, expected a mapping"),
+        ({"position": {"epoch": 0}}, r"position\.batch: is missing, expected a value"),
+        ({"position": {"epoch": 0, "batch": -1}}, r"position\.batch: got -1, expected an integer >= 0"),
+        ({"seed": "7"}, "seed: got '7', expected an integer"),
+        ({"schedulers": {}}, "schedulers: got {}, expected a list"),
+        ({"schedulers": [{"__ttp__": "tensor", "dtype": "nothing"}]}, r"schedulers\[0\]: cannot be read: "),
+        ({"state": {"rng": {"__ttp__": "dict", "items": [[[], 1]]}}}, r"state\.rng: cannot be read: TypeError"),
+    ],
+)
+def test_the_guards_state_is_judged(change: dict[str, Any], message: str) -> None:
+    """What `ttp.protect` has saved."""
+    check_guard_state(GUARDED)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_guard_state({**GUARDED, **change})
