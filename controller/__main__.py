@@ -80,12 +80,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 _TIMES = (
     "heartbeat_s",
     "lease_s",
+    "vouched_lease_s",
     "freeze_timeout_s",
     "progress_timeout_s",
     "total_timeout_s",
     "register_timeout_s",
     "orphan_timeout_s",
     "hang_floor_s",
+    "hang_early_floor_s",
     "hang_start_s",
     "hang_factor",
 )

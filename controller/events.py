@@ -22,6 +22,8 @@ class ControllerSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
     """A rank whose stream broke or whose heartbeats stopped is dead after this long."""
+    vouched_lease_s: float = 10.0
+    """The same where its agent reports its process alive and running; three times as long before the eighth step."""
     freeze_timeout_s: float = 10.0
     """How long a rank may take to close its gate before the decision goes on without it."""
     progress_timeout_s: float = 30.0
@@ -32,8 +34,10 @@ class ControllerSettings:
     """Registered ranks are released (Exit) when the world has not assembled by then."""
     orphan_timeout_s: float = 15.0
     """The controller leaves when nobody is attached for this long."""
-    hang_floor_s: float = 60.0
+    hang_floor_s: float = 10.0
     """A job in which nobody gets on is not called hung before this."""
+    hang_early_floor_s: float = 60.0
+    """In place of `hang_floor_s` before 50 steps are known."""
     hang_factor: float = 10.0
     """Nor before this many times a slow step of its own."""
     standby: int = 0

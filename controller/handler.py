@@ -29,6 +29,7 @@ from ttp.proto.messages import (
     Published,
     Registration,
     Upward,
+    Vouch,
     Welcome,
     WorkerExit,
     WriteOrder,
@@ -252,7 +253,7 @@ class Handler:
 
     def _is_routed(self, link: Link, message: Upward) -> bool:
         """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
-        assert not isinstance(message, AgentHello)
+        assert not isinstance(message, AgentHello | Vouch)
         if message.rank not in self.routes:
             link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
         return self.routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
@@ -265,7 +266,7 @@ class Handler:
                     return
             case AgentHello(host):
                 self._agents[host] = link
-            case WorkerExit():
+            case WorkerExit() | Vouch():
                 pass
             case _:
                 if not self._is_routed(link, message):

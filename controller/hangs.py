@@ -49,7 +49,7 @@ def look(state: ControllerState, now: float, out: list[Effect]) -> ControllerSta
     if state.stage is not _RUNNING or now < pace.due:
         return state
     living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)
-    text, named = standstill(pace, living, now), suspects(pace, living)
+    text, named = standstill(pace, living, now, state.settings), suspects(pace, living)
     fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}
     if now < pace.hung_at:
         out.append(Journal("stalled", fields))

@@ -10,15 +10,26 @@ from math import inf
 
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
-from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, WorkerExit
+from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, Vouch, WorkerExit
 
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received, Send
 from .hangs import look, rest
 from .leaving import orphaned, over
-from .membership import SUSPECT_AFTER, came_back, empty, forgive, hear, hear_unsuspected, silent, sweep, turned_back
+from .membership import (
+    SUSPECT_AFTER,
+    came_back,
+    empty,
+    forgive,
+    hear,
+    hear_unsuspected,
+    silent,
+    silent_since,
+    sweep,
+    turned_back,
+)
 from .patience import pass_over
 from .presence import die, suspicion, welcome
-from .progress import limit, unknown
+from .progress import has_started, limit, unknown
 from .publishing import silent_while_publishing
 from .rolling import silent_while_rolling
 from .rounds import half_of_the_rest, has_culprit
@@ -33,7 +44,7 @@ FREEZES_OF_A_TERM = 1 << 20
 LATE_HEARTBEATS = 0.5
 """While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
 
-_OF_LAUNCHERS = (AgentHello, WorkerExit)
+_OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch)
 """What launchers say proves no rank's life."""
 
 _ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
@@ -166,7 +177,7 @@ def _grant_time(state: ControllerState, now: float) -> ControllerState:
 
 
 def _check_rank(state: ControllerState, message: Upward) -> None:
-    if not isinstance(message, AgentHello) and not 0 <= message.rank < state.settings.world_size:
+    if not isinstance(message, AgentHello | Vouch) and not 0 <= message.rank < state.settings.world_size:
         raise ProtocolError(
             f"job {state.settings.job_id}: {type(message).__name__} of rank {message.rank}, the world has ranks 0 to "
             f"{state.settings.world_size - 1}; is a process of another job sending here?"
@@ -249,7 +260,8 @@ _SILENT = {
 
 
 def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    swept = sweep(state.members, now, state.settings, welcomed=state.stage is not Stage.ASSEMBLING)
+    welcomed, started = state.stage is not Stage.ASSEMBLING, has_started(state.pace)
+    swept = sweep(state.members, now, state.settings, welcomed, started)
     state = replace(state, members=swept.members)
     if swept.cut_off:
         state = _grant_time(state, now)
@@ -258,6 +270,14 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
             out.append(Send((rank,), welcome(state, rank)))
         state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
     for rank in swept.run_out:
-        cause = Cause(CauseKind.SILENT, (rank,), f"nothing was heard for {state.settings.lease_s:g} s")
+        cause = Cause(CauseKind.SILENT, (rank,), _silence(state, rank, now))
         state = die(state, rank, cause, False, now, out)
     return state
+
+
+def _silence(state: ControllerState, rank: int, now: float) -> str:
+    member, members = state.members.table[rank], state.members
+    since = silent_since(member, members.amnesty)
+    if member.vouched <= since:
+        return f"nothing was heard for {state.settings.lease_s:g} s"
+    return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"

@@ -2,7 +2,8 @@
 
 Owns one record per rank, the counters over them, and the lease arithmetic. Never sends anything and never decides what
 a death means: transitions do. A rank is *suspect* when its stream broke or most of its lease has passed in silence, and
-*dead* when an agent saw its process end or its lease has run out.
+*dead* when an agent saw its process end or its lease has run out. While the agent of a silent rank reports its process alive and
+running, the lease is longer: such a rank compiles, or something else holds its interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.messages import Cause, CauseKind, Registration
+from ttp.proto.messages import Cause, CauseKind, Registration, Vouch
 
 from .events import ControllerSettings
 from .rank_table import RankTable
@@ -20,6 +21,11 @@ SUSPECT_AFTER = 2 / 3
 """Part of the lease after which a silent rank that is still attached is suspect: gates close before it is declared
 dead, and a rank that was only slow costs a short pause."""
 
+
+VOUCHED_START_FACTOR = 3.0
+"""The vouched lease before the eighth step, which is when ranks compile, is this many times as long."""
+VOUCHED_PART = 1 / 4
+"""The part of a fault's time that a vouched lease may take at most: what is decided then must still be done."""
 
 CUT_OFF_HEARTBEATS = 1.5
 """Of several ranks one is always heard within a heartbeat."""
@@ -34,6 +40,10 @@ class Member:
     """Its stream is open."""
     heard: float = -inf
     """When it last said anything."""
+    vouched: float = -inf
+    """When its agent last reported its process alive and running."""
+    vouched_pid: int = 0
+    """Which process that was."""
     suspect: bool = False
     dead: Cause | None = None
     finished: bool = False
@@ -116,6 +126,45 @@ def hear_unsuspected(members: Membership, ranks: Iterable[int], now: float) -> M
     return replace(members, table=table.put_all(attached))
 
 
+def vouch(members: Membership, message: Vouch, now: float) -> Membership:
+    """Note that an agent found these processes alive and running; each part of the table is copied once.
+
+    Nothing is believed of a process that is not the registered one. Of a rank that has not registered here it is noted with its
+    process: a standby hears the agents before it hears ranks whose interpreter is held.
+    """
+    noted = {
+        rank: replace(members.table[rank], vouched=now, vouched_pid=pid)
+        for rank, pid in zip(message.ranks, message.pids, strict=False)
+        if 0 <= rank < len(members.table) and _is_process(members.table[rank], pid)
+    }
+    return replace(members, table=members.table.put_all(noted)) if noted else members
+
+
+def _is_process(member: Member, pid: int) -> bool:
+    return member.registration is None or member.registration.pid == pid
+
+
+def vouched_lease(settings: ControllerSettings, started: bool) -> float:
+    """Return how long a rank may be silent whose agent vouches for it. `started`: the job has finished its eighth step."""
+    longest_s = settings.vouched_lease_s * (1.0 if started else VOUCHED_START_FACTOR)
+    return max(settings.lease_s, min(longest_s, VOUCHED_PART * settings.total_timeout_s))
+
+
+def silent_since(member: Member, amnesty: float) -> float:
+    """Return when a rank was last heard, as far as its silence counts."""
+    return max(member.heard, amnesty)
+
+
+def alive_at(member: Member, amnesty: float, settings: ControllerSettings, started: bool) -> float:
+    """Return when a rank was last known to be alive: its lease runs from then.
+
+    A vouch ages like a word of the rank's own, so a lost node keeps its time; and it counts only until the vouched lease is over.
+    """
+    since = silent_since(member, amnesty)
+    longest = since + vouched_lease(settings, started) - settings.lease_s
+    return max(since, min(member.vouched, longest))
+
+
 def attach(members: Membership, registration: Registration, now: float, settings: ControllerSettings) -> Membership:
     """Note a registration on a fresh stream; it clears the suspicion against that rank."""
     rank = registration.rank
@@ -125,6 +174,8 @@ def attach(members: Membership, registration: Registration, now: float, settings
         members = replace(members, amnesty=now, empty_since=inf)
     finished = known.finished or registration.finished
     member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
+    if member.vouched_pid != registration.pid:
+        member = replace(member, vouched=-inf)
     members = update(members, rank, member)
     return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
 
@@ -175,14 +226,18 @@ def came_back(members: Membership, now: float, settings: ControllerSettings) -> 
 
 def turned_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
     """The controller's clock leapt back: nobody was heard in the future. O(world), and rare."""
-    later = {rank: replace(member, heard=now) for rank, member in enumerate(members.table) if member.heard > now}
+    later = {
+        rank: replace(member, heard=min(member.heard, now), vouched=min(member.vouched, now))
+        for rank, member in enumerate(members.table)
+        if max(member.heard, member.vouched) > now
+    }
     return came_back(replace(members, table=members.table.put_all(later)), now, settings)
 
 
-def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool) -> Swept:
+def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool, started: bool) -> Swept:
     """Look at every lease; O(world), but not before `sweep_at`.
 
-    `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count.
+    `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count. `started`: see `vouched_lease`.
     """
     if members.present == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
@@ -191,9 +246,9 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
-        since = max(member.heard, members.amnesty)
-        suspect_at, dead_at = since + SUSPECT_AFTER * settings.lease_s, since + settings.lease_s
-        last_heard = max(last_heard, member.heard)
+        alive = alive_at(member, members.amnesty, settings, started)
+        suspect_at, dead_at = alive + SUSPECT_AFTER * settings.lease_s, alive + settings.lease_s
+        last_heard = max(last_heard, member.heard, member.vouched)
         unheard += member.heard < late_at
         if now >= dead_at:
             run_out.append(rank)

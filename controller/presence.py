@@ -24,6 +24,7 @@ from ttp.proto.messages import (
     RollForward,
     Successors,
     Thaw,
+    Vouch,
     Welcome,
     WorkerExit,
     WriteOrder,
@@ -32,8 +33,8 @@ from ttp.proto.messages import (
 from .coverage import coverage_of, overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from .leaving import leave
-from .membership import Member, attach, bury, detach, update
-from .progress import taught
+from .membership import Member, attach, bury, detach, update, vouch
+from .progress import learn
 from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, count_again, forget, root_cause
@@ -63,7 +64,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
     if message.finished and not member.finished:
         out.append(Journal("rank_finished", {"rank": rank}))
-    pace = taught(state.pace, message.step_times_s, state.settings)
+    pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
         state = learn_successors(state, message.controllers[1:], out)
@@ -191,6 +192,11 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
     if state.stage is Stage.EXITING:
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.reason)))
     return replace(state, agents=state.agents | {message.host})
+
+
+def vouched(state: ControllerState, message: Vouch, now: float, out: list[Effect]) -> ControllerState:
+    """An agent found processes alive and running: their ranks, should they be silent, have the vouched lease."""
+    return replace(state, members=vouch(state.members, message, now))
 
 
 # --- deaths and faults ---

@@ -1,4 +1,4 @@
-"""Does the job get on? Step times learned from heartbeats, and what a standstill means (PURE).
+"""Does the job get on? Step times that the ranks report, and what a standstill means (PURE).
 
 Owns the pace of the job, the limit that follows from it, and who is suspect of a hang. A hang is a job in which no rank
 has got on for the limit while heartbeats go on; it begins a fault that the ranks' reports must confirm, so that a job that
@@ -7,7 +7,9 @@ was only slow is thawed. Never learns from a job that is frozen, and knows nothi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ttp.proto.frozen import dataclass, replace
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from .events import ControllerSettings
 
 ENOUGH = 8
-"""Step times that must be known before the job is judged by them: the first steps compile, load and warm up."""
+"""Steps that must be finished before the job is judged by their times: the first ones compile, load and warm up."""
+MANY = 50
+"""Finished steps after which the floor of the limit is the lower one."""
 KEPT = 64
 """Step times that the limit is made of: old habits are forgotten."""
 HIGH = 0.9
@@ -29,6 +33,7 @@ UNEVEN = 2.0
 PAUSE_FACTOR = 2.0
 """A standstill that ended by itself may come again, and last longer: the limit is at least this many times as long."""
 _NAMED = 8
+_FLOOR = "TTP_HANG_FLOOR_S"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,12 @@ class Pace:
     """When a rank was last seen to get on; inf before the first heartbeat."""
     front: int = 0
     """The newest step that any rank was seen in."""
-    front_at: float = -inf
-    """When it was first seen; -inf: not known, the next step's time is not measured."""
+    steps: int = 0
+    """How many steps this attempt has finished, as far as a rank reported."""
+    numbers: tuple[int, ...] = ()
+    """Of the steps whose time is known, counted as `steps` is, oldest first."""
     durations: tuple[float, ...] = ()
-    """Seconds a step, oldest first."""
+    """Seconds that these steps took."""
     longest: float = 0.0
     """The longest standstill that ended by itself."""
     limit_s: float = inf
@@ -87,36 +94,59 @@ def unknown(world_size: int) -> Pace:
     return Pace(RankTable.filled(world_size, None))
 
 
-def taught(pace: Pace, step_times_s: tuple[float, ...], settings: ControllerSettings) -> Pace:
-    """Learn from step times that a rank measured itself, if they are more than what was seen here: another controller led
-    the job before."""
-    if len(step_times_s) <= len(pace.durations):
+def has_started(pace: Pace) -> bool:
+    """Say whether the first steps, which compile and load, are over."""
+    return pace.steps >= ENOUGH
+
+
+def learn(pace: Pace, steps: int, times_s: tuple[float, ...], settings: ControllerSettings) -> Pace:
+    """Take what a rank measured: it has finished `steps` steps in this attempt, and `times_s` are the newest ones' times.
+
+    All ranks take every step together, so one that measured longer has waited for another that did something else meanwhile (it
+    evaluated alone, say): the shortest time counts.
+    """
+    if not all(0.0 <= seconds < inf for seconds in times_s):
+        return pace  # no time that a clock measured
+    first = steps - len(times_s) + 1
+    new = max(0, pace.steps + 1 - first)
+    fresh = times_s[new:]
+    durations = _shortened(pace, first, times_s[:new])
+    if steps <= pace.steps and durations is pace.durations:
         return pace
-    pace = replace(pace, durations=step_times_s[-KEPT:])
+    numbers = (*pace.numbers, *range(first + new, steps + 1))[-KEPT:]
+    pace = replace(pace, steps=max(steps, pace.steps), numbers=numbers, durations=(*durations, *fresh)[-KEPT:])
     return replace(pace, limit_s=limit(pace, settings))
+
+
+def _shortened(pace: Pace, first: int, times_s: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the known times with those replaced for which a shorter one was measured; the very same where there is none."""
+    durations, numbers = pace.durations, pace.numbers
+    for number, seconds in enumerate(times_s, first):
+        place = bisect_left(numbers, number)
+        if place < len(numbers) and numbers[place] == number and seconds < durations[place]:
+            durations = (*durations[:place], seconds, *durations[place + 1 :])
+    return durations
 
 
 def rested(pace: Pace, now: float) -> Pace:
     """Start the clock anew: what went by was not the job's time (a freeze, the controller's own absence)."""
     moved_at = pace.moved_at if pace.moved_at == inf else now
-    return replace(pace, moved_at=moved_at, front_at=-inf, noted=False)
+    return replace(pace, moved_at=moved_at, noted=False)
 
 
 def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSettings) -> Pace:
-    """Take a heartbeat of a job that is not frozen; O(sqrt(world)), but for a new front step."""
+    """Take a heartbeat of a job that is not frozen; O(sqrt(world)), but for a step that nobody reported yet."""
     place = Place(beat.step, beat.phase, beat.waiting)
-    if place == pace.places[beat.rank]:
-        return replace(pace, moved_at=now, front_at=-inf, noted=False) if beat.paused else pace
-    if now - pace.moved_at > pace.longest:
-        pace = outlived(pace, now, settings)
-    places = pace.places.put(beat.rank, place)
-    if place.step <= pace.front:  # the usual case, 10,000 times a second in a large job: one copy
-        return replace(pace, places=places, moved_at=now, noted=False)
-    if pace.front_at > -inf:
-        duration = (now - pace.front_at) / (place.step - pace.front)
-        pace = replace(pace, durations=(*pace.durations, duration)[-KEPT:])
-        pace = replace(pace, limit_s=limit(pace, settings))
-    return replace(pace, places=places, moved_at=now, front=place.step, front_at=now, noted=False)
+    if place != pace.places[beat.rank]:
+        if now - pace.moved_at > pace.longest:
+            pace = outlived(pace, now, settings)
+        places = pace.places.put(beat.rank, place)
+        pace = replace(pace, places=places, moved_at=now, front=max(pace.front, place.step), noted=False)
+    elif beat.paused:
+        pace = replace(pace, moved_at=now, noted=False)
+    if beat.steps > pace.steps or beat.step_times_s:
+        pace = learn(pace, beat.steps, beat.step_times_s, settings)
+    return pace
 
 
 def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
@@ -125,7 +155,7 @@ def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
     Before enough steps were seen it is the start's: loading and compiling are no habit.
     """
     gap = now - pace.moved_at
-    if len(pace.durations) < ENOUGH or gap <= pace.longest:
+    if not has_started(pace) or gap <= pace.longest:
         return pace
     pace = replace(pace, longest=gap)
     return replace(pace, limit_s=limit(pace, settings))
@@ -133,12 +163,31 @@ def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
 
 def limit(pace: Pace, settings: ControllerSettings) -> float:
     """Return how long nobody may get on, in seconds."""
-    if len(pace.durations) < ENOUGH:
-        return max(settings.hang_floor_s, settings.hang_start_s)
+    return _limits(pace, settings)[0][0]
+
+
+def limit_in_force(pace: Pace, settings: ControllerSettings) -> str:
+    """Say for people which of the limits is in force, and what makes it."""
+    return f"limit {pace.limit_s:.1f} s: {_limits(pace, settings)[0][1]}"
+
+
+def _limits(pace: Pace, settings: ControllerSettings) -> list[tuple[float, str]]:
+    """Return every limit that applies now, the one in force first."""
+    early_s, floor_s, start_s = settings.hang_early_floor_s, settings.hang_floor_s, settings.hang_start_s
+    if not has_started(pace) or not pace.durations:
+        limits = [(start_s, f"TTP_HANG_START_S, for the first {ENOUGH} steps"), (floor_s, _FLOOR)]
+        return sorted(limits, key=itemgetter(0), reverse=True)
     ordered = sorted(pace.durations)
     slow, median = ordered[int(HIGH * (len(ordered) - 1))], ordered[len(ordered) // 2]
-    doubled = 2.0 if slow > UNEVEN * median else 1.0
-    return max(settings.hang_floor_s, doubled * settings.hang_factor * slow, PAUSE_FACTOR * pace.longest)
+    uneven = slow > UNEVEN * median
+    times = "twice TTP_HANG_FACTOR" if uneven else "TTP_HANG_FACTOR"
+    few = "" if pace.steps >= MANY else f" before {MANY} steps"
+    limits = [
+        (floor_s if pace.steps >= MANY else early_s, f"{_FLOOR}{few}"),
+        ((2.0 if uneven else 1.0) * settings.hang_factor * slow, f"{times}, with {slow:.3g} s for a slow step"),
+        (PAUSE_FACTOR * pace.longest, f"{PAUSE_FACTOR:g} times the longest standstill so far"),
+    ]
+    return sorted(limits, key=itemgetter(0), reverse=True)
 
 
 def suspects(pace: Pace, living: tuple[int, ...]) -> tuple[int, ...]:
@@ -158,7 +207,7 @@ def _waits(place: Place) -> bool:
     return place.waiting or place.phase is Phase.READY
 
 
-def standstill(pace: Pace, living: tuple[int, ...], now: float) -> str:
+def standstill(pace: Pace, living: tuple[int, ...], now: float, settings: ControllerSettings) -> str:
     """Describe for people what nobody gets on from."""
     named = suspects(pace, living)
     if named:
@@ -169,4 +218,4 @@ def standstill(pace: Pace, living: tuple[int, ...], now: float) -> str:
         where = f"{who}{more} in {place.phase.name} of step {place.step}, the others wait"
     else:
         where = f"no rank stands out; the newest step is {pace.front}"
-    return f"nobody has got on for {now - pace.moved_at:.1f} s (limit {pace.limit_s:.1f} s): {where}"
+    return f"no rank has progressed for {now - pace.moved_at:.1f} s ({limit_in_force(pace, settings)}): {where}"

@@ -89,6 +89,8 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
     if absent and not state.waited_longer and not _covers(state):
         # Whoever stood still itself for a moment gave the lost controller a new lease, and comes as much later.
         return replace(state, deadline=now + settings.lease_s, waited_longer=True)
+    if _waits_for_vouched(state, absent, now):
+        return replace(state, deadline=min(now + settings.lease_s, state.gather_by))
     for rank in absent:
         cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")
         out.append(Journal("death_seen", {"rank": rank, "kind": cause.kind.value, "text": cause.text}))
@@ -114,6 +116,16 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
         return leave(state, "the controller was lost before the job had assembled", now, out)
     suspicion = Cause(CauseKind.CONTROLLER_LOST, (), f"the controller was lost; term {settings.term} took over")
     return begin_fault(state, (*deaths, *state.early), suspicion, now, out, takeover=True)
+
+
+def _waits_for_vouched(state: ControllerState, absent: tuple[int, ...], now: float) -> bool:
+    """True while nothing is known to have failed, and an agent sees the process of a rank running that has not come: something
+    holds its interpreter. Training goes on meanwhile; ranks that wait for a decision are not kept waiting."""
+    table, settings = state.members.table, state.settings
+    failed = state.early or table.ranks(lambda member: member.dead is not None and not member.finished)
+    if failed or now >= state.gather_by:
+        return False
+    return any(now < table[rank].vouched + settings.lease_s for rank in absent)
 
 
 def _covers(state: ControllerState) -> bool:

@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     RolledForward,
     StateReport,
     StepFailed,
+    Vouch,
     WorkerExit,
     Working,
     Written,
@@ -27,7 +28,7 @@ from ttp.proto.messages import (
 
 from .events import Beats, Effect, StreamClosed, Tick
 from .hangs import beat, beats, report_disproves
-from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, worker_exit
+from .presence import agent_attached, early_fault, fault_report, finished, register, stream_closed, vouched, worker_exit
 from .publishing import publish_failed, published
 from .repeats import repeat_lost
 from .rolling import got_on, roll_failed, rolled
@@ -123,6 +124,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     (_BEFORE, StreamClosed, stream_closed),
     (_BEFORE, AgentHello, agent_attached),
     (_BEFORE, WorkerExit, note_exit),
+    (_BEFORE, Vouch, vouched),
     (_BEFORE, Tick, noted),
     ((Stage.GATHERING,), Heartbeat, noted),
     ((Stage.GATHERING,), Beats, noted),
@@ -134,6 +136,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((*_START, *_CALM, *_FAULT, *_END), StreamClosed, stream_closed),
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),
     ((*_START, *_CALM, *_FAULT, *_END), WorkerExit, worker_exit),
+    ((*_START, *_CALM, *_FAULT, *_END), Vouch, vouched),
     ((*_START, *_CALM, *_FAULT, *_END), Tick, noted),
     ((*_CALM, *_FAULT, *_END), Heartbeat, heartbeat),
     ((*_CALM, *_FAULT, *_END), Beats, heartbeats),
@@ -158,8 +161,8 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     *(
         (_OVER, kind, late)
         for kind in (
-            Registration, StreamClosed, AgentHello, WorkerExit, Tick, Heartbeat, Beats, FaultReport, Finished, StateReport,
-            RolledForward, Written, Published, StepFailed, Working,
+            Registration, StreamClosed, AgentHello, WorkerExit, Vouch, Tick, Heartbeat, Beats, FaultReport, Finished,
+            StateReport, RolledForward, Written, Published, StepFailed, Working,
         )
     ),
 )  # fmt: skip

@@ -123,12 +123,15 @@ class Processor:
 
         Returns what `end_pause` wants: a pause may lie within another.
         """
-        before = self._paused_until
-        self._paused_until = max(before, self._clock() + at_most_s)
+        before, now = self._paused_until, self._clock()
+        self._handler.steps.pause(now)
+        self._paused_until = max(before, now + at_most_s)
         return before
 
     def end_pause(self, before: float) -> None:
         self._paused_until = before
+        if before == -inf:  # the outermost one
+            self._handler.steps.resume(self._clock())
 
     def wait_for_verdict(self, timeout_s: float | None = None) -> bool:
         """Stay as a holder until the controller has decided, and say whether this rank was released (or stopped) within the time;

@@ -128,6 +128,10 @@ class Tick:
     paused: bool = False
     work_done: int = 0
     """Grows while an order is carried out; in what units does not matter."""
+    steps: int = 0
+    """Steps finished in this attempt."""
+    step_times_s: tuple[float, ...] = ()
+    """Seconds that the newest of them took, oldest first."""
 
 
 Event = (

@@ -73,6 +73,7 @@ class Gate:
         "notice",
         "on_boundary",
         "on_first_step",
+        "on_step",
         "waiting",
     )
 
@@ -122,6 +123,8 @@ class Gate:
         """Called on the training thread, with the step, when it begins to wait behind a finished step."""
         self.on_first_step: Callable[[int], None] | None = None
         """Called once, with the step, by the thread that has finished the first update or roll forward."""
+        self.on_step: Callable[[], None] | None = None
+        """Called on the training thread when it has finished an update."""
         self._gone_on = waits.event()  # nobody will end this process any more: `boundary` does not wait
 
     # --- training thread ---
@@ -172,6 +175,8 @@ class Gate:
         self._phase = _DONE
         self._in_update = False
         self._release()
+        if self.on_step is not None:
+            self.on_step()
         if self.on_first_step is not None:
             self._tell_first_step(step)
 

@@ -38,6 +38,7 @@ from ttp.processor.events import (
     WriteShare,
 )
 from ttp.processor.gate import Gate
+from ttp.processor.pace import StepTimes
 from ttp.processor.worker import Reopen, Settle, Task
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Downward, Registration, StateReport, Upward, Welcome
@@ -161,6 +162,8 @@ class Handler:
         self._ports = ports
         self._machine = machine if machine is not None else _default_machine()
         self._clock = clock
+        self.steps = StepTimes()
+        gate.on_step = lambda: self.steps.finish(clock())
         self.state: Any = None
         """The machine's."""
         self.running = False
@@ -191,7 +194,8 @@ class Handler:
         if self._unsettled is not None:
             self._settle_late(*self._unsettled)
         gate, ports = self._gate, self._ports
-        self._step(Tick(gate.phase, gate.step, gate.waiting, ports.paused(), ports.work_done()), now)
+        place = (gate.phase, gate.step, gate.waiting, ports.paused())
+        self._step(Tick(*place, ports.work_done(), *self.steps.done), now)
 
     def close_stream(self, drain_s: float) -> None:
         if self.stream is not None:
@@ -252,6 +256,7 @@ class Handler:
                 self._close_gate(freeze_id)
             case OpenGate():
                 self._unsettled = None
+                self.steps.discard()
                 self._ports.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._ports.submit(effect)

@@ -77,12 +77,12 @@ class ProcessorState:
     ordered: bool = False
     """Since the gate closed a write or publish order was taken: a dump has been decided, by whatever controller."""
     orders: tuple[Order, ...] = ()
-    step: int = -1
-    """The step that the training thread was last seen in."""
-    step_at: float = -inf
-    """When it was first seen there; -inf: not known, the step's time is not measured."""
+    steps: int = 0
+    """Steps that the training thread has finished in this attempt."""
     step_times_s: tuple[float, ...] = ()
-    """Of the newest steps, oldest first."""
+    """Seconds that the newest of them took, oldest first."""
+    steps_reported: int = 0
+    """Those that the controller on this stream knows of."""
     work_done: int = 0
     """As the last heartbeat's tick had it."""
     faults: tuple[FaultReport, ...] = ()

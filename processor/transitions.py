@@ -67,7 +67,7 @@ from .orders import (
     write,
     write_done,
 )
-from .pace import watch
+from .pace import TOLD
 from .state import Link, ProcessorState, Standing
 from .succession import controllers, go_on, go_on_at, lost, silent
 
@@ -89,14 +89,18 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
     registration = replace(
-        event.registration, job_groups=state.job_groups, step_times_s=state.step_times_s, finished=state.finished
+        event.registration,
+        job_groups=state.job_groups,
+        step_times_s=state.step_times_s,
+        finished=state.finished,
+        steps=state.steps,
     )
     if state.successors:
         registration = replace(registration, controllers=controllers(state))
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
-    return replace(state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now)
+    return replace(state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now, steps_reported=state.steps)
 
 
 def disconnected(state: ProcessorState, event: Disconnected, now: float, out: list[Effect]) -> ProcessorState:
@@ -141,7 +145,8 @@ def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) ->
 def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> ProcessorState:
     """Do what is due: reconnect, beat, or give up."""
     rank = state.settings.rank
-    state = watch(state, event, now)
+    if event.steps > state.steps:
+        state = replace(state, steps=event.steps, step_times_s=event.step_times_s)
     if state.link is not _DOWN and now >= go_on_at(state):
         if state.link is _UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
@@ -152,16 +157,24 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
     if now >= state.heartbeat_at:
         frozen, owes = state.freeze_id if state.standing is _FROZEN else 0, owes_answer(state)
         place = (event.phase, event.step, event.waiting, event.paused)
-        out.append(Send(Heartbeat(rank, *place, frozen=frozen, owes=owes, finished=state.finished)))
+        behind = (frozen, owes, state.finished)
+        out.append(Send(Heartbeat(rank, *place, *behind, state.steps, _new_times(state))))
         if state.answer_by < inf:  # no freeze has come: perhaps what was said was lost
             out.extend(Send(fault) for fault in state.faults)
         if event.work_done > state.work_done and owes:
             out.append(Send(Working(rank, state.freeze_id)))
-        state = replace(state, heartbeat_at=now + state.heartbeat_s, work_done=event.work_done)
+        heartbeat_at = now + state.heartbeat_s
+        state = replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps)
     if now >= state.notice_by:
         waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
         state = _tell_notice(state, waited, now, out)
     return give_up(state, now, out) if now >= give_up_at(state) else state
+
+
+def _new_times(state: ProcessorState) -> tuple[float, ...]:
+    """Return the times of the steps finished since the last heartbeat, the newest few."""
+    new = min(state.steps - state.steps_reported, TOLD, len(state.step_times_s))
+    return state.step_times_s[len(state.step_times_s) - new :]
 
 
 def give_up_at(state: ProcessorState) -> float:

@@ -131,6 +131,8 @@ def _encode_up(message: m.Upward) -> pb.Upward:
             return pb.Upward(agent_hello=pb.AgentHello(host=host, ranks=ranks, pids=pids))
         case m.WorkerExit(rank, pid, text, seen):
             return pb.Upward(worker_exit=pb.WorkerExit(rank=rank, pid=pid, text=clean(text), seen_unix_s=seen))
+        case m.Vouch(ranks, pids):
+            return pb.Upward(vouch=pb.Vouch(ranks=ranks, pids=pids))
         case m.RolledForward(rank, freeze_id, state_step):
             return pb.Upward(rolled_forward=pb.RolledForward(rank=rank, freeze_id=freeze_id, state_step=state_step))
         case m.Written(rank, freeze_id, tmp_name, parts, result):
@@ -168,6 +170,8 @@ def _decode_up(wire: pb.Upward) -> m.Upward:
         case "worker_exit":
             ended = wire.worker_exit
             return m.WorkerExit(ended.rank, ended.pid, ended.text, ended.seen_unix_s)
+        case "vouch":
+            return m.Vouch(tuple(wire.vouch.ranks), tuple(wire.vouch.pids))
         case "rolled_forward":
             rolled = wire.rolled_forward
             return m.RolledForward(rolled.rank, rolled.freeze_id, rolled.state_step)
@@ -261,6 +265,8 @@ def _encode_heartbeat(message: m.Heartbeat) -> pb.Heartbeat:
         frozen=message.frozen,
         owes=message.owes,
         finished=message.finished,
+        steps=message.steps,
+        step_times_s=message.step_times_s,
     )
 
 
@@ -274,6 +280,8 @@ def _decode_heartbeat(wire: pb.Heartbeat) -> m.Heartbeat:
         frozen=wire.frozen,
         owes=wire.owes,
         finished=wire.finished,
+        steps=wire.steps,
+        step_times_s=tuple(wire.step_times_s),
     )
 
 
@@ -292,6 +300,7 @@ def _encode_registration(message: m.Registration) -> pb.Registration:
         job_groups=message.job_groups,
         step_times_s=message.step_times_s,
         finished=message.finished,
+        steps=message.steps,
     )
 
 
@@ -310,6 +319,7 @@ def _decode_registration(wire: pb.Registration) -> m.Registration:
         job_groups=wire.job_groups,
         step_times_s=tuple(wire.step_times_s),
         finished=wire.finished,
+        steps=wire.steps,
     )
 
 

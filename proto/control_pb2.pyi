@@ -53,7 +53,7 @@ class UpwardEnvelope(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working")
+    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working", "vouch")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STATE_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Upward(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
     WORKING_FIELD_NUMBER: _ClassVar[int]
+    VOUCH_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     heartbeat: Heartbeat
     state_report: StateReport
@@ -78,7 +79,8 @@ class Upward(_message.Message):
     published: Published
     step_failed: StepFailed
     working: Working
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ...) -> None: ...
+    vouch: Vouch
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
     __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors")
@@ -191,7 +193,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +207,7 @@ class Registration(_message.Message):
     JOB_GROUPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_S_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -218,15 +221,18 @@ class Registration(_message.Message):
     job_groups: int
     step_times_s: _containers.RepeatedScalarFieldContainer[float]
     finished: bool
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ...) -> None: ...
+    steps: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("rank", "phase", "step", "waiting", "paused", "frozen", "owes", "finished")
+    __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_S_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     OWES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -235,10 +241,12 @@ class Heartbeat(_message.Message):
     step: int
     waiting: bool
     paused: bool
+    steps: int
+    step_times_s: _containers.RepeatedScalarFieldContainer[float]
     frozen: int
     owes: bool
     finished: bool
-    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., steps: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
     __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint")
@@ -303,6 +311,14 @@ class WorkerExit(_message.Message):
     text: str
     seen_unix_s: float
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., text: _Optional[str] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
+
+class Vouch(_message.Message):
+    __slots__ = ("ranks", "pids")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RolledForward(_message.Message):
     __slots__ = ("rank", "freeze_id", "state_step")

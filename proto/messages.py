@@ -4,7 +4,7 @@ Owns the vocabulary that controller and processors share. Never imports protobuf
 into bytes and back. Messages name their rank, so one stream may carry several ranks.
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
-Published, StepFailed, Working, Finished, AgentHello, WorkerExit.
+Published, StepFailed, Working, Finished, AgentHello, WorkerExit, Vouch.
 Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
 Downward, to a stream rather than to a rank: Beat (every stream), Successors (agents).
 """
@@ -129,6 +129,8 @@ class Registration:
     """How long this rank's newest steps took, oldest first: a controller that takes over knows the job's pace from it."""
     finished: bool = False
     """`train` has returned: with the registration, so that nobody sees this rank come and takes it for one that trains."""
+    steps: int = 0
+    """Steps finished in this attempt; the last of `step_times_s` is the newest one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,10 @@ class Heartbeat:
     """It has not answered that freeze, or an order, yet."""
     finished: bool = False
     """`train` has returned."""
+    steps: int = 0
+    """Steps finished in this attempt."""
+    step_times_s: tuple[float, ...] = ()
+    """Seconds that the newest of them took, oldest first: those finished since the last heartbeat, a few at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,15 @@ class WorkerExit:
     text: str
     """`signal SIGKILL`, `exit code 1`, or `exiting` as long as the kernel does not tell how."""
     seen_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vouch:
+    """The agent found these processes alive and running: neither ending nor stopped. Repeated about once a heartbeat; `pids` in
+    the order of `ranks`."""
+
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +410,7 @@ Upward = (
     | Finished
     | AgentHello
     | WorkerExit
+    | Vouch
     | RolledForward
     | Written
     | Published

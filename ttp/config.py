@@ -6,7 +6,9 @@
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
-| TTP_HANG_FLOOR_S, TTP_HANG_FACTOR | 60, 10 | nobody getting on for so many seconds, and so many slow steps, is a hang |
+| TTP_VOUCHED_LEASE_S | 10 | the same for a silent rank whose agent sees its process running; three times as long before step 8 |
+| TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is no hang; a value set holds from the start |
+| TTP_HANG_FACTOR | 10 | nor is one of less than so many slow steps |
 | TTP_HANG_START_S | 1800 | the same for the first steps, which compile and load: before the job's pace is known |
 | TTP_BOUNDARY_S | 5 | a rank told to leave (SIGTERM) waits so long for the end of the step in flight |
 | TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
@@ -34,8 +36,8 @@ from dataclasses import dataclass
 from ttp.errors import ConfigError
 
 VARIABLES = (
-    "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR",
-    "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
+    "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
+    "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_FAULTS", "TTP_START_ID", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
@@ -53,7 +55,10 @@ class Settings:
     controller_port: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
-    hang_floor_s: float = 60.0
+    vouched_lease_s: float = 10.0
+    hang_floor_s: float = 10.0
+    hang_early_floor_s: float = 60.0
+    """In place of `hang_floor_s` before 50 steps are known; the same where TTP_HANG_FLOOR_S is set."""
     hang_start_s: float = 1800.0
     hang_factor: float = 10.0
     boundary_s: float = 5.0
@@ -88,6 +93,11 @@ class Settings:
                 f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease, at most"
                 f" {MOST_S:g}"
             )
+        if not 0 < self.vouched_lease_s <= MOST_S:
+            raise ConfigError(
+                f"invalid TTP_VOUCHED_LEASE_S={self.vouched_lease_s}: expected seconds above 0, at most {MOST_S:g}. A value up to"
+                " TTP_LEASE_S gives a silent rank no more time than that"
+            )
         if not 0 < self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor < math.inf:
             raise ConfigError(
                 f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0, at"
@@ -111,7 +121,9 @@ class Settings:
             controller_port=_integer(environ, "TTP_CONTROLLER_PORT", 0),
             heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
             lease_s=_number(environ, "TTP_LEASE_S", 3.0),
-            hang_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
+            vouched_lease_s=_number(environ, "TTP_VOUCHED_LEASE_S", 10.0),
+            hang_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 10.0),
+            hang_early_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
             hang_start_s=_number(environ, "TTP_HANG_START_S", 1800.0),
             hang_factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),

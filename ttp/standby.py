@@ -32,7 +32,7 @@ def term_of(round_number: int, place: int = 0) -> int:
 def controller_options(settings: Settings) -> tuple[str, ...]:
     """Return the arguments that every controller of the job is started with."""
     local = () if settings.shared_dirs else ("--local-dirs",)
-    return (*hang_options(settings), *local)
+    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *local)
 
 
 def standby_key(round_number: int, place: int) -> str:
@@ -57,8 +57,8 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
 def hang_options(settings: Settings) -> tuple[str, ...]:
     """Return what every controller of the job is told of hangs, as arguments of its program."""
     return (
-        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-start-s", str(settings.hang_start_s)),
-        *("--hang-factor", str(settings.hang_factor)),
+        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-early-floor-s", str(settings.hang_early_floor_s)),
+        *("--hang-start-s", str(settings.hang_start_s), "--hang-factor", str(settings.hang_factor)),
     )
 
 

@@ -120,7 +120,7 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
     assert "rank 1 in COMPUTE of step 200" in stacks[0] and "in finish" in stacks[0]
     assert "rank 0 in UPDATING of step 400" in stacks[1] and "in commit" in stacks[1]
     console = job.console_tail(10_000)
-    assert "controller: freeze: hung: nobody has got on for" in console
+    assert "controller: freeze: hung: no rank has progressed for" in console
     assert "rank 1: told to leave, and left (exit code 76)" in console
     assert "rank 1: silent, and can save nothing any more: killed" in console
 

@@ -31,9 +31,9 @@ def later_processor(state: ProcessorState, seconds: float) -> ProcessorState:
     """Return a processor's state as it is `seconds` later. How long steps take is dropped, as the controller's pace is."""
     return replace(
         state,
-        step=-1,
-        step_at=-inf,
+        steps=0,
         step_times_s=(),
+        steps_reported=0,
         reconnect_at=ago(state.reconnect_at, seconds),
         lost_since=ago(state.lost_since, seconds),
         heartbeat_at=ago(state.heartbeat_at, seconds),

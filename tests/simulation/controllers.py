@@ -35,9 +35,10 @@ class Controller:
         self.job, self.place, self.term = job, place, 1 + place
         times = job.times
         settings = ev.ControllerSettings(
-            "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.freeze_timeout_s,
-            times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s, times.orphan_timeout_s,
-            times.hang_floor_s, times.hang_factor, place, f"c{place}", times.hang_start_s, job.own is not None,
+            "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.vouched_lease_s,
+            times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
+            times.orphan_timeout_s, times.hang_floor_s, times.hang_floor_s, times.hang_factor, place, f"c{place}",
+            times.hang_start_s, job.own is not None,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""

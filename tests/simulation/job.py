@@ -46,6 +46,7 @@ class Times:
 
     heartbeat_s: float = 0.2
     lease_s: float = 0.6
+    vouched_lease_s: float = 1.5
     freeze_timeout_s: float = 0.8
     progress_timeout_s: float = 1.0
     total_timeout_s: float = 20.0

@@ -355,6 +355,7 @@ class Rank:
         step = self.gate.state_step + 1
         if step in self.pauses:
             self._paused = True
+            self.handler.steps.pause(self.clock())
             self.soon(self.pauses.pop(step), self._end_pause)
             return
         if step > self.job.training.steps:
@@ -374,6 +375,7 @@ class Rank:
 
     def _end_pause(self) -> None:
         self._paused = False
+        self.handler.steps.resume(self.clock())
         if not self.main_raised:
             self._compute()
 

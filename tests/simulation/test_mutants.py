@@ -15,7 +15,7 @@ from tests.simulation.mutants.equivalents import EQUIVALENT
 TESTS = """
 from ttp.controller import progress
 from ttp.controller.events import ControllerSettings
-from ttp.controller.progress import ENOUGH, Pace, suspects, taught, unknown
+from ttp.controller.progress import ENOUGH, Pace, learn, suspects, unknown
 from ttp.controller.rank_table import RankTable
 from ttp.controller.progress import Place
 from ttp.proto.messages import Phase
@@ -29,9 +29,9 @@ def test_the_last_of_two_is_suspect():
 
 
 def test_fewer_step_times_than_are_known_teach_nothing():
-    pace = taught(unknown(2), (1.0, 1.0), SETTINGS)
+    pace = learn(unknown(2), 2, (1.0, 1.0), SETTINGS)
     assert pace.durations == (1.0, 1.0)
-    assert taught(pace, (2.0,), SETTINGS) is pace
+    assert learn(pace, 2, (2.0,), SETTINGS) is pace
 
 
 def test_eight_are_enough():
@@ -49,7 +49,7 @@ def test_notes_come_half_way():
 
 CAUGHT = (
     ("suspects", "min: max", "the_last_of_two"),
-    ("taught", "len(step_times_s) <= len(pace.durations): Gt", "teach_nothing"),
+    ("learn", "steps <= pace.steps: Lt", "teach_nothing"),
     ("", "8: 9", "eight_are_enough"),
     ("", "0: 1", "begins_at_step_0"),
     ("Pace.note_at", "2: 3", "half_way"),

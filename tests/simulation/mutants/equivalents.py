@@ -81,7 +81,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.transitions", "return lost if lost < state.answer_by else state.answer_by", "lost < state.answer_by: LtE"),
     ),
     "the same standstill again teaches the same": (
-        ("controller.progress", "if len(pace.durations) < ENOUGH or gap <= pace.longest:", "gap <= pace.longest: Lt"),
+        ("controller.progress", "if not has_started(pace) or gap <= pace.longest:", "gap <= pace.longest: Lt"),
     ),
     "one entry a rank is in both": (
         ("controller.rolling", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, registration, report
+from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller import machine, progress
 from ttp.controller.events import ControllerSettings, Send, Tick
 from ttp.controller.progress import ENOUGH, Pace, Place, advance, limit, suspects, unknown
 from ttp.controller.state import Stage
-from ttp.processor import events as processor_events
 from ttp.proto.messages import (
     CauseKind,
     Finished,
@@ -23,31 +22,41 @@ from ttp.proto.messages import (
     Heartbeat,
     Phase,
     PublishOrder,
-    Registration,
     Thaw,
 )
 
 COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
-SETTINGS = ControllerSettings("job", 1, 4, hang_floor_s=1.0, hang_factor=10.0)
+SETTINGS = ControllerSettings("job", 1, 4, hang_floor_s=1.0, hang_early_floor_s=1.0, hang_factor=10.0)
 
 
 def stepping(durations: list[float], settings: ControllerSettings = SETTINGS) -> tuple[Pace, float]:
-    """Return the pace of a job whose rank 0 told of every step as it began, and the time."""
+    """Return the pace of a job whose rank 0 reported every step as it finished, and the time."""
     pace, now = unknown(4), 100.0
     pace = advance(pace, Heartbeat(0, COMPUTE, 1), now, settings)
     for number, duration in enumerate(durations):
         now += duration
-        pace = advance(pace, Heartbeat(0, COMPUTE, 2 + number), now, settings)
+        pace = advance(pace, after_step(0, 1 + number, duration), now, settings)
     return pace, now
 
 
+def after_step(rank: int, steps: int, *times_s: float) -> Heartbeat:
+    """Return the heartbeat of a rank that has just finished its `steps`-th step."""
+    return Heartbeat(rank, COMPUTE, 1 + steps, steps=steps, step_times_s=times_s)
+
+
 def trained(step_s: float = 0.5, steps: int = 12, **settings: float) -> ControllerBench:
-    """A job whose four ranks told of their steps as they began them, all at once; the last of them is `steps`."""
-    times: dict[str, Any] = {"hang_floor_s": 1.0, "hang_factor": 10.0, "lease_s": 1000.0, "heartbeat_s": 500.0}
+    """A job whose four ranks reported each step as they finished it, all at once; they are in step `steps` now."""
+    times: dict[str, Any] = {
+        "hang_floor_s": 1.0,
+        "hang_early_floor_s": 1.0,
+        "hang_factor": 10.0,
+        "lease_s": 1000.0,
+        "heartbeat_s": 500.0,
+    }
     job = ControllerBench(**times | settings)
-    for step in range(1, steps + 1):
+    for step in range(steps):
         job.now += step_s
-        job.say(*(Heartbeat(rank, COMPUTE, step) for rank in range(4)))
+        job.say(*(after_step(rank, step, *((step_s,) if step else ())) for rank in range(4)))
     return job
 
 
@@ -78,41 +87,11 @@ def test_a_job_that_hangs_in_its_first_step_is_found_after_the_limit_for_the_sta
 
 
 def test_a_controller_that_takes_over_knows_the_pace_from_the_ranks() -> None:
-    """What a rank measured itself makes the limit, until more was seen here."""
-    job = ControllerBench(hang_floor_s=1.0, assembled=False)
+    """What the ranks measured makes the limit."""
+    job = ControllerBench(hang_floor_s=1.0, hang_early_floor_s=1.0, assembled=False)
     for rank in range(4):
-        job.say(replace(registration(rank), step_times_s=(2.0,) * (ENOUGH + rank)))
+        job.say(replace(registration(rank), steps=ENOUGH + rank, step_times_s=(2.0,) * (ENOUGH + rank)))
     assert job.state.pace.limit_s == 20.0 and len(job.state.pace.durations) == ENOUGH + 3
-
-
-def test_a_rank_measures_its_steps_but_not_frozen_or_paused_time() -> None:
-    rank = ProcessorBench(connected=False)
-
-    def look(step: int, after: float, paused: bool = False) -> None:
-        rank.take(processor_events.Tick(COMPUTE, step, paused=paused), after=after)
-
-    look(1, 0.0)
-    look(1, 1.5)
-    look(2, 0.5)
-    look(4, 2.0)
-    assert list(rank.state.step_times_s) == [2.0, 1.0], "two steps between two looks share the time"
-    look(4, 4.0, paused=True)
-    look(4, 1.0)
-    look(5, 1.0)
-    assert list(rank.state.step_times_s) == [2.0, 1.0], "part of step 4 was a pause"
-    look(6, 3.0)
-    assert list(rank.state.step_times_s) == [2.0, 1.0, 3.0]
-    rank.take(processor_events.Connected(registration(1)))
-    assert rank.said(Registration)[0].step_times_s == (2.0, 1.0, 3.0)
-    rank.freeze()
-    look(6, 5.0)
-    rank.hear(Thaw(1))
-    look(7, 1.0)
-    look(8, 4.0)
-    assert list(rank.state.step_times_s) == [2.0, 1.0, 3.0, 4.0], "step 6 was frozen"
-    for step in range(9, 60):
-        look(step, 1.0)
-    assert len(rank.state.step_times_s) == 32, "the newest ones"
 
 
 def test_the_first_steps_have_a_generous_limit_of_their_own() -> None:
@@ -188,36 +167,72 @@ def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
     assert (early.limit_s, known.limit_s) == (1800.0, 300.0)
     long, _ = stepping([30.0] * 80)
     assert len(long.durations) == 64
-    assert len(progress.taught(unknown(4), (1.0,) * 80, SETTINGS).durations) == 64
+    assert len(progress.learn(unknown(4), 80, (1.0,) * 80, SETTINGS).durations) == 64
 
 
-def test_as_many_step_times_as_were_seen_here_teach_nothing() -> None:
-    """What a controller saw itself is the newer."""
+def test_a_step_takes_as_long_as_the_rank_that_waited_for_nobody() -> None:
+    """Rank 0 evaluates alone for a minute, and says so; the others wait for it within their own step."""
+    pace, _ = stepping([1.0] * 20)
+    for times_s in ((61.0,), (1.0,), (61.0,)):
+        pace = progress.learn(pace, 21, times_s, SETTINGS)
+    assert pace.durations == (1.0,) * 21 and pace.limit_s == 10.0
+    pace = progress.learn(pace, 24, (61.0, 1.0, 1.0), SETTINGS)
+    pace = progress.learn(pace, 23, (1.0, 1.0, 1.0), SETTINGS)
+    assert pace.durations == (1.0,) * 24, "also when others have gone on since"
+
+
+def test_times_of_steps_that_are_known_teach_nothing() -> None:
     pace, _ = stepping([1.0] * 10)
-    assert progress.taught(pace, (9.0,) * 10, SETTINGS) is pace
-    assert progress.taught(pace, (9.0,) * 11, SETTINGS).limit_s == 90.0
+    assert progress.learn(pace, 10, (9.0,) * 10, SETTINGS) is pace
+    assert progress.learn(pace, 3, (9.0,) * 3, SETTINGS) is pace
+    assert progress.learn(pace, 11, (9.0,) * 11, SETTINGS).durations == (*(1.0,) * 10, 9.0)
 
 
-def test_steps_between_two_heartbeats_share_the_time() -> None:
-    pace = unknown(4)
-    for beat in range(12):
-        pace = advance(pace, Heartbeat(0, COMPUTE, 1 + 100 * beat), float(beat), SETTINGS)
-    assert pace.durations == (0.01,) * 11
+@pytest.mark.parametrize("times_s", [(float("nan"),), (-1.0,), (inf, 1.0)])
+def test_what_no_clock_measured_teaches_nothing(times_s: tuple[float, ...]) -> None:
+    pace, _ = stepping([1.0] * 10)
+    assert progress.learn(pace, 12, times_s, SETTINGS) is pace
 
 
-def test_time_that_was_not_the_jobs_is_not_learned() -> None:
-    """After a freeze, or the controller's own absence, the next step's time is not measured."""
-    pace, now = stepping([1.0] * 20)
-    pace = progress.rested(pace, now + 500.0)
-    pace = advance(pace, Heartbeat(0, COMPUTE, 22), now + 501.0, SETTINGS)
-    assert pace.durations == (1.0,) * 20 and pace.limit_s == 10.0
+def test_eight_steps_are_enough_however_many_heartbeats_they_take() -> None:
+    """149 steps of 20 ms are over within three heartbeats."""
+    pace = advance(unknown(4), Heartbeat(0, COMPUTE, 1), 100.0, SETTINGS)
+    pace = advance(pace, after_step(0, 50, *(0.02,) * 8), 101.0, SETTINGS)
+    assert (pace.limit_s, pace.steps, pace.durations) == (1.0, 50, (0.02,) * 8)
+    slow, _ = stepping([100.0] * 7)
+    assert slow.limit_s == 1800.0, "seven steps, in as many heartbeats as they take"
+
+
+def test_the_floor_is_lower_once_fifty_steps_are_known() -> None:
+    settings = ControllerSettings("job", 1, 4)
+    pace, _ = stepping([0.1] * 49, settings)
+    assert pace.limit_s == 60.0
+    pace, _ = stepping([0.1] * 50, settings)
+    assert pace.limit_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("durations", "said"),
+    [
+        ([0.1] * 7, "limit 1800.0 s: TTP_HANG_START_S, for the first 8 steps"),
+        ([0.1] * 8, "limit 60.0 s: TTP_HANG_FLOOR_S before 50 steps"),
+        ([0.1] * 50, "limit 10.0 s: TTP_HANG_FLOOR_S"),
+        ([3.0] * 50, "limit 30.0 s: TTP_HANG_FACTOR, with 3 s for a slow step"),
+        ([1.0, 1.0, 1.0, 4.0] * 15, "limit 80.0 s: twice TTP_HANG_FACTOR, with 4 s for a slow step"),
+        ([1.0] * 50 + [40.0] + [1.0] * 30, "limit 80.0 s: 2 times the longest standstill so far"),
+    ],
+)
+def test_a_hang_names_the_limit_in_force(durations: list[float], said: str) -> None:
+    settings = ControllerSettings("job", 1, 4)
+    pace, now = stepping(durations, settings)
+    assert f"({said}): " in progress.standstill(pace, (0,), now + 1e4, settings)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_steady_job_never_comes_near_its_limit(seed: int) -> None:
     """Step times with a spread of 30 %, whatever the heartbeats' timing: no gap between two moves passes half the limit."""
     rng = random.Random(seed)
-    settings = replace(SETTINGS, hang_floor_s=0.01)
+    settings = replace(SETTINGS, hang_floor_s=0.01, hang_early_floor_s=0.01)
     pace, now, worst = unknown(4), 0.0, 0.0
     position = 1.0
     for _ in range(3000):
@@ -265,7 +280,9 @@ def test_the_suspects_are_those_that_wait_for_nobody(
 @pytest.mark.parametrize(("busy", "wanted"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
 def test_of_many_suspects_eight_are_named(busy: int, wanted: str) -> None:
     pace = replace(places(*[(COMPUTE, 9, False)] * busy, (READY, 9, True)), moved_at=0.0)
-    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {wanted} of step 9" in progress.standstill(pace, tuple(range(busy + 1)), 5.0)
+    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {wanted} of step 9" in progress.standstill(
+        pace, tuple(range(busy + 1)), 5.0, SETTINGS
+    )
 
 
 # --- the machine ---
@@ -387,13 +404,6 @@ def test_a_pause_that_was_announced_is_no_standstill() -> None:
     hang(job)  # what comes after it counts again
 
 
-def test_a_step_with_a_pause_in_it_is_not_measured() -> None:
-    pace, now = stepping([1.0] * 10)
-    pace = advance(pace, Heartbeat(0, COMPUTE, 11, paused=True), now + 0.5, SETTINGS)
-    pace = advance(pace, Heartbeat(0, COMPUTE, 12), now + 300.0, SETTINGS)
-    assert pace.durations == (1.0,) * 10
-
-
 def test_a_standstill_after_a_pause_is_noted_anew() -> None:
     job = trained()
     stand(job, *((DONE, 12, False),) * 4)
@@ -439,5 +449,5 @@ def test_a_peers_error_during_a_hangs_freeze_still_waits_for_its_culprit() -> No
 
 
 def test_the_limit_is_at_least_the_floor_whatever_the_steps() -> None:
-    pace, _ = stepping([1e-4] * 30, replace(SETTINGS, hang_floor_s=60.0))
-    assert limit(pace, replace(SETTINGS, hang_floor_s=60.0)) == 60.0
+    pace, _ = stepping([1e-4] * 30, replace(SETTINGS, hang_floor_s=60.0, hang_early_floor_s=60.0))
+    assert limit(pace, replace(SETTINGS, hang_floor_s=60.0, hang_early_floor_s=60.0)) == 60.0

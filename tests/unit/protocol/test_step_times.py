@@ -1,0 +1,54 @@
+"""A rank measures its own steps, and reports each once."""
+
+from __future__ import annotations
+
+from tests.unit.protocol.bench import ProcessorBench, registration
+from ttp.processor import events
+from ttp.processor.pace import StepTimes
+from ttp.proto.messages import Heartbeat, Phase, Registration, Welcome
+
+
+def test_a_heartbeat_carries_the_count_of_finished_steps_and_the_newest_times() -> None:
+    """Each time is told once, the newest eight at most; a registration has all that are kept."""
+    rank = ProcessorBench()
+    rank.hear(Welcome(1, 3, 1.0, 1000.0, ""))
+
+    def beat(steps: int, times_s: tuple[float, ...]) -> Heartbeat:
+        rank.take(events.Tick(Phase.COMPUTE, steps + 1, steps=steps, step_times_s=times_s), after=1.0)
+        return rank.said(Heartbeat)[-1]
+
+    assert beat(0, ()) == Heartbeat(1, Phase.COMPUTE, 1)
+    assert beat(2, (2.0, 1.0)) == Heartbeat(1, Phase.COMPUTE, 3, steps=2, step_times_s=(2.0, 1.0))
+    assert beat(2, (2.0, 1.0)).step_times_s == ()
+    assert beat(3, (2.0, 1.0, 3.0)).step_times_s == (3.0,)
+    many = tuple(float(number) for number in range(20))
+    assert beat(23, many).step_times_s == many[-8:]
+    assert beat(24, ()).step_times_s == (), "a freeze held it up"
+    rank.take(events.Disconnected("broken"))
+    rank.take(events.Tick(Phase.COMPUTE, 26, steps=25, step_times_s=(7.0,)), after=0.1)
+    rank.take(events.Connected(registration(1)))
+    assert (rank.said(Registration)[-1].steps, rank.said(Registration)[-1].step_times_s) == (25, (7.0,))
+    rank.hear(Welcome(1, 3, 1.0, 1000.0, ""))
+    assert beat(25, (7.0,)).step_times_s == (), "the registration had it"
+
+
+def test_a_rank_measures_its_steps_but_not_what_it_does_besides() -> None:
+    times = StepTimes()
+    times.finish(10.0)
+
+    def done() -> tuple[int, tuple[float, ...]]:
+        return times.done
+
+    assert done() == (1, ()), "when the first step began is not known"
+    times.finish(12.0)
+    times.pause(12.5)
+    times.pause(13.0)  # one within the other
+    times.resume(15.5)
+    times.finish(16.0)
+    assert done() == (3, (2.0, 1.0)), "an evaluation is no part of a step"
+    times.discard()
+    times.finish(80.0)
+    assert done() == (4, ()), "a freeze held the others up as well"
+    for moment in range(81, 130):
+        times.finish(float(moment))
+    assert done() == (53, (1.0,) * 32), "the newest ones"

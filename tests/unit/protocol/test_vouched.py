@@ -1,0 +1,195 @@
+"""A silent rank whose agent sees its process running has a longer lease; nobody else has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, registration
+from tests.unit.protocol.test_controller_members import killed
+from ttp.controller.events import ControllerSettings, StreamClosed, Tick
+from ttp.controller.machine import next_deadline
+from ttp.controller.membership import vouched_lease
+from ttp.controller.state import Stage
+from ttp.proto.messages import AgentHello, Heartbeat, Phase, Vouch
+
+COMPUTE = Phase.COMPUTE
+OTHERS = (0, 2, 3)
+
+
+def running(steps: int = 8) -> ControllerBench:
+    """A job of four ranks that has finished so many steps, a rank on each host."""
+    job = ControllerBench()
+    job.say(*(Heartbeat(rank, COMPUTE, steps + 1, steps=steps) for rank in range(4)))
+    return job
+
+
+def silent(job: ControllerBench, seconds: float, *vouched: int, pid: int = 0) -> None:
+    """Let rank 1 be silent, heartbeats of the others and vouches for these ranks coming every half second."""
+    for _ in range(round(2 * seconds)):
+        job.say(Vouch(vouched, tuple(pid or 100 + rank for rank in vouched)))
+        job.wait(0.5, heard=OTHERS)
+
+
+def test_a_rank_whose_process_runs_outlives_its_lease_in_silence() -> None:
+    """It is not even suspect: no gate closes while it compiles."""
+    job = running()
+    silent(job, 8.0, 1)
+    assert job.at(Stage.RUNNING) and not job.told("suspect") and not job.told("death_seen")
+    job.say(Heartbeat(1, COMPUTE, 9, steps=8))
+    silent(job, 8.0, 1)
+    assert job.at(Stage.RUNNING), "once heard, it has its whole time again"
+
+
+@pytest.mark.parametrize(("steps", "lease_s"), [(8, 10.0), (7, 30.0), (0, 30.0)])
+def test_an_interpreter_that_is_held_for_good_costs_the_vouched_lease(steps: int, lease_s: float) -> None:
+    job = running(steps)
+    silent(job, lease_s - 1.5, 1)
+    assert job.at(Stage.RUNNING)
+    silent(job, 1.0, 1)
+    assert job.told("suspect") and not job.told("death_seen"), "gates close in the last third of a lease"
+    silent(job, 0.5, 1)
+    (death,) = job.told("death_seen")
+    assert death["rank"] == 1 and f"{lease_s:.1f} s, although its agent saw the process running" in death["text"]
+
+
+def test_a_node_that_is_lost_keeps_its_time() -> None:
+    """The vouch ages with its agent's silence."""
+    job = running()
+    silent(job, 4.0, 1)
+    job.wait(2.4, heard=OTHERS)
+    assert job.at(Stage.FREEZING) and not job.told("death_seen")
+    job.wait(0.2, heard=OTHERS)
+    assert job.told("death_seen")[0]["rank"] == 1, "3 s after the agent's last word"
+
+
+def test_a_process_that_is_stopped_is_found_within_the_ordinary_lease() -> None:
+    """Its agent vouches for the others only."""
+    job = running()
+    silent(job, 3.0, *OTHERS)
+    assert [line["rank"] for line in job.told("death_seen")] == [1]
+    assert job.told("death_seen")[0]["text"] == "nothing was heard for 3 s"
+
+
+def test_nothing_is_believed_of_another_process() -> None:
+    job = running()
+    silent(job, 3.0, 1, pid=77)
+    assert [line["rank"] for line in job.told("death_seen")] == [1]
+
+
+def test_what_was_said_of_an_earlier_process_is_forgotten_with_it() -> None:
+    job = ControllerBench(assembled=False)
+    job.say(Vouch((1,), (77,)), *(registration(rank) for rank in range(4)))
+    assert job.state.members.table[1].vouched < 0.0
+
+
+def test_a_vouch_for_ranks_that_the_job_has_not_changes_nothing() -> None:
+    job = running()
+    before = job.state.members.table
+    job.say(Vouch((-1, 4, 1 << 40), (1, 2, 3)), Vouch((0, 1), ()))
+    assert job.state.members.table == before
+
+
+def test_a_vouched_rank_whose_stream_broke_is_waited_for_with_closed_gates() -> None:
+    """Perhaps it was the network: it comes back when it can, and then all go on."""
+    job = running()
+    job.close(1)
+    assert job.at(Stage.FREEZING)
+    silent(job, 9.5, 1)
+    assert not job.told("death_seen")
+    job.say(registration(1))
+    job.say(*(Heartbeat(rank, COMPUTE, 9) for rank in range(4)))
+    assert job.at(Stage.RUNNING)
+
+
+def test_a_vouched_rank_that_is_seen_to_end_is_dead_at_once() -> None:
+    job = running()
+    silent(job, 4.0, 1)
+    job.say(killed(1))
+    assert job.told("death_seen")[0]["kind"] == "exited"
+
+
+def test_a_vouch_is_no_word_of_a_rank() -> None:
+    """All ranks silent: it clears no suspicion, and a controller that hears none of them stays careful."""
+    job = running()
+    job.close(0, 1, 2, 3)
+    job.say(Vouch((0, 1, 2, 3), (100, 101, 102, 103)), after=0.5)
+    assert job.state.members.suspects == 4
+
+
+def test_the_loss_of_a_node_is_seen_while_all_others_compile() -> None:
+    """Agents that are heard prove that the controller is not cut off; a lease more may go by, once."""
+    job = running()
+    for _ in range(12):
+        job.take(Tick(), after=0.25)
+        job.say(Vouch((0, 1, 2), (100, 101, 102)), after=0.25)
+        if job.told("death_seen"):
+            break
+    assert [line["rank"] for line in job.told("death_seen")] == [3] and job.now <= 6.0
+
+
+def test_a_clock_that_leaps_back_leaves_no_vouch_in_the_future() -> None:
+    job = running()
+    job.say(Vouch((1,), (101,)), after=100.0)
+    job.take(Tick(), after=-90.0)
+    assert job.state.members.table[1].vouched == job.now
+
+
+@pytest.mark.parametrize(
+    ("vouched_s", "total_s", "started", "wanted"),
+    [(10.0, 120.0, True, 10.0), (10.0, 120.0, False, 30.0), (10.0, 60.0, False, 15.0), (1.0, 120.0, True, 3.0), (10.0, 8.0, True, 3.0)],
+)  # fmt: skip
+def test_the_vouched_lease_is_a_quarter_of_a_faults_time_at_most_and_a_lease_at_least(
+    vouched_s: float, total_s: float, started: bool, wanted: float
+) -> None:
+    settings = ControllerSettings("job", 1, 4, vouched_lease_s=vouched_s, total_timeout_s=total_s)
+    assert vouched_lease(settings, started) == wanted
+
+
+# --- a new controller ---
+
+
+def standby() -> ControllerBench:
+    """A standby to which three ranks have come; rank 1 has not."""
+    job = ControllerBench(assembled=False, standby=1)
+    job.say(*(replace(registration(rank), job_groups=2, controllers=("a", "b")) for rank in OTHERS))
+    assert job.at(Stage.GATHERING)
+    return job
+
+
+def gather(job: ControllerBench, seconds: float, *vouched: int) -> None:
+    for _ in range(round(2 * seconds)):
+        job.say(AgentHello("host1", (1,), (101,)), Vouch(vouched, tuple(100 + rank for rank in vouched)))
+        job.wait(0.5, heard=OTHERS)
+
+
+def test_a_new_controller_waits_for_a_rank_whose_process_runs() -> None:
+    job = standby()
+    gather(job, 8.0, 1)
+    assert job.at(Stage.GATHERING)
+    job.say(replace(registration(1), job_groups=2))
+    assert job.at(Stage.FREEZING) and not job.told("death_seen"), "it took over with all ranks"
+
+
+def test_a_new_controller_waits_no_longer_than_ranks_wait_for_one() -> None:
+    job = standby()
+    gather(job, 14.0, 1)
+    assert job.at(Stage.GATHERING)
+    gather(job, 1.5, 1)
+    assert job.at(Stage.FREEZING) and job.told("death_seen")[0]["rank"] == 1
+
+
+def test_a_new_controller_that_knows_of_a_fault_waits_for_nobody_that_runs() -> None:
+    job = standby()
+    job.say(killed(2))
+    gather(job, 3.5, 1)
+    assert {line["rank"] for line in job.told("death_seen")} == {1, 2}
+
+
+def test_a_standby_that_nobody_has_come_to_takes_vouches_too() -> None:
+    job = ControllerBench(assembled=False, standby=1)
+    job.say(Vouch((1,), (101,)))
+    assert job.at(Stage.STANDBY) and next_deadline(job.state) is None
+    job.take(StreamClosed((), "host1"))
+    assert job.state.members.table[1].vouched == 0.0
