@@ -44,6 +44,9 @@ FREEZES_OF_A_TERM = 1 << 20
 LATE_HEARTBEATS = 0.5
 """While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
 
+_LAST_VOUCH_HEARTBEATS = 1.5
+"""An agent that goes with its node may have vouched for a rank so long after the rank was heard last."""
+
 _OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch)
 """What launchers say proves no rank's life."""
 
@@ -276,8 +279,7 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
 
 
 def _silence(state: ControllerState, rank: int, now: float) -> str:
-    member, members = state.members.table[rank], state.members
-    since = silent_since(member, members.amnesty)
-    if member.vouched <= since:
-        return f"nothing was heard for {state.settings.lease_s:g} s"
+    settings, since = state.settings, silent_since(state.members.table[rank], state.members.amnesty)
+    if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
+        return f"nothing was heard for {settings.lease_s:g} s"
     return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"

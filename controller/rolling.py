@@ -16,6 +16,8 @@ from .coverage import Group, named
 from .decision import Decision, Refusal, decide
 from .events import Effect, Fields, Journal, Send
 from .leaving import newest_checkpoint, refuse, step_of
+from .membership import SUSPECT_AFTER, alive_at, silent_since
+from .progress import has_started
 from .rank_table import RankTable
 from .rounds import frozen_fields, half_of_the_rest
 from .state import ControllerState, Dump, Fault, Stage, Work
@@ -23,13 +25,13 @@ from .state import ControllerState, Dump, Fault, Stage, Work
 
 def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
-    without: the end of an update, or the word of a rank that has reported and was not heard since."""
+    without: the end of an update, or the word of a rank that is silent now and may still be heard."""
     fault = state.fault
     assert fault is not None and state.coverage is not None
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
-    if isinstance(verdict, Refusal) and now < (known_at := _known_at(state, fault)):
+    if isinstance(verdict, Refusal) and now < (known_at := _known_at(state, fault, now)):
         return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
     out.append(Journal("frozen", frozen_fields(state)))
     if isinstance(verdict, Refusal):
@@ -105,18 +107,19 @@ def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[in
     return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()
 
 
-def _known_at(state: ControllerState, fault: Fault) -> float:
-    """Return when all that have reported, and were not heard since, are heard again or dead; half of the fault's time at most. It may
-    be this controller that hears nobody, which is no reason to refuse. -inf: there are none."""
-    members, settings = state.members, state.settings
-    if not members.suspects:
-        return -inf
-    last_heard = (
-        max(member.heard, members.amnesty)
-        for report, member in zip(fault.reports, members.table, strict=True)
-        if report is not None and member.suspect and member.dead is None and report.rank not in fault.stuck
-    )
-    return min(max(last_heard, default=-inf) + settings.lease_s, fault.began + settings.total_timeout_s / 2)
+def _known_at(state: ControllerState, fault: Fault, now: float) -> float:
+    """Return when all that are silent, and have reported or are seen to run by their agents, are heard again or dead; half of the fault's
+    time at most. It may be this controller that hears nobody, which is no reason to refuse. -inf: there are none."""
+    members, settings, started = state.members, state.settings, has_started(state.pace)
+    silent_s = SUSPECT_AFTER * settings.lease_s
+    last_alive = -inf
+    for rank, (report, member) in enumerate(zip(fault.reports, members.table, strict=True)):
+        if member.dead is not None or member.registration is None or rank in fault.stuck:
+            continue
+        since, alive = silent_since(member, members.amnesty), alive_at(member, members.amnesty, settings, started)
+        if member.suspect if report is not None else alive > since and now >= since + silent_s:
+            last_alive = max(last_alive, alive)
+    return min(last_alive + settings.lease_s, fault.began + settings.total_timeout_s / 2)
 
 
 def _wait_for_updates(

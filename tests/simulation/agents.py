@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.network import DOWN, UP
 from ttp.controller import events as ev
-from ttp.proto.messages import AgentHello, Downward, Successors, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, Successors, Vouch, WorkerExit
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
@@ -35,6 +35,7 @@ class Agent:
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
         job.scheduler.at(0.0, self._come)
+        job.scheduler.after(job.times.heartbeat_s, self._vouch)
         self._look()
 
     @property
@@ -55,6 +56,14 @@ class Agent:
         """It ends."""
         self.lost = True
         self.job.scheduler.after(delay_s, self._detach)
+
+    def _vouch(self) -> None:
+        """Say which processes it sees alive and running."""
+        ranks = tuple(rank for rank in self.ranks if self.job.ranks[rank].runs)
+        if self._attached and ranks:
+            self._say(ev.Received(Vouch(ranks, tuple(self.job.ranks[rank].pid for rank in ranks))))
+        if not self.lost:
+            self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
 
     def take_in(self, controller: Controller, message: Downward) -> None:
         """The controller says something: it comes when the network carries it, and while the launcher is still there."""

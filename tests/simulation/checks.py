@@ -13,6 +13,7 @@ from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
+from tests.simulation.silence_checks import wrongly_dead_or_alive
 from tests.simulation.time_checks import late
 from tests.simulation.truth import LATE_CLOSING_S, covers, events, sound
 from ttp.errors import TTPError
@@ -31,6 +32,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
     found += late(job)
+    found += wrongly_dead_or_alive(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
     found += _unprovoked(job)
     found += _not_begun(job)

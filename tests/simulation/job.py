@@ -112,7 +112,11 @@ class Job:
         self._hooks: dict[str, list[tuple[int, Callable[[int], object]]]] = {}
         self.holds: dict[str, Hold] = {}
         """By step of the work, what holds up the rank that comes to it next."""
+        self.holds_of_interpreters: list[tuple[int, float, float]] = []
+        """(rank, began, ended) of those that ended."""
         self.killed: dict[int, float] = {}
+        self.seen_to_end: set[int] = set()
+        """Ranks of whose end somebody but their silence tells."""
         self.thawed_up_to = -1
         self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
         """(members, step) of the collectives in which somebody said that it was told to leave."""
@@ -315,6 +319,8 @@ class Job:
                 self._close_seen_later(process.rank, stream)
 
             self.scheduler.after(self.rng.uniform(0.004, 0.05), close)
+        if not quiet:
+            self.seen_to_end.add(process.rank)
         if self.agents and not quiet:
             agent = self.launchers[self.training.layout.hosts[process.rank]]
             rank, pid = process.rank, 100 + process.rank
@@ -335,6 +341,7 @@ class Job:
         process.stopped = True
         process.was_stopped |= seconds is None or seconds > LONGEST_PAUSE_S
         process.stopped_for_good = seconds is None
+        process.still_s = self.now
         self.scheduler.look = True
         if seconds is not None:
             self.scheduler.after(seconds, process.resume)
@@ -345,11 +352,13 @@ class Job:
         if seconds is None:
             able = process.alive and not process.stopped
             self.stop(rank, None)
+            process.held_for_good |= able
             return able
         if not process.alive or process.hogged:
             return False
         self.note(f"rank {rank}'s training thread holds the interpreter for {seconds:.3f} s")
         process.hogged = True
+        self.holds_of_interpreters.append((rank, self.now, self.now + seconds))
         process.was_stopped |= seconds > LONGEST_PAUSE_S
         self.scheduler.after(seconds, partial(process.run, process.let_go))
         return True

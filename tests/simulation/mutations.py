@@ -17,6 +17,7 @@ import pytest
 
 from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
+from tests.simulation import wrong_liveness as liveness
 from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_ranks as ranks
 from tests.simulation.arranged import (
@@ -59,6 +60,12 @@ from tests.simulation.arranged import (
 from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.vouched import (
+    held_for_longer_than_a_lease,
+    host_lost,
+    interpreter_held_for_good,
+    process_stopped,
+)
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Exit, Finished, Freeze, Thaw, WriteOrder
 
@@ -133,6 +140,13 @@ MUTATIONS = (
     Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_not_heard_of, ("I7",), pauses_for_longer_than_a_hang, within=20),
     Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),
     Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), within=600),
+    # Ranks that are silent.
+    Mutation("a rank that compiles is taken for dead", liveness.vouches_are_not_believed, ("I7",), held_for_longer_than_a_lease, within=20),
+    Mutation("a lost host has the vouched lease", liveness.vouches_never_age, ("I11",), host_lost, within=20),
+    Mutation("an interpreter that is held for good is waited for as long as its process runs", liveness.vouches_count_for_ever, ("I11",), interpreter_held_for_good, within=20),
+    Mutation("a process that is stopped has the vouched lease", liveness.stopped_processes_are_vouched_for, ("I11",), process_stopped, within=20),
+    Mutation("a vouch counts as a word of the rank", liveness.a_vouch_is_taken_for_a_word_of_the_rank, ("I11",), interpreter_held_for_good, within=20),
+    Mutation("a new controller does not wait for a rank that compiles", liveness.vouched_ranks_are_not_waited_for_after_a_takeover, ("I7",), held_for_longer_than_a_lease, within=40),
     # Takeovers.
     Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
     Mutation("a standby thaws ranks that were rolled forward", controllers.thaws_what_another_ordered, ("I11",), silent_until_the_roll_forward),

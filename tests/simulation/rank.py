@@ -53,6 +53,10 @@ class Rank:
         self.was_stopped = False
         """Something kept it from answering for a while, or for good."""
         self.stopped_for_good = False
+        self.still_s = inf
+        """When it was stopped last."""
+        self.held_for_good = False
+        """Its training thread holds the interpreter and does nothing else any more: as if it were stopped, but the process runs."""
         self.hogged = False
         """Its training thread holds the interpreter: the processor's threads stand still."""
         self.ahead_s = 0.0
@@ -292,6 +296,11 @@ class Rank:
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
             self._standby(),
         )  # fmt: skip
+
+    @property
+    def runs(self) -> bool:
+        """What its agent sees: the process is there and is not stopped."""
+        return self.alive and (self.held_for_good or not self.stopped)
 
     @property
     def pid(self) -> int:

@@ -163,6 +163,8 @@ _ACTS: dict[str, Callable[..., None]] = {
     "kill controller cN": lambda job, place: job.controllers[int(place)].kill(),
     "stop rank N for S s": lambda job, rank, seconds: job.stop(int(rank), float(seconds)),
     "stop rank N for good": lambda job, rank: job.stop(int(rank), None),
+    "rank N holds its interpreter for S s": lambda job, rank, seconds: job.hog(int(rank), float(seconds)),
+    "rank N holds its interpreter for good": lambda job, rank: job.hog(int(rank), None),
     "stop controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].pause(float(seconds)),
     "cut controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].cut(float(seconds)),
     "controller cN hears nobody for S s": lambda job, place, s: job.controllers[int(place)].cut_one_way(UP, float(s)),

@@ -1,0 +1,97 @@
+"""I7 and I11 for ranks that are silent: whose process runs is not taken for dead too early, and nobody too late."""
+
+from __future__ import annotations
+
+from math import inf
+
+from tests.simulation.job import Job
+from tests.simulation.rank import Rank
+from tests.simulation.truth import controllers_hurt
+from ttp.controller.membership import VOUCHED_START_FACTOR
+from ttp.controller.progress import ENOUGH
+
+SLACK_S = 0.4
+"""Two heartbeats: of what was heard last, and of what was vouched last."""
+ATTACHED_S = 1.0
+"""Agents have come to the first controller by then, and have vouched for their ranks."""
+
+
+def wrongly_dead_or_alive(job: Job) -> list[str]:
+    """Return which ranks were taken for dead although their agents saw them run, or for alive although nobody did."""
+    return _taken_for_dead(job) + _found_late(job)
+
+
+def _vouched_s(job: Job, rank: Rank) -> float:
+    """How long this rank may be silent while its agent vouches for it."""
+    factor = VOUCHED_START_FACTOR if job.training.steps < ENOUGH or rank.gate.state_step < ENOUGH else 1.0
+    return job.times.vouched_lease_s * factor
+
+
+def _taken_for_dead(job: Job) -> list[str]:
+    """I7: an interpreter that is held for less than a vouched lease costs no rank its life, where nothing else keeps it silent."""
+    found = []
+    for at, line in job.story:
+        if line.event != "death_seen" or line.fields["kind"] != "silent":
+            continue
+        rank = job.ranks[int(str(line.fields["rank"]))]
+        held = [(began, ended) for held, began, ended in job.holds_of_interpreters if held == rank.rank]
+        for began, ended in held:
+            runs = began <= at <= min(ended, began + job.times.vouched_lease_s - SLACK_S)
+            if runs and _seen_to_run(job, rank, began, at):
+                found.append(
+                    f"I7: rank {rank.rank} was taken for dead at {at:.3f} s; its interpreter was held from {began:.3f} s"
+                )
+    return found
+
+
+def _seen_to_run(job: Job, rank: Rank, began_s: float, at_s: float) -> bool:
+    """True when the agent had every chance to vouch for a rank, and nothing but the hold kept the rank silent."""
+    launcher = job.launchers.get(job.training.layout.hosts[rank.rank])
+    if launcher is None or launcher.lost or began_s < ATTACHED_S or rank.rank in job.killed:
+        return False
+    since_s = began_s - 2 * job.times.lease_s
+    others = any(
+        s.kind != "interpreter held" and since_s <= s.at_s <= at_s and s.rank == rank.rank for s in job.strikes
+    )
+    return not others and not _led_badly(job, since_s, at_s)
+
+
+def _found_late(job: Job) -> list[str]:
+    """I11: a lost host and a stopped process are found within the ordinary lease, an interpreter that is held for good within the vouched
+    one. A lease more where most ranks are silent, once."""
+    found = []
+    for rank in job.ranks:
+        began = rank.still_s if rank.stopped_for_good else job.killed.get(rank.rank, inf)
+        if began == inf or not rank.started or rank.rank in job.seen_to_end:
+            continue
+        longest_s = _vouched_s(job, rank) if rank.held_for_good else job.times.lease_s
+        by = began + longest_s + job.times.lease_s + SLACK_S
+        if _over_by(job, by) or _disturbed(job, rank, began, by):
+            continue
+        if not any(
+            line.event == "death_seen" and line.fields["rank"] == rank.rank and at <= by for at, line in job.story
+        ):
+            found.append(
+                f"I11: rank {rank.rank} was silent from {began:.3f} s on, and nobody saw a death by {by:.3f} s"
+            )
+    return found
+
+
+def _over_by(job: Job, at_s: float) -> bool:
+    over = ("published", "refused", "exit_sent", "finished")
+    return job.now < at_s or any(line.event in over and at <= at_s for at, line in job.story)
+
+
+def _disturbed(job: Job, rank: Rank, began_s: float, by_s: float) -> bool:
+    """True when other things went wrong about then that keep a controller from judging: it hears hardly anybody, or is not there."""
+    assembled = min((at for at, line in job.story if line.event == "assembled"), default=inf)
+    since_s = began_s - 2 * job.times.lease_s
+    others = [
+        s for s in job.strikes if since_s <= s.at_s <= by_s and s.kind not in ("host loss", "stop", "interpreter held")
+    ]
+    heard = [other for other in job.ranks if other.ended_s >= by_s and not other.was_stopped]
+    return began_s < assembled or bool(others) or not heard or _led_badly(job, since_s, by_s)
+
+
+def _led_badly(job: Job, from_s: float, to_s: float) -> bool:
+    return controllers_hurt(job, from_s, to_s) or any(controller.dead for controller in job.controllers)

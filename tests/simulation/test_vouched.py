@@ -1,0 +1,48 @@
+"""Whole jobs in which a rank is silent: one whose process runs is waited for, and nobody else for longer than ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation import vouched
+from tests.simulation.checks import run_and_check
+from tests.simulation.scenario import Scenario
+from tests.simulation.truth import events
+
+SEEDS = 24
+
+
+def test_an_interpreter_that_is_held_for_longer_than_a_lease_costs_a_pause_at_most() -> None:
+    """Also while its stream breaks, the controller dies, or all ranks compile at once."""
+    paused: Counter[bool] = Counter()
+    for seed in range(SEEDS):
+        scenario = vouched.held_for_longer_than_a_lease(seed)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert not events(scenario.job, "death_seen") or events(scenario.job, "finished"), f"seed {seed}"
+        paused[bool(events(scenario.job, "freeze_sent"))] += 1
+    assert paused[False] >= SEEDS // 4, "silence alone closes no gate"
+
+
+def test_without_agents_such_a_rank_is_dead_after_its_lease() -> None:
+    """Nobody vouches: what was so before there were agents is so still."""
+    for seed in range(0, SEEDS, 4):
+        scenario = vouched.held_for_longer_than_a_lease(seed)
+        scenario.harmless = False
+        for launcher in scenario.job.launchers.values():
+            launcher.lost = True
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert events(scenario.job, "death_seen")[0]["text"] == "nothing was heard for 0.6 s", f"seed {seed}"
+
+
+@pytest.mark.parametrize("make", [vouched.host_lost, vouched.process_stopped, vouched.interpreter_held_for_good])
+def test_who_is_silent_for_good_is_found_in_time(make: Callable[[int], Scenario]) -> None:
+    for seed in range(SEEDS):
+        scenario = make(seed)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        assert events(scenario.job, "death_seen"), f"seed {seed}"

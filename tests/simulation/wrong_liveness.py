@@ -1,0 +1,71 @@
+"""Controllers and agents that are wrong about who is alive, on purpose; undone with the patch."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from tests.simulation.rank import Rank
+from ttp.controller import membership, rolling, takeover
+from ttp.controller import transitions as tables
+from ttp.controller.membership import Member
+from ttp.controller.state import Stage
+from ttp.proto.frozen import replace
+from ttp.proto.messages import Vouch
+
+Patch = pytest.MonkeyPatch
+
+
+def _with_alive_at(patch: Patch, wrong: Any) -> None:
+    for module in (membership, rolling):
+        patch.setattr(module, "alive_at", wrong)
+
+
+def vouches_are_not_believed(patch: Patch) -> None:
+    for stage in (*Stage,):
+        if (stage, Vouch) in tables.TRANSITIONS:
+            patch.setitem(tables.TRANSITIONS, (stage, Vouch), lambda state, message, now, out: state)
+
+
+def vouches_never_age(patch: Patch) -> None:
+    """Whoever was vouched for once has the whole vouched lease, whatever became of its agent."""
+
+    def wrong(member: Member, amnesty: float, settings: Any, started: bool) -> float:
+        since = membership.silent_since(member, amnesty)
+        longer_s: float = membership.vouched_lease(settings, started) - settings.lease_s
+        return since + (longer_s if member.vouched > -inf else 0.0)
+
+    _with_alive_at(patch, wrong)
+
+
+def vouches_count_for_ever(patch: Patch) -> None:
+    """An interpreter that is held for good is never given up."""
+
+    def wrong(member: Member, amnesty: float, settings: Any, started: bool) -> float:
+        return max(membership.silent_since(member, amnesty), member.vouched)
+
+    _with_alive_at(patch, wrong)
+
+
+def stopped_processes_are_vouched_for(patch: Patch) -> None:
+    patch.setattr(Rank, "runs", property(lambda self: self.alive))
+
+
+def vouched_ranks_are_not_waited_for_after_a_takeover(patch: Patch) -> None:
+    patch.setattr(takeover, "_waits_for_vouched", lambda state, absent, now: False)
+
+
+def a_vouch_is_taken_for_a_word_of_the_rank(patch: Patch) -> None:
+    """It renews the lease as a heartbeat does."""
+
+    def wrong(state: Any, message: Any, now: float, out: Any) -> Any:
+        members = state.members
+        for rank in message.ranks:
+            members = membership.hear(members, rank, now)
+        return replace(state, members=members)
+
+    for stage in (*Stage,):
+        if (stage, Vouch) in tables.TRANSITIONS:
+            patch.setitem(tables.TRANSITIONS, (stage, Vouch), wrong)
