@@ -33,7 +33,7 @@ _PEER_TEXTS = (
 )
 _PEER = re.compile("|".join(f"(?:{text})" for text in _PEER_TEXTS), re.IGNORECASE | re.DOTALL)
 
-_PEER_TYPES = frozenset({"DistNetworkError"})
+_PEER_TYPES = frozenset({"AbortedCollective", "DistNetworkError"})
 
 _LONGEST_TEXT = 300
 

@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ttp.errors import ConfigError
+from ttp.nccl import nccl_warnings
 
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
@@ -76,6 +77,8 @@ class Settings:
     standbys: int = 2
     shared_dirs: bool = True
     mindio_dir: str = "output/mindio"
+    nccl_warnings: tuple[str, ...] = ()
+    """Lines about NCCL's settings, for a job that trains on CUDA devices."""
 
     @property
     def start_name(self) -> str:
@@ -141,6 +144,7 @@ class Settings:
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
             mindio_dir=environ.get("TTP_MINDIO_DIR", "").strip() or "output/mindio",
+            nccl_warnings=nccl_warnings(environ),
         )
 
 

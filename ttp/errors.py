@@ -11,6 +11,7 @@
     ├── DatasetError       the training text cannot be read or is too small
     ├── ControllerError    the controller could not be started, or was lost: a fault
     ├── ProtocolError      an event that the protocol's state does not allow
+    ├── AbortedCollective  a collective's result lacks some rank's contribution; another rank failed
     ├── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
     └── NotSupported       a name of another product's interface that has no counterpart here  (also a NotImplementedError)
 
@@ -83,6 +84,11 @@ STAY_WRONG_AT_FIRST = (NotWritable,)
 
 class ProtocolError(TTPError):
     """An event that the protocol's state does not allow; the state is unchanged."""
+
+
+class AbortedCollective(TTPError):
+    """A collective returned a result that lacks some rank's contribution, or its communicator reports an error: another rank failed, and
+    what was returned counts for nothing."""
 
 
 class Overtaken(TTPError):

@@ -27,8 +27,8 @@ class ProtectedOptimizer(Protocol):
     on_point: Callable[[str, int], None] | None
     """Called with a point's name and the step, for fault injection."""
 
-    def attach(self, tracker: UpdateTracker) -> None:
-        """Tell `tracker` the phases of every step from now on."""
+    def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
+        """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""
 
     # --- any thread that has the gate ---
 

@@ -23,6 +23,7 @@ from ttp.controller.process import CannotListen, ControllerProcess, start_contro
 from ttp.errors import ConfigError, ControllerError, NotWritable
 from ttp.holder import OptimizerHolder
 from ttp.notice import Notice
+from ttp.optim.participation import attempt_number
 from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.faults import cause_of
@@ -69,7 +70,10 @@ class Protection:
             state_step=optimizer.current_step,
             drain=optimizer.drain_within if optimizer.needs_drain else None,
         )
-        optimizer.attach(self.gate)
+        optimizer.attach(self.gate, attempt_number(settings.start_name))
+        if optimizer.device.type == "cuda" and settings.local_rank <= 0:
+            for line in settings.nccl_warnings:
+                show(logging.WARNING, line)
         if place := standby_place(settings, rank, world_size):
             self._standby = start_standby(settings, place, world_size, log_dir)
         if self._standby is not None:

@@ -8,7 +8,7 @@ Owns the order of one step around the trainer's own `optimizer.step()`:
     step         the optimizer's own update           local maths
     post hook    end_update                                                                          state = t
 
-In *barrier* mode the all-reduce is 24 bytes that only this needs. In *norm* mode (`clip`) it carries the global gradient norm
+In *barrier* mode the all-reduce is 56 bytes that only this needs. In *norm* mode (`clip`) it carries the global gradient norm
 that clipping needs anyway: the trainer's own clipping is left out then. Never writes checkpoints, never talks to a controller.
 """
 
@@ -34,13 +34,11 @@ from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, Protoco
 from ttp.exchange import exchange_json
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
 from ttp.optim.lane import Lane
+from ttp.optim.spanning import Spanning
 from ttp.optim.split import gradient_of
 from ttp.optim.verdict import ClipNorm, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
-
-_PLACES = 4096
-"""Steps are compared by their remainder: nobody is that many apart."""
 
 
 class AdoptedOptimizer:
@@ -70,6 +68,7 @@ class AdoptedOptimizer:
         self._state = AdoptedState(model, optimizer, averages)
         self.device = self._state.device
         self._lane = Lane(self.device)
+        self._spanning = Spanning(_world(), None, self.device)
         self._tracker: UpdateTracker = NullTracker()
         self._computing = self._ready = 0
         self._told_to_leave = False
@@ -96,8 +95,9 @@ class AdoptedOptimizer:
 
     # --- the training thread ---
 
-    def attach(self, tracker: UpdateTracker) -> None:
+    def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
         self._tracker = tracker
+        self._spanning.attempt = attempt
 
     def begin_pass(self) -> None:
         """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
@@ -171,6 +171,7 @@ class AdoptedOptimizer:
             self._state.share_buffers()
         self.on_ready(step)
         with self._in_collective():
+            self._spanning.check_communicators(step)
             self._lane.mark_ready()
             self._ready = step
             self._tracker.ready(step)
@@ -235,32 +236,16 @@ class AdoptedOptimizer:
 
     def _agree(self, step: int) -> tuple[CommitRecord, bool]:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
-        # The sum of squares is the square of the sum over the world exactly when all ranks count the same step. Small numbers, so
-        # that FP64 holds the sums over any world exactly.
-        place = step % _PLACES
-        vector = torch.tensor(
-            [float(self._tracker.notice), place, place * place], dtype=torch.float64, device=self.device
-        )
-        world = 1
-        if self._tells_norm:
-            vector = torch.cat([vector, self._own_squares()])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            world = dist.get_world_size()
-            dist.all_reduce(vector)
-        notices, places, squares, *norms = vector.tolist()
-        if int(squares) * world != int(places) ** 2:
-            raise ProtocolError(
-                f"step {step}: other ranks are at another step than this one: wanted optimizer.step() as often on every rank; give"
-                " all ranks as many batches"
-            )
-        total = math.sqrt(norms[0]) if norms and norms[0] >= 0 else math.nan if norms else 0.0
+        squares = self._own_squares() if self._tells_norm else torch.zeros((), dtype=torch.float64, device=self.device)
+        agreed = self._spanning.agree(step, squares, self._tracker.notice, None)
+        total = math.inf if agreed.overflow else math.sqrt(agreed.squares)
         skipped = self.clip is not None and not math.isfinite(total)
         factor = 1.0 if skipped else clip_factor(self.clip, total)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), notices > 0
+        return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), agreed.told_to_leave
 
     def _own_squares(self) -> torch.Tensor:
-        """Return the sum of squares (FP64, one element) of the gradients that this rank counts: every element of the model's is
+        """Return the sum of squares (FP64, 0-d) of the gradients that this rank counts: every element of the model's is
         counted once over all ranks."""
         norms = [
             torch.linalg.vector_norm(_dense(gradient_of(param)), dtype=torch.float64)
@@ -268,7 +253,7 @@ class AdoptedOptimizer:
             for param in group["params"]
             if param.grad is not None and self._state.counts(param)
         ]
-        return torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum().view(1)
+        return torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum()
 
     # --- the update, on whichever thread has the gate ---
 
@@ -402,6 +387,11 @@ class AdoptedOptimizer:
         if self._torn or step not in (None, self.current_step):
             state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
             raise CheckpointError(f"this rank {state}; step {step or 'newest'} was wanted; take another holder")
+
+
+def _world() -> Any:
+    """Return the process group of all ranks, None where this process is alone."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

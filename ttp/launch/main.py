@@ -42,6 +42,7 @@ from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.signals import without_ignored
 from ttp.launch.story import briefly
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
+from ttp.nccl import set_nccl
 
 log = logging.getLogger("ttp.launch")
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             torchrun.run(args)  # type: ignore[no-untyped-call]
             return
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else data loaders that fork crash or crawl
+        set_nccl(os.environ)
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
         check_local_addr(config.local_addr, config.max_nodes)

@@ -5,7 +5,7 @@ Owns the two collectives. Every rank reads the same answer of the first, so all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,18 @@ from ttp.checkpoint.held import HeldTensor
 from ttp.exchange import exchange_json
 from ttp.optim.comparison import Divergence, differing_shards, divergences
 from ttp.optim.layout import Layout
+from ttp.optim.part import Part
 from ttp.optim.sums import mixed, sums_of
+
+
+def compare_parts(step: int, parts: Iterable[Part], device: torch.device) -> tuple[Divergence, ...]:
+    """Return the tensors of which replicas differ, over all parts of an optimizer that have replicas (collectives)."""
+    return tuple(
+        divergence
+        for part in parts
+        if part.layout.replicas > 1
+        for divergence in compare(step, dict(part.held(backup=False)), part.layout, part.group, device)
+    )
 
 
 def compare(

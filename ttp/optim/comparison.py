@@ -35,6 +35,12 @@ class Divergence:
         return f"{self.key}[{self.start}:{self.start + self.numel}]"
 
 
+def not_known(found: Sequence[Divergence], known: Sequence[Divergence]) -> tuple[Divergence, ...]:
+    """Return those of `found` whose tensor is not among `known`."""
+    addresses = {(divergence.key, divergence.start) for divergence in known}
+    return tuple(divergence for divergence in found if (divergence.key, divergence.start) not in addresses)
+
+
 def differing_shards(sums: Sequence[Sequence[int]], layout: Layout) -> tuple[int, ...]:
     """Return the shards whose holders disagree. `sums[rank]`: one sum for each shard that the rank holds, in that order."""
     seen: dict[int, set[int]] = {}

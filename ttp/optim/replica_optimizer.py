@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ttp.checkpoint.held import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
 from ttp.optim import comparison
-from ttp.optim.agreement import compare
+from ttp.optim.agreement import compare_parts
 from ttp.optim.assembly import mark_copied, named_groups
 from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
@@ -98,7 +98,7 @@ class TTPReplicaOptimizer(Optimizer):
         own masters unless this is True; then masters have memory of their own, as those of 16-bit parameters always have.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
-        more all-reduce of sixteen bytes right before the update makes the commit record prove that all of them were ready,
+        more all-reduce of 48 bytes right before the update makes the commit record prove that all of them were ready,
         and an overflow anywhere skips the step everywhere. `compare_every`: after so many steps the replicas' bits are
         compared, and a difference is reported (0: never). `base_kwargs` go to `base`.
 
@@ -164,9 +164,10 @@ class TTPReplicaOptimizer(Optimizer):
 
     # --- the training thread ---
 
-    def attach(self, tracker: UpdateTracker) -> None:
-        """Tell `tracker` the phases of every step from now on."""
+    def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
+        """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""
         self._tracker = tracker
+        self.spanning.attempt = attempt
 
     @property
     def loss_scale(self) -> float:
@@ -223,6 +224,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._buckets.finish()
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._divisor = self.gradient_divisor
+        self.spanning.check_communicators(step)
         self._lane.mark_ready()
         self._ready = step
         self._tracker.ready(step)
@@ -275,17 +277,12 @@ class TTPReplicaOptimizer(Optimizer):
 
         What is new is reported once, by the group's first rank.
         """
-        found: tuple[Divergence, ...] = ()
         self._tracker.waiting = True
         try:
-            for part in self._parts:
-                if part.layout.replicas > 1:
-                    held = dict(part.held(backup=False))
-                    found += compare(self.current_step, held, part.layout, part.group, self.device)
+            found = compare_parts(self.current_step, self._parts, self.device)
         finally:
             self._tracker.waiting = False
-        known = {(divergence.key, divergence.start) for divergence in self.divergences}
-        new = tuple(divergence for divergence in found if (divergence.key, divergence.start) not in known)
+        new = comparison.not_known(found, self.divergences)
         self.divergences += new
         if new and self._parts[0].rank == 0:
             log.warning("%s", comparison.text(new))

@@ -1,7 +1,7 @@
 """The spanning collective: the small all-reduce that every rank of the model enters when it is READY.
 
-Owns what goes over it and how it is waited for. Whoever has its result knows that every rank was READY; what follows
-from the result, the optimizer decides.
+Owns what goes over it, how it is waited for, and that a result counts only if every rank contributed. Whoever has its result
+knows that every rank was READY; what follows from the result, the optimizer decides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ttp.exchange import check_joined
+from ttp.optim.communicators import check_communicators
+from ttp.optim.participation import NUMBERS, Contribution
 
 _SLICE = timedelta(milliseconds=20)
 """On the CPU: how long a collective is waited for before `abandons` is asked again. A wait that is shorter costs what a plain
@@ -48,25 +50,49 @@ class Spanning:
         self._span, self._barrier, self._device = span, barrier, device
         self.abandons: Callable[[int], None] | None = None
         """Called with the step again and again during the wait: whatever it raises ends it."""
+        self.attempt = 0
+        """Number of this attempt of the job (`participation.attempt_number`): the same on every rank."""
         self._left: list[tuple[Any, torch.Tensor]] = []
         """Collectives that were not waited for to the end, with their memory: one may still complete."""
+
+    def check_communicators(self, step: int) -> None:
+        """Before READY and before the update: raise AbortedCollective if a communicator reports an error. At once on the CPU."""
+        check_communicators(self._device, step)
 
     def agree(
         self, step: int, squares: torch.Tensor, notice: bool, sums: Sequence[float] | torch.Tensor | None
     ) -> Agreed:
-        """Sum this rank's squares (FP64, 0-d), its notice and the caller's sums over all ranks (a collective)."""
-        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
+        """Sum this rank's squares (FP64, 0-d), its notice and the caller's sums over all ranks (a collective).
+
+        Raises AbortedCollective when the result is not the sum over all ranks, ProtocolError when ranks are at different steps.
+        """
+        contribution = Contribution(self.attempt, step)
         finite = squares.isfinite()
-        told = torch.full_like(squares, float(notice))
-        head = torch.stack([torch.where(finite, squares, torch.zeros_like(squares)), (~finite).double(), told])
-        vector = torch.cat([head, extra])
+        overflow, told = (~finite).double(), torch.full_like(squares, float(notice))
+        proof = torch.tensor(contribution.numbers, dtype=torch.float64, device=self._device)
+        norm = torch.where(finite, squares, torch.zeros_like(squares))
+        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
+        vector = torch.cat([proof, torch.stack([overflow, told, norm]), extra])
         if self._span is not None:
             self._sum(step, vector, self._span)
+        in_span = vector[:NUMBERS].clone()
         if self._barrier is not None:
-            # Contributing the group's verdict here, and not before, is what makes this the spanning collective.
-            self._sum(step, vector[1:3], self._barrier)
-        total, overflow, notices, *summed = vector.tolist()
-        return Agreed(total, overflow > 0, notices > 0, tuple(summed))
+            # Contributing the group's verdict here, and not before, is what makes this the spanning collective. A rank whose
+            # own group's result is incomplete takes no part: then no rank's is complete.
+            whole = (in_span == proof * self._size(self._span)).all().double()
+            vector[:NUMBERS] = proof * whole
+            self._sum(step, vector[: NUMBERS + 2], self._barrier)
+        self.check_communicators(step)
+        numbers = torch.cat([in_span, vector]).tolist()  # the one wait for the device
+        contribution.check(numbers[:NUMBERS], self._size(self._span))
+        if self._barrier is not None:
+            contribution.check(numbers[NUMBERS : 2 * NUMBERS], self._size(self._barrier))
+        overflows, notices, total, *summed = numbers[2 * NUMBERS :]
+        return Agreed(total, overflows > 0, notices > 0, tuple(summed))
+
+    @staticmethod
+    def _size(group: Any) -> int:
+        return 1 if group is None else dist.get_world_size(group)
 
     def _sum(self, step: int, vector: torch.Tensor, group: Any) -> None:
         if self.abandons is None:

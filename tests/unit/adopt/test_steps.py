@@ -17,6 +17,8 @@ import ttp
 from ttp.adopt import optimizer as module
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import ConfigError, ProtocolError
+from ttp.optim import spanning
+from ttp.optim.participation import NUMBERS, Contribution
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
@@ -63,14 +65,14 @@ def frozen(gate: Gate) -> StateReport:
 
 
 def other_ranks(monkeypatch: pytest.MonkeyPatch, world: int, step: int, all_reduce: Any = None) -> None:
-    """Let all others be at `step`."""
+    """Let all others be at `step`. Optimizers that are made afterwards have `world` ranks."""
 
-    def reduce(vector: torch.Tensor) -> None:
-        place = step % module._PLACES
-        vector += (world - 1) * torch.tensor([0.0, place, place * place], dtype=torch.float64)
+    def reduce(vector: torch.Tensor, group: Any) -> None:
+        vector[:NUMBERS] += (world - 1) * torch.tensor(Contribution(0, step).numbers, dtype=torch.float64)
 
-    fake = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: world, all_reduce=all_reduce or reduce)
-    monkeypatch.setattr(module, "dist", fake)
+    fake = SimpleNamespace(get_world_size=lambda group: world, all_reduce=all_reduce or reduce)
+    monkeypatch.setattr(spanning, "dist", fake)
+    monkeypatch.setattr(module, "_world", lambda: "the world")
 
 
 def test_a_clipping_that_raises_gives_the_gate_back() -> None:
@@ -104,7 +106,7 @@ def test_a_trainer_that_goes_on_after_a_failed_update_is_stopped(goes_on: str) -
 def test_a_step_that_another_thread_rolls_forward_is_updated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer caught its collective's failure and calls step() again, in the middle of the roll forward: it waits at the gate."""
 
-    def broken(vector: torch.Tensor) -> None:
+    def broken(vector: torch.Tensor, group: Any) -> None:
         raise RuntimeError("connection closed by peer")
 
     other_ranks(monkeypatch, 2, 1, broken)
@@ -173,38 +175,38 @@ def test_a_step_that_calls_its_parent_s_is_one_step() -> None:
 @pytest.mark.parametrize("step", [1, 4096, 94_906_269, 200_000_033])
 def test_ranks_at_the_same_step_agree_at_any_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The squares of great steps are beyond FP64's whole numbers."""
-    _, adopted, _ = adopt()
     other_ranks(monkeypatch, 3, step)
+    _, adopted, _ = adopt()
     assert adopted._agree(step)[0].step == step
 
 
 @pytest.mark.parametrize("step", [1, 4096, 94_906_269, 200_000_033])
 def test_a_rank_that_is_one_step_off_is_found_at_any_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """With what to do about it."""
-    _, adopted, _ = adopt()
     other_ranks(monkeypatch, 3, step - 1)
-    with pytest.raises(ProtocolError, match=rf"step {step}: other ranks are at another step than this one: wanted"):
+    _, adopted, _ = adopt()
+    with pytest.raises(ProtocolError, match=rf"step {step}: other ranks are at another step than this one; call"):
         adopted._agree(step)
 
 
 def test_a_rank_is_waiting_in_the_collectives_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang in the trainer's own state_dict is a hang; one that waits for others to compare or to agree is none."""
     seen: dict[str, bool] = {}
-    _, adopted, gate = adopt()
 
     def exchange(value: Any, device: torch.device) -> list[Any]:
         seen["differing"] = gate.waiting
         raise ConnectionError("a peer is gone")
 
-    def broken(vector: torch.Tensor) -> None:
+    def broken(vector: torch.Tensor, group: Any) -> None:
         seen["agree"] = gate.waiting
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(module, "exchange_json", exchange)
+    other_ranks(monkeypatch, 2, 1, broken)
+    _, adopted, gate = adopt()
     with pytest.raises(ConnectionError):
         adopted.differing()
     assert not gate.waiting
-    other_ranks(monkeypatch, 2, 1, broken)
     adopted.on_ready = lambda step: seen.update(host=gate.waiting)
     with pytest.raises(RuntimeError):
         adopted.optimizer.step()

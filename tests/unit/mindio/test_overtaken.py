@@ -104,6 +104,7 @@ def test_a_collective_that_completes_within_a_slice_is_not_polled(monkeypatch: p
     """A step costs the CPU what it would without anybody who may abandon it."""
     work = Collective(completes_in=1)
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: work)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     spanning = Spanning("a group", None, torch.device("cpu"))
     asked: list[int] = []
     spanning.abandons = asked.append
@@ -117,6 +118,7 @@ def test_a_collective_that_fails_while_it_may_be_abandoned_fails_with_its_own_er
     """A peer's death must not pass for the end of a slice."""
     work = Collective(completes_in=3, error="Connection closed by peer")
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: work)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     spanning = Spanning("a group", None, torch.device("cpu"))
     asked: list[int] = []
     spanning.abandons = asked.append

@@ -1,0 +1,40 @@
+"""The settings of torch's NCCL watchdog: set by ttprun, kept where the user chose, and checked at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ttp.config import Settings
+from ttp.nccl import NCCL_SETTINGS, nccl_warnings, set_nccl
+
+
+def test_every_setting_is_set_that_the_user_left_open() -> None:
+    environ = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    set_nccl(environ)
+    assert environ == {name: value for name, (value, _) in NCCL_SETTINGS.items()} | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+
+
+def test_a_setting_that_the_user_chose_otherwise_is_named() -> None:
+    """With what it does, and what to do."""
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    set_nccl(environ)
+    (line,) = nccl_warnings(environ)
+    assert line.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING='3': expected 0, as other values end a surviving process")
+    assert line.endswith("Unset it; ttprun sets it")
+
+
+def test_without_ttprun_each_missing_setting_is_named() -> None:
+    """Settings read them once, from the environment of the process."""
+    lines = Settings.from_env({}).nccl_warnings
+    assert [line.split()[0] for line in lines] == list(NCCL_SETTINGS)
+    assert all(" is not set: expected 0, as " in line and "start the job with ttprun" in line for line in lines)
+
+
+def test_torch_knows_each_setting() -> None:
+    """By the header that it ships, where it does."""
+    headers = list(Path(torch.__file__).parent.rglob("ProcessGroupNCCL.hpp"))
+    for header in headers:
+        text = header.read_text(encoding="utf-8")
+        assert [name for name in NCCL_SETTINGS if f'"{name}"' not in text] == []

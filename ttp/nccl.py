@@ -1,0 +1,41 @@
+"""Settings of torch's NCCL watchdog under which it leaves a fault to TTP.
+
+Owns their names, values and reasons. torch's defaults end the process of a survivor, or abort its communicators so that a waiting
+collective returns wrong values without an error. torch reads the variables when a process group is made. Never reads os.environ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+        "0",
+        "other values end a surviving process (1, 3), or abort its communicators, after which collectives return garbage (1, 2)",
+    ),
+    "TORCH_NCCL_ENABLE_MONITORING": (
+        "0",
+        "the monitor ends a process whose watchdog waits in a CUDA call, as survivors' do",
+    ),
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "a CUDA error that is raised in the watchdog's thread ends the process"),
+    "TORCH_NCCL_PROPAGATE_ERROR": ("0", "one rank's error would be taken for an error of every rank"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("0", "a wait that times out aborts the communicator"),
+}
+"""Variable: (value, why)."""
+
+
+def set_nccl(environ: MutableMapping[str, str]) -> None:
+    """Set what the user has not set, before workers start."""
+    for name, (value, _) in NCCL_SETTINGS.items():
+        environ.setdefault(name, value)
+
+
+def nccl_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a line for each variable that is not as TTP needs it."""
+    return tuple(
+        f"{name}={environ[name]!r}: expected {value}, as {why}. Unset it; ttprun sets it"
+        if name in environ
+        else f"{name} is not set: expected {value}, as {why}. Set it before the process group is made, or start the job with ttprun"
+        for name, (value, why) in NCCL_SETTINGS.items()
+        if environ.get(name) != value
+    )
