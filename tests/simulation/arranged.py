@@ -52,6 +52,16 @@ def stuck_and_alone(seed: int) -> Scenario:
     return scenario
 
 
+def aborted_collectives(seed: int) -> Scenario:
+    """A rank dies before the others' spanning collective of step 3 is complete, and theirs return without an error."""
+    scenario = _calm(seed)
+    job = scenario.job
+    job.collectives.garbage = random.Random(seed)
+    job.collectives.hang_chance = 0.0
+    job.hook("READY 3", 1, lambda rank: job.kill((rank + 1) % len(job.ranks)))
+    return scenario
+
+
 def told_and_died(seed: int) -> Scenario:
     """One rank has the record of the step in flight. It tells, the others begin to roll forward, and one of them and it die."""
     scenario = build(seed, even(8), faults=False, steps=5)

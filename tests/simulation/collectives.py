@@ -1,22 +1,28 @@
-"""Simulated collectives: they finish only after every member has come, and may then reach some members and not others."""
+"""Simulated collectives: they finish only after every member has come, and may then reach some members and not others. One that was
+aborted raises, hangs, or returns without an error what happens to be in memory, as an accelerator's may."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tests.simulation.scheduler import Scheduler
+from ttp.optim.participation import NUMBERS, Contribution
 
 _Key = tuple[str, int, tuple[int, ...]]
 """(name, step, members)."""
+Returned = Callable[[Sequence[float]], None]
+"""Takes the numbers by which a rank knows whether every rank contributed."""
+ATTEMPT = 7
+"""Number of the simulated attempt."""
 
 
 @dataclass
 class _Meeting:
     members: tuple[int, ...]
-    waiting: dict[int, tuple[Callable[[], None], Callable[[], None]]] = field(default_factory=dict)
+    waiting: dict[int, tuple[Callable[[], None], Callable[[], None], Returned | None]] = field(default_factory=dict)
     came: set[int] = field(default_factory=set)
 
 
@@ -26,9 +32,11 @@ class Collectives:
     def __init__(self, scheduler: Scheduler, rng: random.Random, hang_chance: float) -> None:
         self._scheduler = scheduler
         self._rng = rng
-        self._hang_chance = hang_chance
+        self.hang_chance = hang_chance
         self._meetings: dict[_Key, _Meeting] = {}
         self._dead: set[int] = set()
+        self.garbage: random.Random | None = None
+        """Of what aborted collectives return in place of raising; None: they raise."""
         self.finished: set[tuple[str, int]] = set()
         """(name, step) that at least one rank got the result of."""
 
@@ -40,19 +48,21 @@ class Collectives:
         rank: int,
         done: Callable[[], None],
         fail: Callable[[], None],
+        returned: Returned | None = None,
     ) -> None:
+        """`returned`: called in place of `fail` by an aborted collective that raises nothing."""
         key = (name, step, members)
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = self._meetings[key] = _Meeting(members)
-        meeting.waiting[rank] = (done, fail)
+        meeting.waiting[rank] = (done, fail, returned)
         meeting.came.add(rank)
         if len(meeting.came) == len(members):
             after, uniform = self._scheduler.after, self._rng.uniform
             for member in members:
                 after(uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
         elif self._dead and not self._dead.isdisjoint(members):
-            self._break(meeting, rank)
+            self._break(meeting, rank, step)
 
     def _finish(self, meeting: _Meeting, rank: int, key: _Key) -> None:
         calls = meeting.waiting.pop(rank, None)
@@ -62,17 +72,32 @@ class Collectives:
             self.finished.add(key[:2])
             calls[0]()
 
-    def _break(self, meeting: _Meeting, rank: int) -> None:
-        """A member is dead: this rank gets an error, or waits for ever."""
+    def _break(self, meeting: _Meeting, rank: int, step: int) -> None:
+        """A member is dead: this rank gets an error, or garbage, or waits for ever."""
         calls = meeting.waiting.pop(rank, None)
-        if calls is not None and self._rng.random() >= self._hang_chance:
-            self._scheduler.after(self._rng.uniform(0.001, 0.1), calls[1])
+        if calls is not None and self._rng.random() >= self.hang_chance:
+            _, fail, returned = calls
+            if returned is not None and self.garbage is not None and self.garbage.random() < 0.7:
+                fail = partial(returned, self._garbage(self.garbage, meeting, step))
+            self._scheduler.after(self._rng.uniform(0.001, 0.1), fail)
+
+    @staticmethod
+    def _garbage(rng: random.Random, meeting: _Meeting, step: int) -> Sequence[float]:
+        """Return what an aborted collective leaves: some ranks' sum, the whole result of an earlier step, or anything."""
+        own, size = Contribution(ATTEMPT, step), len(meeting.members)
+        match rng.choice(("some", "earlier", "earlier", "anything")):
+            case "some":
+                return [rng.randint(1, max(1, size - 1)) * number for number in own.numbers]
+            case "earlier":
+                return [size * number for number in Contribution(ATTEMPT, step - 1).numbers]
+            case _:
+                return [rng.choice((0.0, float("nan"), rng.uniform(-1e9, 1e9))) for _ in range(NUMBERS)]
 
     def rank_gone(self, rank: int, surely: bool) -> None:
         """A rank died, or left. Half-finished collectives may still reach the others. `surely`: nobody hangs."""
         self._dead.add(rank)
         if surely:
-            self._hang_chance = 0.0
+            self.hang_chance = 0.0
         for key in sorted(self._meetings):
             meeting = self._meetings[key]
             meeting.waiting.pop(rank, None)
@@ -81,4 +106,4 @@ class Collectives:
             whole = len(meeting.came) == len(meeting.members)
             for other in sorted(meeting.waiting):
                 if not whole or self._rng.random() < 0.5:
-                    self._break(meeting, other)
+                    self._break(meeting, other, key[1])

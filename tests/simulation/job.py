@@ -209,6 +209,10 @@ class Job:
     def update_begins(self, rank: Rank, step: int) -> None:
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")
+        if ("norm", step) not in self.collectives.finished:
+            self.broken(
+                f"I6: rank {rank.rank} began update {step} although the step's collective had not finished on any rank"
+            )
 
     def committed(self) -> int:
         """Return the newest step whose record anybody has."""

@@ -21,6 +21,7 @@ from tests.simulation import wrong_liveness as liveness
 from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_ranks as ranks
 from tests.simulation.arranged import (
+    aborted_collectives,
     another_publishes_later,
     back_and_forth,
     calm_with_relayed_beats,
@@ -105,6 +106,8 @@ MUTATIONS = (
     Mutation("the record of the step before is used for rolling forward", controllers.record_of_an_older_step, ("I3",)),
     Mutation("not all that must roll forward are asked to", controllers.rolls_only_the_first, ("I3",)),
     Mutation("a dump is refused although every shard is covered", controllers.refuses_when_somebody_is_missing, ("I9",)),
+    Mutation("what an aborted collective returns is believed", ranks.aborted_collectives_are_believed, ("I6",), aborted_collectives, within=20),
+    Mutation("an earlier step's result is believed", ranks.only_participants_are_counted, ("I6",), aborted_collectives, within=20),
     # Writing and publishing.
     Mutation("published before every part is written", controllers.publishes_before_all_is_written, ("I5",)),
     Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I3",)),

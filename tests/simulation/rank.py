@@ -11,17 +11,20 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
+from tests.simulation.collectives import ATTEMPT
 from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.network import BEAT, RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.replica import Replica
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
+from ttp.errors import AbortedCollective, ProtocolError
+from ttp.optim.participation import Contribution
 from ttp.processor import events as ev
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
@@ -409,7 +412,17 @@ class Rank:
         go_on = partial(self.run, update)
         if step in self.late_results:
             go_on = partial(self.job.scheduler.after, self.late_results[step], go_on)
-        self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed)
+        returned = partial(self._returned, step, go_on)
+        self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed, returned)
+
+    def _returned(self, step: int, go_on: Callable[[], None], numbers: Sequence[float]) -> None:
+        """The spanning collective was aborted and returned all the same: the shipped check says whether it counts."""
+        try:
+            Contribution(ATTEMPT, step).check(numbers, len(self.job.training.collectives(self.rank)))
+        except (AbortedCollective, ProtocolError):
+            self._peer_failed()
+        else:
+            go_on()
 
     def _begin_update(self, step: int) -> None:
         if not self.main_raised:

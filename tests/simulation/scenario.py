@@ -89,6 +89,8 @@ def build(
     if faults:
         inputs = random.Random(f"inputs {seed}")
         job.beats_relayed = inputs.random() < RELAYED
+        aborted = random.Random(f"aborted {seed}")
+        job.collectives.garbage = aborted if aborted.random() < GARBAGE else None
         for launcher in job.launchers.values():  # some come when training is on already
             launcher.came_s = inputs.choice((0.0, 0.0, inputs.uniform(0.0, 0.4)))
         if watched:
@@ -180,6 +182,8 @@ def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | Non
 
 REPLACED = 0.02
 """Part of the jobs in which a rank's process is replaced."""
+GARBAGE = 0.3
+"""Part of the jobs in which collectives that are aborted may return garbage."""
 RELAYED = 0.3
 """Part of the jobs in which a host's heartbeats come together."""
 SLOW = 0.06

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, TypeVar
 
-from tests.simulation.collectives import Collectives
+from tests.simulation.collectives import Collectives, Returned
 from tests.simulation.disk import OLDER_STEP, Disk
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.pieces import OwnDisks, host_of, is_published
@@ -59,9 +59,11 @@ class PartialCollectives(Collectives):
         rank: int,
         done: Callable[[], None],
         fail: Callable[[], None],
+        returned: Returned | None = None,
     ) -> None:
         lost = name == "norm" and (rank, step) in self.missed
-        super().enter(name, step, members, rank, (lambda: self._clock.after(0.05, fail)) if lost else done, fail)
+        end = (lambda: self._clock.after(0.05, fail)) if lost else done
+        super().enter(name, step, members, rank, end, fail, returned)
 
 
 class StagedJob(Job):

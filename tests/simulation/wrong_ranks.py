@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, key_of
 from tests.simulation.rank import Rank
 from tests.simulation.work import Worker
+from ttp.errors import AbortedCollective
+from ttp.optim.participation import Contribution
 from ttp.processor import orders
 from ttp.processor import transitions as tables
 from ttp.processor.events import OpenGate
@@ -181,3 +184,21 @@ def piece_without_looking_at_sizes(patch: Patch) -> None:
         return Manifest(order.step, names, self.replica.host_states.get(order.step, 0), order.term, order.tmp_name)
 
     patch.setattr(PieceWorker, "_piece", wrong)
+
+
+# --- the spanning collective ---
+
+
+def aborted_collectives_are_believed(patch: Patch) -> None:
+    """Whatever a collective returns makes a record."""
+    patch.setattr(Contribution, "check", lambda self, result, size: None)
+
+
+def only_participants_are_counted(patch: Patch) -> None:
+    """The result of an earlier step counts, if all ranks were in it."""
+
+    def wrong(self: Contribution, result: Sequence[float], size: int) -> None:
+        if result[0] != size:
+            raise AbortedCollective("some rank is missing")
+
+    patch.setattr(Contribution, "check", wrong)
