@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from ttp.errors import ControllerError
 from ttp.processor.driver import Processor
 from ttp.processor.events import ProcessorSettings
 from ttp.processor.gate import Gate
+from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import (
     CommitRecord,
+    Downward,
     FileEntry,
     PublishOrder,
     Registration,
@@ -25,9 +28,18 @@ from ttp.proto.messages import (
     ShareResult,
     WriteOrder,
 )
+from ttp.proto.stream import ControlStream
 
 LONG_S = 30.0
 """Nothing here should take it: a wait that does is a failure."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what another process or thread does, where it gives no other sign."""
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.005)
 
 
 def commit_record(step: int) -> CommitRecord:
@@ -106,6 +118,30 @@ class Rank:
     def _note_exit(self, code: int) -> None:
         self.exit_code = code
         self.exited.set()
+
+    @property
+    def stream(self) -> ControlStream:
+        """The stream to the controller that this rank is on now."""
+        stream = self.processor._handler.stream
+        assert isinstance(stream, ControlStream)
+        return stream
+
+    def connect_anew(self) -> ControlStream:
+        """Break the stream and wait for another one to be open; return the one before."""
+        old = self.stream
+        old.close()
+
+        def is_open() -> bool:
+            stream = self.processor._handler.stream
+            return stream not in (None, old) and self.stream.term > 0
+
+        until(is_open, "a new stream")
+        return old
+
+    def receive(self, message: Downward, stream: ControlStream | None = None) -> None:
+        """Put a message in the processor's queue, as that stream (default: the one of now) does with what it reads."""
+        rank = self.holder.rank
+        self.processor.stream_received(stream or self.stream, DownwardParcel("job", 1, (rank,), message))
 
     def train_to(self, step: int) -> None:
         """Finish every update up to `step`."""

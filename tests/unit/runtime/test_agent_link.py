@@ -21,7 +21,7 @@ from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Exit
 from ttp.proto.transport import open_channel
 
-from .conftest import LONG_S, Rank, StartController
+from .conftest import LONG_S, Rank, StartController, until
 from .test_server import RawStream, registration
 
 OpenLink = Callable[[str], AgentLink]
@@ -40,13 +40,6 @@ def new_link() -> Iterator[OpenLink]:
         link.close()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.005)
-
-
 @contextlib.contextmanager
 def two_ranks(new_controller: StartController, new_link: OpenLink) -> Iterator[tuple[ControllerProcess, AgentLink]]:
     """A controller that has heard of both ranks, and the launcher's line to it."""
@@ -57,6 +50,8 @@ def two_ranks(new_controller: StartController, new_link: OpenLink) -> Iterator[t
         stream.say(registration(0, 2))
         stream.say(registration(1, 2))
         until(lambda: link.attached, "the first word of the controller")
+        # What it has sent to the launcher does not show that it has read what the ranks sent.
+        until(lambda: all(rank.attached for rank in request_status(controller.address).ranks), "both registrations")
         yield controller, link
 
 
@@ -101,28 +96,62 @@ def test_an_idle_standby_is_not_taken_for_a_controller(new_controller: StartCont
         time.sleep(0.01)
 
 
-def test_a_standby_that_ranks_came_to_is_attached_and_told_of_the_deaths(
+def test_deaths_that_a_lost_controller_knew_are_repeated_to_the_standby(
     new_controller: StartController, new_link: OpenLink, tmp_path: Path
 ) -> None:
-    """The controller is killed after it was told of a death; the standby hears of it as well, and the line is up again."""
-    first = new_controller(world_size=2)
+    """The controller is killed after it has read of a death. The standby that rank 0 comes to learns of it from the launcher, and how
+    rank 1 ended; it does not have to find out by rank 1's silence."""
     standby = new_controller(world_size=2, standby=1, term=2)
-    link = new_link(first.address)
-    link.add_controllers([standby.address])
-    until(lambda: link.attached, "the first word of the controller")
-    link.worker_exit(1, 101, "signal SIGKILL")
-    first.process.kill()
-    until(lambda: not link.attached, "the end of the line")
+    with two_ranks(new_controller, new_link) as (first, link):
+        link.add_controllers([standby.address])
+        link.worker_exit(1, 101, "signal SIGKILL")
+        until(lambda: request_status(first.address).ranks[1].dead, "the death at the first controller")
+        first.process.kill()
+        until(lambda: not link.attached, "the end of the line")
     with open_channel(standby.address) as channel:
         stream = RawStream(channel)
         stream.say(registration(0, 2))
-        until(lambda: link.attached, "the standby's first word")
+        until(lambda: link.attached, "the standby's first message")
 
-        def death_was_told() -> bool:
-            lines = list(read_story(tmp_path / "journal1.jsonl"))
-            return any(line.event == "death_seen" and line.fields["rank"] == 1 for line in lines)
+        def deaths() -> list[tuple[object, object]]:
+            lines = list(read_story(tmp_path / "journal0.jsonl"))
+            return [(line.fields["rank"], line.fields["kind"]) for line in lines if line.event == "death_seen"]
 
-        until(death_was_told, "the death, said again")
+        until(lambda: bool(deaths()), "a death")
+        assert deaths() == [(1, CauseKind.EXITED.value)]
+
+
+def test_the_launcher_does_not_return_to_a_controller_of_a_lower_term(
+    new_controller: StartController, new_link: OpenLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was cut off and has come back would hear of deaths that its successor acts on, and count as the job's controller."""
+    caplog.set_level("DEBUG", "ttp.launch")
+    earlier = new_controller(world_size=2, term=1)
+    now = new_controller(world_size=2, term=2)
+    link = new_link(now.address)
+    link.add_controllers([earlier.address])
+    until(lambda: link.attached, "the first message of the controller")
+    now.process.kill()
+    until(lambda: not link.attached, "the end of the line")
+    until(lambda: link.attached or "term 1, but term 2 was seen: it is fenced" in caplog.text, "an answer of term 1")
+    assert not link.attached
+
+
+def test_a_message_of_the_stream_before_is_dropped_by_the_launcher(
+    new_controller: StartController, new_link: OpenLink
+) -> None:
+    """What a lost controller sent last does not say that the one of now sends the ranks away."""
+    controller = new_controller(world_size=2)
+    link = new_link(controller.address)
+    until(lambda: link.attached, "the first message of the controller")
+    old = link._stream
+    assert old is not None
+    old.close()
+    until(lambda: link._stream is not old and link.attached, "a new stream")
+    link.stream_received(old, DownwardParcel("job", 1, (0, 1), Exit(75, "step 7 is saved")))
+    assert link.sent_away_monotonic_s is None
+    link.stream_closed(old, "noticed late")
+    assert link.attached
 
 
 @pytest.mark.parametrize(("how", "said"), [("exiting", False), ("signal SIGKILL", True)])

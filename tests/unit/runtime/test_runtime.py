@@ -23,15 +23,7 @@ from ttp.errors import ControllerError, NotWritable, TornShare
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
-from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for another process's doing, which gives no other sign."""
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.005)
+from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record, until
 
 
 def story(controller: ControllerProcess, tmp_path: Path) -> list[str]:

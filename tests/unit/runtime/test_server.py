@@ -32,6 +32,7 @@ from ttp.proto.messages import (
     WriteOrder,
     Written,
 )
+from ttp.proto.status import RankStatus
 from ttp.proto.transport import grpc, open_channel
 
 from .conftest import LONG_S, StartController
@@ -190,3 +191,24 @@ def test_a_rank_that_came_back_on_a_new_stream_is_not_lost_with_the_old_one(chan
     while attached(channel)[1]:
         pass
     assert attached(channel) == [True, False, True]
+
+
+def test_what_a_rank_said_on_its_stream_before_is_dropped(channel: grpc.Channel) -> None:
+    """Rank 0 has come to a new stream; what is read from the old one afterwards, which still carries rank 1, is not its word any
+    more: neither a heartbeat of a step that is over, nor that its training has ended."""
+    old, new = RawStream(channel), RawStream(channel)
+    old.say(registration(0), registration(1), registration(2))
+    while attached(channel) != [True, True, True]:
+        pass
+    new.say(registration(0), Heartbeat(0, Phase.COMPUTE, 7))
+
+    def ranks() -> tuple[RankStatus, ...]:
+        return request_status(channel.address).ranks  # type: ignore[attr-defined]
+
+    while ranks()[0].step != 7:
+        pass
+    old.say(Heartbeat(0, Phase.READY, 3), Finished(0), Finished(1), Heartbeat(1, Phase.READY, 9))
+    while ranks()[1].step != 9:
+        pass
+    assert ranks()[0].step == 7
+    assert [rank.finished for rank in ranks()] == [False, True, False]
