@@ -84,6 +84,8 @@ class Training:
     """(rank, step): the gradient of that rank's last parameter is infinite in that step."""
     keep_state: bool = False
     """Put masters and moments of all ranks together at the end, for `Result.state`."""
+    keep_positions: bool = False
+    """Note which sequences every rank takes in which step, for `Result.positions`."""
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -127,6 +129,16 @@ class Result:
         state: dict[str, torch.Tensor] = torch.load(self.folder / "state.pt")
         return state
 
+    @property
+    def positions(self) -> dict[int, list[int]]:
+        """The positions in the data that all ranks together took in each step, in order."""
+        taken: dict[int, list[int]] = {}
+        for path in self.folder.glob("taken_*"):
+            for line in path.read_text().splitlines():
+                step, first, size = map(int, line.split())
+                taken[step] = sorted([*taken.get(step, []), *range(first, first + size)])
+        return taken
+
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"iter_{step:07d}"
 
@@ -142,6 +154,14 @@ class _Watched(train.Trainer):
         if self.training.overflow is not None and self.training.overflow[0] == self.world.rank:
             last = list(self.chunks[-1].parameters())[-1]
             last.register_hook(self._overflow)  # type: ignore[no-untyped-call]
+        if self.training.keep_positions:
+            self._batch = self.sequences.batch
+            self.sequences.batch = self._note_batch  # type: ignore[method-assign]
+
+    def _note_batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with open(self.output_dir / f"taken_{self.world.rank}", "a") as notes:
+            notes.write(f"{self.step + 1} {first} {size}\n")
+        return self._batch(first, size)
 
     def _overflow(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self.training.overflow is not None

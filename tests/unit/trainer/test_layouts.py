@@ -69,7 +69,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("layouts")
     trainings = [
         Training("whole", Axes()),
-        Training("data", Axes(data=4), SAVE, 8, 1),
+        Training("data", Axes(data=4), SAVE, 8, 1, keep_positions=True),
+        Training("data, on three ranks", Axes(data=3), {
+            "training_config.resume": Result(folder / "data").checkpoint(LAST), "training_config.training_iters": LAST + 2,
+        }, 6, 1, keep_positions=True),
         Training("pipeline", PIPELINE, SAVE),
         Training("uneven, whole", Axes(), UNEVEN),
         Training("uneven", Axes(tensor=2, pipeline=2), {**UNEVEN, **SAVE}),
@@ -80,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
             loaded(f"{source} under {axes}", Result(folder / source).checkpoint(LAST), axes, keys)
             for source, axes, keys in MOVES
         ),
-    ]
+    ]  # fmt: skip
     return run_trainings(folder, trainings)
 
 
@@ -117,3 +120,13 @@ def test_weights_and_moments_move_to_other_layouts_bit_for_bit(done: dict[str, R
         assert_state_of(result, done[source].checkpoint(LAST))
         assert result.weights == done[source].weights
     assert done["uneven under dp1tp4pp1"].state["model.embedding.weight"].shape == (257, 32)
+
+
+def test_a_job_resumed_on_another_number_of_ranks_goes_on_in_the_data_where_it_was(done: dict[str, Result]) -> None:
+    """Four ranks took eight sequences a step, three ranks take six: step and steps' size no longer give the position. No sequence is
+    taken twice or left out."""
+    before, after = done["data"], done["data, on three ranks"]
+    assert before.positions == {step: list(range(8 * (step - 1), 8 * step)) for step in range(1, LAST + 1)}
+    taken = 8 * LAST
+    assert after.positions == {LAST + 1: list(range(taken, taken + 6)), LAST + 2: list(range(taken + 6, taken + 12))}
+    assert [line["consumed_samples"] for line in after.lines.values()] == [taken + 6, taken + 12]

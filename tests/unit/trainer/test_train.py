@@ -14,10 +14,13 @@ import torch
 
 import ttp
 from tests.lone_process import lone_process
+from tests.unit.trainer.conftest import MakeConfig
+from ttp.checkpoint.manifest import read_manifest
 from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
 from ttp.trainer.metrics import MetricsFile, account, read_lines
+from ttp.trainer.schedule import learning_rate
 from ttp.trainer.train import changed_order
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,6 +109,24 @@ def test_line_that_was_lost_with_rank_0_comes_back_from_the_checkpoint(run: Run)
     assert lines[4]["recovered"] and not lines[5].get("recovered")
     assert bits(output)[4] == before[4]
     assert lines[4]["lr"] == lines[3]["lr"] or len(lines[4]["lr"]) == 2
+
+
+def test_the_logged_learning_rate_is_the_schedules_and_the_updates(run: Run, small_config: MakeConfig) -> None:
+    """In the metrics, the log and the checkpoint's commit record; every step has another one, and a resumed run goes on in the
+    schedule."""
+    schedule = "{warmup_steps: 3, decay_steps: 9, end_learning_rate: 1.0e-5, use_cosine: true}"
+    keys = {"optimizer_config.learning_rate": 1e-3, "optimizer_config.learning_rate_scheduler_kwargs": schedule}
+    expected = {step: learning_rate(small_config(keys), step) for step in range(1, 7)}
+    assert len(set(expected.values())) == 6
+    run("output", {**keys, "training_config.save_interval": 1, "training_config.training_iters": 4})
+    output = run("output", {**keys, "training_config.save_interval": 1})
+    lines = account(read_lines(output / "metrics.jsonl"))
+    assert {step: set(line["lr"]) for step, line in lines.items()} == {step: {rate} for step, rate in expected.items()}
+    shown = re.findall(r"Step:(\d+), .*Learning_rate: \((\S+?),", (output / "log/rank_0/info.log").read_text())
+    assert {int(step): float(rate) for step, rate in shown} == pytest.approx(expected, rel=1e-6)
+    for step, rate in expected.items():
+        record = read_manifest(output / "checkpoints" / f"iter_{step:07d}").record
+        assert record is not None and set(record.learning_rates) == {rate}
 
 
 def test_nothing_is_left_to_do_after_the_last_step(run: Run) -> None:
