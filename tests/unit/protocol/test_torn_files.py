@@ -149,3 +149,20 @@ def test_one_torn_file_does_not_cost_its_node(writer: int) -> None:
         assert sorted(orders) == [1, 2] and {order.directory for order in orders.values()} == {"/a"}
     else:
         assert sorted(orders) == [0, 1, 2] and {order.directory for order in orders.values()} == {"/b"}
+
+
+def test_a_fault_of_several_rounds_ends_within_the_total_time_of_its_beginning() -> None:
+    """Two publishers find a file torn after a while, all are asked again, and then the writers get nowhere: the new round does not
+    begin the time anew."""
+    job, rank, order = publishing(total_timeout_s=120.0, progress_timeout_s=500.0)
+    alive = (0, 1, 2)
+    assert job.now == 0.0
+    job.wait(50.0, heard=alive)
+    job.say(torn(rank, order, 2), torn(1, order, 2))
+    assert job.at(Stage.FREEZING) and job.state.freeze_id == 2
+    asked_again(job, *alive)
+    assert job.at(Stage.WRITING)
+    job.wait(69.9, heard=alive)
+    assert not job.told("refused")
+    job.wait(0.2, heard=alive)
+    assert job.told("refused")[0]["reason"].startswith("the fault was not over after 120 s")
