@@ -62,6 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--standby", type=int, default=0, metavar="I", help="wait as the I-th standby (default: active)"
     )
+    parser.add_argument("--standbys", type=int, default=0, metavar="N", help="keep so many standbys behind this one")
     parser.add_argument("--advertise", default="", help="host that the others reach this one by (default: --bind)")
     parser.add_argument(
         "--guardian", type=int, action="append", default=[], metavar="PID", help="see above; repeatable"
@@ -90,6 +91,7 @@ _TIMES = (
     "hang_early_floor_s",
     "hang_start_s",
     "hang_factor",
+    "standby_start_s",
 )
 
 
@@ -106,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         term=options.term,
         world_size=options.world_size,
         standby=options.standby,
+        standbys=options.standbys,
         local_dirs=options.local_dirs,
         **{name: getattr(options, name) for name in _TIMES},
     )

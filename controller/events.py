@@ -46,6 +46,10 @@ class ControllerSettings:
     """How the others reach this controller, as it stands in their list of controllers."""
     hang_start_s: float = 1800.0
     """In place of `hang_floor_s` before enough steps were seen: the first ones compile, load and warm up."""
+    standbys: int = 0
+    """How many standbys there are behind the active controller; a lost one is replaced. 0: the job does without."""
+    standby_start_s: float = 20.0
+    """A rank that was asked for a standby has so long to answer; after that, or after its failure, another one is asked."""
     local_dirs: bool = False
     """Every node has checkpoint directories of its own: each publishes what its ranks have written."""
 
@@ -114,7 +118,7 @@ class Supersede:
 class Journal:
     """One line of the job's story. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
     moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, write_sent, written,
-    publish_sent, published, refused, thawed, exit_sent, finished."""
+    publish_sent, published, refused, thawed, exit_sent, finished, standby_asked, standby_started, standby_failed, standby_lost."""
 
     event: str
     fields: Mapping[str, JSONValue]

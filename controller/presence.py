@@ -6,8 +6,6 @@ a running job begins a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
@@ -38,6 +36,7 @@ from .progress import learn
 from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, count_again, forget, root_cause
+from .standbys import spread
 from .state import ControllerState, Stage
 from .writing import replace_writers
 
@@ -67,7 +66,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
-        state = learn_successors(state, message.controllers[1:], out)
+        state = spread(state, message.controllers[1:], out)
     state = count_again(state, rank, now, out)
     if known is None and state.stage is Stage.FREEZING:
         state = _with_its_shards(state)
@@ -79,17 +78,6 @@ def _with_its_shards(state: ControllerState) -> ControllerState:
     registrations = [member.registration for member in state.members.table if member.registration is not None]
     coverage = coverage_of(registrations, state.settings.world_size)
     return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
-
-
-def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
-    """Add standbys to the list; every rank's list began with the same ones, so the order is the same everywhere."""
-    new = tuple(address for address in addresses if address not in state.successors)
-    if not new:
-        return state
-    state = replace(state, successors=(*state.successors, *new))
-    if state.agents:
-        out.append(Tell(tuple(sorted(state.agents)), Successors(state.successors, state.settings.lease_s)))
-    return state
 
 
 def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> ControllerState:

@@ -15,10 +15,11 @@ from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
 from .leaving import finish_job, leave, over, refuse
 from .membership import forgive, silent
-from .presence import learn_successors, welcome
+from .presence import welcome
 from .publishing import start_publishing
 from .rolling import start_dump
 from .rounds import add_cause, has_culprit, thaw
+from .standbys import learn_successors, restore
 from .state import ControllerState, Stage
 from .takeover import gather, judge, stand_by
 from .writing import start_writing
@@ -81,7 +82,9 @@ def _standbys(state: ControllerState) -> list[str]:
 
 
 def _run(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    return finish_job(state, out) if state.members.finished == state.settings.world_size else state
+    if state.members.finished == state.settings.world_size:
+        return finish_job(state, out)
+    return restore(state, now, out)
 
 
 def _freeze(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

@@ -126,6 +126,20 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Restoring:
+    """What is done about the number of standbys."""
+
+    lost: frozenset[str] = frozenset()
+    """Addresses of standbys that have ended."""
+    asked: int = -1
+    """The rank that was asked to start one and has not answered; -1: none."""
+    until: float = -inf
+    """Until then its answer is awaited; without one asked, until then no rank is."""
+    passed: frozenset[int] = frozenset()
+    """Ranks that could not start one, or did not answer, since one was started last."""
+
+
+@dataclass(frozen=True)
 class ControllerState:
     """The machine's whole state."""
 
@@ -157,7 +171,8 @@ class ControllerState:
     waited_longer: bool = False
     """GATHERING: the ranks that came did not cover, and the others had a lease more."""
     successors: tuple[str, ...] = ()
-    """Addresses of all standbys, in the order of their terms."""
+    """Addresses of all standbys, in the order in which they take over; this controller's own among them where it was one."""
+    restoring: Restoring = Restoring()
     seen: float = -inf
     """When this machine last took an event: its process may have been stopped."""
     job_groups: int = 0

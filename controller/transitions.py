@@ -18,6 +18,7 @@ from ttp.proto.messages import (
     Published,
     Registration,
     RolledForward,
+    StandbyReport,
     StateReport,
     StepFailed,
     Vouch,
@@ -33,6 +34,7 @@ from .publishing import publish_failed, published
 from .repeats import repeat_lost
 from .rolling import got_on, roll_failed, rolled
 from .rounds import count_again, still_updating, take_report
+from .standbys import standby_report
 from .state import ControllerState, Stage
 from .takeover import first_rank_came, note_exit, note_fault
 from .writing import write_failed, written
@@ -132,6 +134,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
     ((Stage.GATHERING,), Finished, finished),
     # Answers to what an earlier controller had ordered.
     *(((Stage.GATHERING,), kind, late) for kind in (StateReport, RolledForward, Written, Published, StepFailed, Working)),
+    ((Stage.GATHERING, *_START, *_CALM, *_FAULT, *_END), StandbyReport, standby_report),
     ((*_START, *_CALM, *_FAULT, *_END), Registration, register),
     ((*_START, *_CALM, *_FAULT, *_END), StreamClosed, stream_closed),
     ((*_START, *_CALM, *_FAULT, *_END), AgentHello, agent_attached),
@@ -162,7 +165,7 @@ _ROWS: tuple[tuple[tuple[Stage, ...], type, Handler], ...] = (
         (_OVER, kind, late)
         for kind in (
             Registration, StreamClosed, AgentHello, WorkerExit, Vouch, Tick, Heartbeat, Beats, FaultReport, Finished,
-            StateReport, RolledForward, Written, Published, StepFailed, Working,
+            StateReport, RolledForward, Written, Published, StepFailed, Working, StandbyReport,
         )
     ),
 )  # fmt: skip

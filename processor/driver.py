@@ -21,11 +21,22 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
-from ttp.processor.events import BoundaryReached, LocalFault, Noticed, ProcessorSettings, TrainReturned
+from ttp.processor.events import (
+    BoundaryReached,
+    ControllerEnded,
+    ControllerStarted,
+    LocalFault,
+    LookForControllers,
+    Noticed,
+    ProcessorSettings,
+    StartController,
+    TrainReturned,
+)
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item, Machine, Opened, Stop, Stream
-from ttp.processor.ports import StateHolder
+from ttp.processor.ports import ControllerStarter, StateHolder
 from ttp.processor.stacks import StackWriter
+from ttp.processor.starting import Starting
 from ttp.processor.voice import Voice
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
@@ -59,6 +70,7 @@ class Processor:
         stacks_path: Path | None = None,
         work_done: Callable[[], int] | None = None,
         checkpoint: Callable[[], str] | None = None,
+        starter: ControllerStarter | None = None,
         exit_process: Callable[[int], None] = os._exit,
         machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -70,6 +82,7 @@ class Processor:
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
         work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
         checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
+        starter: starts controllers in the place of lost ones; None: this rank cannot.
         """
         self._settings = settings
         self._job_id = job_id
@@ -96,6 +109,9 @@ class Processor:
         gate.on_boundary = lambda step: self._queue.put(BoundaryReached(step))
         self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
         self.submit = self._worker.submit
+        self._starting = Starting(starter, self._voice, self._queue.put) if starter is not None else None
+        if starter is not None:
+            starter.on_end(lambda address: self._queue.put(ControllerEnded(address)))
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
         self._handler = Handler(settings, address, gate, self, machine=machine, clock=clock)
 
@@ -164,6 +180,8 @@ class Processor:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             self._worker.stop(timeout_s)
+            if self._starting is not None:
+                self._starting.stop()
             self._stacks.close()
             self._voice.stop(timeout_s)
         self._gate.release_boundary()
@@ -201,6 +219,12 @@ class Processor:
         stream = ControlStream(address, self._job_id, self, fence=fence)
         stream.start()
         return stream
+
+    def start_controller(self, order: StartController | LookForControllers) -> None:
+        if self._starting is not None:
+            self._starting.submit(order)
+        elif isinstance(order, StartController):
+            self._queue.put(ControllerStarted("", "this rank starts no controllers"))
 
     def paused(self) -> bool:
         return self._clock() < self._paused_until

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from ttp.proto.frozen import dataclass
 from ttp.proto.messages import (
     Cause,
@@ -29,6 +31,10 @@ class ProcessorSettings:
     """A rank that was told to leave waits so long for the end of the step in flight before it asks for the dump."""
     address: str = ""
     """The controller that the job starts with; empty: the driver knows it."""
+    look_s: float = inf
+    """Between two looks for controllers that others have started, while all known ones are lost; inf: none is started in their place."""
+    start_s: float = 20.0
+    """Between two attempts of rank 0 to start a controller where there is none."""
 
 
 # --- in ---
@@ -114,6 +120,28 @@ class BoundaryReached:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerStarted:
+    """StartController was carried out: one that waits listens at `address`, and whoever looks finds it. Empty: why not."""
+
+    address: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerEnded:
+    """A controller that this rank had started has ended."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControllersFound:
+    """The answer to LookForControllers: all that ranks have started, in the order in which they take over."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainReturned:
     pass
 
@@ -146,6 +174,9 @@ Event = (
     | LocalFault
     | Noticed
     | BoundaryReached
+    | ControllerStarted
+    | ControllerEnded
+    | ControllersFound
     | TrainReturned
     | Tick
 )
@@ -201,6 +232,19 @@ class ExitProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class StartController:
+    """Start a controller that waits for ranks, where whoever looks finds it; answered by ControllerStarted. `known`: it is left
+    undone when any other than these is found by then; empty: an active controller has asked for it."""
+
+    known: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LookForControllers:
+    """Look for controllers that other ranks have started; answered by ControllersFound, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveStacks:
     """Write down what every thread of this process is doing, before anything is ended."""
 
@@ -225,6 +269,8 @@ Effect = (
     | ApplyUpdate
     | WriteShare
     | PublishCheckpoint
+    | StartController
+    | LookForControllers
     | SaveStacks
     | ExitProcess
     | Release

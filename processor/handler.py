@@ -27,6 +27,7 @@ from ttp.processor.events import (
     GateClosed,
     LocalFault,
     Log,
+    LookForControllers,
     OpenGate,
     ProcessorSettings,
     PublishCheckpoint,
@@ -34,6 +35,7 @@ from ttp.processor.events import (
     Release,
     SaveStacks,
     Send,
+    StartController,
     Tick,
     WriteShare,
 )
@@ -134,6 +136,9 @@ class Ports(Protocol):
 
     def leave(self, code: int, reason: str) -> None:
         """End the process, whatever its training thread is stuck in."""
+
+    def start_controller(self, order: StartController | LookForControllers) -> None:
+        """Queue it for a thread of its own; its answer comes as an item."""
 
     def save_stacks(self, reason: str) -> None: ...
 
@@ -260,6 +265,8 @@ class Handler:
                 self._ports.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._ports.submit(effect)
+            case StartController() | LookForControllers():
+                self._ports.start_controller(effect)
             case SaveStacks(reason):
                 self._ports.save_stacks(reason)
             case ExitProcess(code, reason):

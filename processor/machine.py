@@ -64,4 +64,5 @@ def next_deadline(state: ProcessorState) -> float | None:
     moment = giving_up if giving_up < moment else moment
     moment = state.heartbeat_at if state.heartbeat_at < moment else moment
     moment = state.notice_by if state.notice_by < moment else moment
+    moment = state.looks_at if state.looks_at < moment else moment
     return None if moment == inf else moment

@@ -3,6 +3,7 @@ the checkpoint writer; tests implement it with a few lines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ttp.proto.messages import CommitRecord, PublishOrder, Registration, ShareResult, WriteOrder
@@ -25,3 +26,20 @@ class StateHolder(Protocol):
         """Write metadata and manifest, rename, replace the tracker; return the published path.
 
         A valid checkpoint of that step that is there already is kept, and its path returned."""
+
+
+class ControllerStarter(Protocol):
+    """Starts controllers as processes of this node, and knows which ones other ranks have started. `start` and `look` are called on
+    one thread of the processor's, and may block."""
+
+    def start(self, known: tuple[str, ...]) -> str:
+        """Start a controller that waits for ranks, enter it where `look` finds it, and return its address.
+
+        `known`, unless empty: leave it undone when others than these have been entered meanwhile. Raises what went wrong.
+        """
+
+    def look(self) -> tuple[str, ...]:
+        """Return the addresses of all controllers that ranks have started, in the order in which they take over."""
+
+    def on_end(self, ended: Callable[[str], None]) -> None:
+        """Call `ended(address)`, on any thread, whenever a controller that this rank has started ends."""

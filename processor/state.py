@@ -9,7 +9,16 @@ import enum
 from math import inf
 
 from ttp.proto.frozen import dataclass
-from ttp.proto.messages import CommitRecord, FaultReport, Published, PublishOrder, StepFailed, WriteOrder, Written
+from ttp.proto.messages import (
+    CommitRecord,
+    FaultReport,
+    Published,
+    PublishOrder,
+    StandbyReport,
+    StepFailed,
+    WriteOrder,
+    Written,
+)
 
 from .events import ProcessorSettings
 
@@ -99,6 +108,18 @@ class ProcessorState:
     """Addresses of the job's standby controllers, in the order in which they take over."""
     place: int = 0
     """Which controller this rank is with or looks for: 0 the first one, i the i-th successor."""
+    refusals: int = 0
+    """How many controllers in a row have refused this rank: nobody listens there any more, or it is fenced."""
+    looks_at: float = inf
+    """When this rank looks for controllers that it does not know of; inf: no need."""
+    looked: float = -inf
+    """When it did last."""
+    starts_at: float = -inf
+    """Rank 0 starts no controller in the place of lost ones before."""
+    starting: bool = False
+    """A controller is being started here."""
+    standbys: tuple[StandbyReport, ...] = ()
+    """What this rank reports of the standbys that it has started; said again on every new stream."""
     place_since: float = -inf
     """Not UP: since when that controller is tried."""
     heard: float = -inf

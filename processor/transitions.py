@@ -26,6 +26,7 @@ from ttp.proto.messages import (
     Heartbeat,
     PublishOrder,
     RollForward,
+    StartStandby,
     Successors,
     Thaw,
     Welcome,
@@ -38,6 +39,9 @@ from .events import (
     CloseGate,
     Connect,
     Connected,
+    ControllerEnded,
+    ControllersFound,
+    ControllerStarted,
     Disconnected,
     Effect,
     ExitProcess,
@@ -69,7 +73,20 @@ from .orders import (
 )
 from .pace import TOLD
 from .state import Link, ProcessorState, Standing
-from .succession import controllers, go_on, go_on_at, lost, silent
+from .succession import (
+    controller_ended,
+    controller_started,
+    controllers,
+    found,
+    go_on,
+    go_on_at,
+    learn,
+    look,
+    lost,
+    silent,
+    start_standby,
+    take_list,
+)
 
 Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
 
@@ -100,7 +117,10 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
-    return replace(state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now, steps_reported=state.steps)
+    out.extend(Send(report) for report in state.standbys)
+    return replace(
+        state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now, refusals=0, steps_reported=state.steps
+    )
 
 
 def disconnected(state: ProcessorState, event: Disconnected, now: float, out: list[Effect]) -> ProcessorState:
@@ -112,14 +132,12 @@ def disconnected(state: ProcessorState, event: Disconnected, now: float, out: li
 
 def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effect]) -> ProcessorState:
     """The job has assembled, or a controller knows this rank: heartbeats begin."""
-    new = tuple(address for address in message.successors if address not in state.successors)
     before = state.term
     state = replace(
-        state,
+        take_list(state, message.successors),
         heartbeat_at=now,
         heartbeat_s=message.heartbeat_s,
         lease_s=message.lease_s,
-        successors=(*state.successors, *new),
         job_groups=message.job_groups or state.job_groups,
         term=message.term,
     )
@@ -132,7 +150,9 @@ def _introduction(state: ProcessorState, message: Welcome) -> str:
     survives = f"; the job survives {message.survives}" if message.survives else ""
     left = len(state.successors) - state.place
     behind = f"{left} standby controllers" if left != 1 else "1 standby controller"
-    if not left:
+    if not left and state.settings.look_s < inf:
+        behind = "no standby controller until one has been started in its place"
+    elif not left:
         behind = "no standby controller: should this one fail too, training goes on without protection"
     return f"controller of term {message.term}{survives}; behind it {behind}"
 
@@ -150,10 +170,11 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
     if state.link is not _DOWN and now >= go_on_at(state):
         if state.link is _UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
-        state = silent(state, now) if state.link is _UP else go_on(state, now)
+        state = silent(state, now) if state.link is _UP else go_on(replace(state, refusals=0), now)
     if state.link is _DOWN and now >= state.reconnect_at:
         out.append(Connect(controllers(state)[state.place]))
         state = replace(state, link=Link.CONNECTING)
+    state = look(state, now, out)
     if now >= state.heartbeat_at:
         frozen, owes = state.freeze_id if state.standing is _FROZEN else 0, owes_answer(state)
         place = (event.phase, event.step, event.waiting, event.paused)
@@ -364,7 +385,11 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     (_SHUT, PublishDone, publish_done),
     (_SHUT, WorkFailed, work_failed),
     (_LIVE, Beat, beat),
-    (_LIVE, Successors, late),
+    (_LIVE, Successors, learn),
+    (_LIVE, StartStandby, start_standby),
+    (_LIVE, ControllerStarted, controller_started),
+    (_LIVE, ControllerEnded, controller_ended),
+    (_LIVE, ControllersFound, found),
     (_LIVE, Exit, leave),
     (_LIVE, Dismiss, dismissed),
     # Crossed a thaw.
@@ -382,7 +407,7 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
             Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
-            Beat, Successors,
+            Beat, Successors, StartStandby, ControllerStarted, ControllerEnded, ControllersFound,
         )
     ),
 )  # fmt: skip

@@ -147,6 +147,9 @@ def _encode_up(message: m.Upward) -> pb.Upward:
             return pb.Upward(step_failed=failed)
         case m.Working(rank, freeze_id):
             return pb.Upward(working=pb.Working(rank=rank, freeze_id=freeze_id))
+        case m.StandbyReport(rank, address, runs, error):
+            report = pb.StandbyReport(rank=rank, address=address, runs=runs, error=clean(error))
+            return pb.Upward(standby_report=report)
         case _:
             assert_never(message)
 
@@ -188,6 +191,9 @@ def _decode_up(wire: pb.Upward) -> m.Upward:
             return m.StepFailed(failed.rank, failed.freeze_id, failed.stage, failed.tmp_name, failed.error, torn)
         case "working":
             return m.Working(wire.working.rank, wire.working.freeze_id)
+        case "standby_report":
+            report = wire.standby_report
+            return m.StandbyReport(report.rank, report.address, report.runs, report.error)
         case _:
             raise CodecError("an upward message of a kind that is unknown here came in; is the peer newer?")
 
@@ -222,6 +228,8 @@ def _fill_down(wire: pb.DownwardEnvelope, message: m.Downward | None) -> None:
             wire.beat.SetInParent()
         case m.Successors(addresses, lease_s):
             wire.successors.CopyFrom(pb.Successors(addresses=addresses, lease_s=lease_s))
+        case m.StartStandby():
+            wire.start_standby.SetInParent()
         case _:
             assert_never(message)
 
@@ -251,6 +259,8 @@ def _decode_down(wire: pb.DownwardEnvelope) -> m.Downward | None:
             return m.Beat()
         case "successors":
             return m.Successors(tuple(wire.successors.addresses), wire.successors.lease_s)
+        case "start_standby":
+            return m.StartStandby()
         case _:
             raise CodecError("a downward message of a kind that is unknown here came in; is the controller newer?")
 

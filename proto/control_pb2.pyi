@@ -53,7 +53,7 @@ class UpwardEnvelope(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working", "vouch")
+    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working", "vouch", "standby_report")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STATE_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Upward(_message.Message):
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
     WORKING_FIELD_NUMBER: _ClassVar[int]
     VOUCH_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_REPORT_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     heartbeat: Heartbeat
     state_report: StateReport
@@ -80,10 +81,11 @@ class Upward(_message.Message):
     step_failed: StepFailed
     working: Working
     vouch: Vouch
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ...) -> None: ...
+    standby_report: StandbyReport
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors")
+    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors", "start_standby")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +101,7 @@ class DownwardEnvelope(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
+    START_STANDBY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -114,7 +117,8 @@ class DownwardEnvelope(_message.Message):
     batch: DownwardBatch
     beat: Beat
     successors: Successors
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ...) -> None: ...
+    start_standby: StartStandby
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -364,6 +368,18 @@ class Working(_message.Message):
     freeze_id: int
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ...) -> None: ...
 
+class StandbyReport(_message.Message):
+    __slots__ = ("rank", "address", "runs", "error")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    address: str
+    runs: bool
+    error: str
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., runs: bool = ..., error: _Optional[str] = ...) -> None: ...
+
 class StepFailed(_message.Message):
     __slots__ = ("rank", "freeze_id", "stage", "tmp_name", "error", "torn")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -481,6 +497,10 @@ class Successors(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class StartStandby(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -363,6 +363,16 @@ class Working:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyReport:
+    """A standby controller that this rank started listens at `address`, or has ended; without an address it could not be started."""
+
+    rank: int
+    address: str
+    runs: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StepFailed:
     """A RollForward, WriteOrder or PublishOrder could not be carried out by this rank."""
 
@@ -396,10 +406,16 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Successors:
-    """Tells an agent where to go when this controller falls silent for `lease_s`; none: it waits for this one's return."""
+    """The standby controllers, in the order in which they take over when this one is silent for `lease_s`. To agents, and to ranks when
+    the list has changed; without any, this controller's return is waited for."""
 
     addresses: tuple[str, ...]
     lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartStandby:
+    """Start a standby controller: the job has too few behind this one. Answered by StandbyReport."""
 
 
 Upward = (
@@ -416,5 +432,18 @@ Upward = (
     | Published
     | StepFailed
     | Working
+    | StandbyReport
 )
-Downward = Welcome | Freeze | Thaw | RollForward | WriteOrder | PublishOrder | Exit | Dismiss | Beat | Successors
+Downward = (
+    Welcome
+    | Freeze
+    | Thaw
+    | RollForward
+    | WriteOrder
+    | PublishOrder
+    | Exit
+    | Dismiss
+    | Beat
+    | Successors
+    | StartStandby
+)

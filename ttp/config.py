@@ -73,6 +73,7 @@ class Settings:
     master_port: int = 0
     one_node: bool = True
     node_rank: int = -1
+    nodes: int = 1
     local_rank: int = -1
     standbys: int = 2
     shared_dirs: bool = True
@@ -140,6 +141,7 @@ class Settings:
             master_port=_integer(environ, "MASTER_PORT", 0),
             one_node=environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"),
             node_rank=_integer(environ, "GROUP_RANK", -1),
+            nodes=_integer(environ, "GROUP_WORLD_SIZE", 1),
             local_rank=_integer(environ, "LOCAL_RANK", -1),
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),

@@ -11,6 +11,7 @@ import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,7 +31,7 @@ from ttp.processor.faults import cause_of
 from ttp.processor.gate import Gate
 from ttp.progress import FirstStep
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
-from ttp.standby import controller_options, standby_key, standby_place, start_standby, term_of
+from ttp.standby import Standbys, controller_options, standby_place, standbys_of, term_of
 from ttp.wording import ranks_text
 
 log = logging.getLogger("ttp")
@@ -46,6 +47,8 @@ WAIT_TOLD_S = 30.0
 """A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
 STATUS_S = 2.0
 """How long the controller has to say for whom."""
+LOOKS_A_LEASE = 3
+"""How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
 ASKED_UP_TO = 64
 """Ranks of a job in which each may ask, and says that it waits: the answer names them all. In a larger one a rank of each node says so."""
 
@@ -60,7 +63,7 @@ class Protection:
         self._rank = rank
         self._world_size = world_size
         self._controller: ControllerProcess | None = None
-        self._standby: ControllerProcess | None = None
+        self._standbys = Standbys(settings, world_size, log_dir, self._open_store)
         self._client: TCPStore | None = None
         self._first_step: FirstStep | None = None
         optimizer = holder.optimizer
@@ -75,16 +78,18 @@ class Protection:
             for line in settings.nccl_warnings:
                 show(logging.WARNING, line)
         if place := standby_place(settings, rank, world_size):
-            self._standby = start_standby(settings, place, world_size, log_dir)
-        if self._standby is not None:
-            holder.standby = self._standby.address
-            self._store().set(standby_key(settings.round_number, place), holder.standby)
+            holder.standby = self._standbys.first(place, self._store())
         if self._tells_launcher:
             self._store().set(meeting.process_key(settings.round_number, rank), meeting.process_text())
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
+        restores = standbys_of(settings, world_size) > 0
         self.processor = Processor(
             ProcessorSettings(
-                rank=rank, heartbeat_s=settings.heartbeat_s, boundary_s=settings.boundary_s, address=address
+                rank=rank,
+                heartbeat_s=settings.heartbeat_s,
+                boundary_s=settings.boundary_s,
+                address=address,
+                look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
             ),
             address,
             settings.start_name,
@@ -94,6 +99,7 @@ class Protection:
             stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
             work_done=lambda: holder.work_done,
             checkpoint=lambda: holder.checkpoint,
+            starter=self._standbys if restores else None,
         )
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
@@ -215,9 +221,8 @@ class Protection:
         settled = self.released
         self._notice.close()
         self.processor.stop()
-        if self._standby is not None and settled:
-            self._standby.dismiss()
-            self._standby.wait(CONTROLLER_END_S)
+        if settled:
+            self._standbys.dismiss()
         controller = self._controller
         if controller is None:
             return
@@ -269,7 +274,7 @@ class Protection:
                 heartbeat_s=settings.heartbeat_s,
                 lease_s=settings.lease_s,
                 total_timeout_s=settings.total_timeout_s,
-                options=controller_options(settings),
+                options=controller_options(settings, self._world_size),
                 guardians=(os.getpid(),),
             )
         except CannotListen as error:
@@ -315,8 +320,12 @@ class Protection:
                 " start them with ttprun or torchrun, or set ENABLE_TTP=False"
             )
         if self._client is None:
-            self._client = TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+            self._client = self._open_store()
         return self._client
+
+    def _open_store(self) -> TCPStore:
+        settings = self._settings
+        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 def _set_older_journals_aside(log_dir: Path) -> None:

@@ -1,15 +1,20 @@
-"""Standby controllers: which rank starts one, under which term, and how.
+"""Standby controllers: which rank starts one, under which term, and how ranks and agents find it.
 
-The controller that rank 0 starts is the first of a start of the job; standbys wait in processes of their own, on other nodes
-where there are some, and take over in the order of their places. Owns their start only. A standby that cannot be started
-costs protection, never the job.
+The controller that rank 0 starts is the first of an attempt of the job; standbys wait in processes of their own, on other nodes where there
+are some, and take over in the order of their places. One that is lost is replaced by another of a higher place. Owns their start, the
+list of them in the attempt's store, and the watch over those of this rank. A standby that cannot be started costs protection, never
+the job.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
@@ -18,31 +23,37 @@ from ttp.errors import ControllerError, NotWritable
 log = logging.getLogger("ttp")
 
 MOST_STANDBYS = 9
-"""What TTP_STANDBYS may be at most."""
+"""What TTP_STANDBYS may be at most; those that replace a lost one have higher places."""
 
-TERMS_OF_A_START = 100
-"""More than there are controllers in one start of the job: every later start has higher terms than all before."""
+TERMS_OF_A_START = 10_000
+"""More than there are controllers in one attempt of the job: every later attempt has higher terms than all before."""
+
+END_S = 10.0
+"""How long a standby that is not needed any more may take to end."""
 
 
 def term_of(round_number: int, place: int = 0) -> int:
-    """Return the term of a start's controller: place 0 is the first, i the i-th standby. From 1 on, rising."""
+    """Return the term of an attempt's controller: place 0 is the first, i the i-th standby. From 1 on, rising."""
     return round_number * TERMS_OF_A_START + 1 + place
 
 
-def controller_options(settings: Settings) -> tuple[str, ...]:
+def standbys_of(settings: Settings, world_size: int) -> int:
+    """Return how many standbys the job keeps behind its active controller: one on a single node, else one on each further node up to
+    TTP_STANDBYS."""
+    if world_size == 1 or (settings.node_rank < 0 and not settings.one_node):
+        return 0
+    return min(settings.standbys, 1 if settings.one_node else settings.nodes - 1)
+
+
+def controller_options(settings: Settings, world_size: int) -> tuple[str, ...]:
     """Return the arguments that every controller of the job is started with."""
     local = () if settings.shared_dirs else ("--local-dirs",)
-    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *local)
-
-
-def standby_key(round_number: int, place: int) -> str:
-    """Return the store's key for a standby; value: `host:port`. The launchers look there: they know of it even when the
-    first controller dies before they reached it."""
-    return f"ttp/standby/{round_number}/{place}"
+    wanted = ("--standbys", str(standbys_of(settings, world_size)))
+    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *wanted, *local)
 
 
 def standby_place(settings: Settings, rank: int, world_size: int) -> int:
-    """Return which standby this rank has to start, 0: none.
+    """Return which standby this rank has to start at the beginning, 0: none.
 
     The first rank of each further node starts one, up to `settings.standbys`; on a single node rank 1 does, so that at
     least the death of a process is survived.
@@ -62,25 +73,126 @@ def hang_options(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess | None:
-    """Start this job's standby of a place; None, with a warning, when that fails."""
+# --- the list in the store ---
+
+
+def standbys_key(round_number: int) -> str:
+    """Return the store's key for the standbys of an attempt; a line `place address` each, in the order in which they were started. Agents
+    look there, and ranks that have lost every controller that they know."""
+    return f"ttp/standbys/{round_number}"
+
+
+def enter(store: Store, round_number: int, place: int, address: str) -> None:
+    """Add a standby to the list."""
+    store.append(standbys_key(round_number), f"{place} {address}\n")  # type: ignore[attr-defined]
+
+
+def listed(store: Store, round_number: int) -> tuple[str, ...]:
+    """Return the addresses of all standbys of an attempt, in the order of their places."""
+    key = standbys_key(round_number)
+    if not store.check([key]):
+        return ()
+    lines = [line.split() for line in store.get(key).decode().splitlines()]
+    found = sorted((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
+    return tuple(address for _, address in found)
+
+
+def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess:
+    """Start this job's standby of a place. Raises ControllerError, NotWritable."""
     port = settings.controller_port + place if settings.controller_port else 0
-    try:
-        return start_controller(
-            bind="127.0.0.1" if settings.one_node else "0.0.0.0",
-            advertise="127.0.0.1" if settings.one_node else settings.host,
-            port=port if port < 65536 else 0,
-            job_id=settings.start_name,
-            term=term_of(settings.round_number, place),
-            world_size=world_size,
-            journal=log_dir / f"standby_{settings.round_number}_{place}.jsonl",
-            heartbeat_s=settings.heartbeat_s,
-            lease_s=settings.lease_s,
-            total_timeout_s=settings.total_timeout_s,
-            standby=place,
-            options=controller_options(settings),
-            guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
-        )
-    except (ControllerError, NotWritable) as error:
-        log.warning("standby controller %d could not be started; the job does without it: %s", place, error)
-        return None
+    return start_controller(
+        bind="127.0.0.1" if settings.one_node else "0.0.0.0",
+        advertise="127.0.0.1" if settings.one_node else settings.host,
+        port=port if port < 65536 else 0,
+        job_id=settings.start_name,
+        term=term_of(settings.round_number, place),
+        world_size=world_size,
+        journal=log_dir / f"standby_{settings.round_number}_{place}.jsonl",
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+        total_timeout_s=settings.total_timeout_s,
+        standby=place,
+        options=controller_options(settings, world_size),
+        guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
+    )
+
+
+class Standbys:
+    """The standbys that one rank starts (a `ttp.processor.ports.ControllerStarter`). The processor's thread calls `start` and `look`."""
+
+    def __init__(self, settings: Settings, world_size: int, log_dir: Path, open_store: Callable[[], Store]) -> None:
+        """`open_store()`: a client of the store that the ranks of this attempt met in; made when it is first needed."""
+        self._settings = settings
+        self._world_size = world_size
+        self._log_dir = log_dir
+        self._open_store = open_store
+        self._store: Store | None = None
+        self._lock = threading.Lock()  # guards the two below
+        self._running: list[ControllerProcess] = []
+        self._ended: Callable[[str], None] = lambda address: None
+
+    def first(self, place: int, store: Store) -> str:
+        """Start the standby that the job begins with; return its address, empty, with a warning, when that fails."""
+        try:
+            process = start_standby(self._settings, place, self._world_size, self._log_dir)
+        except (ControllerError, NotWritable) as error:
+            log.warning("standby controller %d could not be started; the job does without it: %s", place, error)
+            return ""
+        self._watch(process)
+        enter(store, self._settings.round_number, place, process.address)
+        return process.address
+
+    def start(self, known: tuple[str, ...]) -> str:
+        """Start one of a place above all others; see ControllerStarter. Raises ControllerError, RuntimeError (of the store)."""
+        settings, store = self._settings, self._client()
+        place = MOST_STANDBYS + store.add(f"{standbys_key(settings.round_number)}/count", 1)
+        if place >= TERMS_OF_A_START - 1:
+            raise ControllerError(f"{place} controllers were started in this attempt, expected fewer: restart the job")
+        process = start_standby(settings, place, self._world_size, self._log_dir)
+        others = [address for address in self.look() if address not in known] if known else []
+        if others:
+            self._end(process)
+            raise ControllerError(f"other ranks have started {', '.join(others)} meanwhile")
+        self._watch(process)
+        enter(store, settings.round_number, place, process.address)
+        return process.address
+
+    def look(self) -> tuple[str, ...]:
+        return listed(self._client(), self._settings.round_number)
+
+    def on_end(self, ended: Callable[[str], None]) -> None:
+        with self._lock:
+            self._ended = ended
+            gone = [process.address for process in self._running if process.process.poll() is not None]
+        for address in gone:
+            ended(address)
+
+    def dismiss(self) -> None:
+        """Have those end that no rank has come to, and wait for it a little."""
+        with self._lock:
+            running, self._running = self._running, []
+            self._ended = lambda address: None
+        for process in running:
+            process.dismiss()
+        for process in running:
+            process.wait(END_S)
+
+    def _end(self, process: ControllerProcess) -> None:
+        process.dismiss()
+        process.wait(END_S)
+
+    def _watch(self, process: ControllerProcess) -> None:
+        with self._lock:
+            self._running.append(process)
+        threading.Thread(target=self._wait, args=(process,), name="ttp-standby", daemon=True).start()
+
+    def _wait(self, process: ControllerProcess) -> None:
+        process.process.wait()
+        with self._lock:
+            ended = self._ended
+        ended(process.address)
+
+    def _client(self) -> Store:
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store

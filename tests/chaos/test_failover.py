@@ -1,6 +1,6 @@
 """Real controllers get real signals, idle and in the middle of a dump; a standby takes over, and the job loses nothing.
 
-One job of five faults, a start each; the tests look at what its controllers told.
+One job of six faults, a start each; the tests look at what its controllers told.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from tests.chaos.conftest import JOB_S, RunJob, arguments
 from tests.chaos.test_kills import assert_equal
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import lost_steps, timeline
+from ttp.standby import MOST_STANDBYS
 
 Line = dict[str, Any]
 STEPS = "--training_config.training_iters=400"
 LEASE_S = 8.0
 """Longer than by default: a busy machine alone makes nobody silent for so long."""
-IDLE, EARLY, WRITING, TOGETHER, STOPPED = range(5)
+IDLE, EARLY, WRITING, TOGETHER, STOPPED, TWICE = range(6)
 """The faults, by the start of the job that they end."""
 
 
@@ -102,18 +103,27 @@ class Story:
         wait_for_line(self.job, STOPPED, "decided")
         os.kill(controller, signal.SIGCONT)
 
+    def kill_the_idle_controller_and_later_a_rank_and_the_new_controller(self) -> None:
+        controller = self.train_a_little(TWICE)
+        os.kill(controller, signal.SIGKILL)
+        wait_for_line(self.job, TWICE, "standby_started")
+        self.job.wait_for_step(self.job.last_step() + 3)
+        os.kill(self.job.controller_pids()[1], signal.SIGKILL)
+        self.kill_rank(2)
+
 
 @pytest.fixture(scope="module")
 def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
     output = tmp_path_factory.mktemp("failover") / "hurt"
     environ = {"TTP_LEASE_S": f"{LEASE_S:g}"}
-    with Job(output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "6")) as job:
+    with Job(output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "7")) as job:
         story = Story(job)
         story.kill_the_idle_controller_and_later_a_rank()
         story.kill_the_controller_before_all_gates_are_closed()
         story.kill_the_controller_while_shares_are_written()
         story.kill_rank_0_and_the_controller_together()
         story.stop_the_controller_kill_a_rank_and_let_the_controller_go_on()
+        story.kill_the_idle_controller_and_later_a_rank_and_the_new_controller()
         status = job.wait(JOB_S)
     assert status == 0, f"status {status}\n{job.console_tail(80)}"
     journals, metrics = job.journals(), job.metrics()
@@ -125,7 +135,7 @@ def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
 
 
 def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(hurt: Hurt, whole_job: RunJob) -> None:
-    assert hurt.lost == (0, 0, 0, 0, 0), hurt.job.console_tail(80)
+    assert hurt.lost == (0, 0, 0, 0, 0, 0), hurt.job.console_tail(80)
     assert_equal(hurt.job, whole_job(4, STEPS))
     assert hurt.job.leftovers() == []
 
@@ -161,3 +171,11 @@ def test_a_stopped_controller_that_comes_back_publishes_nothing(hurt: Hurt) -> N
     assert not [line for line in lines_of(hurt.job, STOPPED, "decided") if line["controller"] == 0]
     checkpoints = Path(hurt.job.output_dir / "checkpoints")
     assert not [path.name for path in checkpoints.glob("iter_*") if "broken" in path.name]
+
+
+def test_the_standby_that_replaces_one_leads_a_later_dump(hurt: Hurt) -> None:
+    """The first controller and the standby that followed it are killed in one attempt, the second together with a rank."""
+    (started,) = lines_of(hurt.job, TWICE, "standby_started")[:1]
+    assert started["controller"] == 1
+    (published,) = lines_of(hurt.job, TWICE, "published")
+    assert published["controller"] > MOST_STANDBYS, "a standby of the beginning led"

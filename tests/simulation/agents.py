@@ -108,6 +108,7 @@ class Agent:
             self._heard = now
         elif now >= self.came_s and (controller.gone or now >= self._heard + self._lease_s):
             self._detach()
+            self.addresses += [address for address in self.job.standbys.listed if address not in self.addresses]
             self._place, self._of_place = (self._place + 1) % len(self.addresses), None
             self._heard = now
             self._attach()
@@ -121,4 +122,5 @@ class Agent:
         known_s = max(assembled, self.came_s) + TOLD_WITHIN_S
         if self.lost or first.absences or not first.story or first.story[-1][0] < known_s:
             return ()
-        return tuple(address for address in first.state.successors if address not in self.addresses)
+        at_the_start = first.state.successors[: self.job.first_standbys]
+        return tuple(address for address in at_the_start if address not in self.addresses)

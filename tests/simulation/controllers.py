@@ -38,7 +38,7 @@ class Controller:
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.vouched_lease_s,
             times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
             times.orphan_timeout_s, times.hang_floor_s, times.hang_floor_s, times.hang_factor, place, f"c{place}",
-            times.hang_start_s, job.own is not None,
+            times.hang_start_s, job.first_standbys, times.standby_start_s, job.own is not None,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""
@@ -256,6 +256,7 @@ class Controller:
             self.job.note(f"controller c{self.place} is killed in {self.state.stage.value}")
             self.dead = True
             self.job.controller_gone(killed=True)
+            self.job.standbys.ended(self)
             self.close_all()
             self.job.happened("controller killed", -1)
 

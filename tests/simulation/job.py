@@ -19,6 +19,7 @@ from tests.simulation.network import DOWN, UP, Stream
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
+from tests.simulation.standbys import Standbys
 from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
@@ -57,6 +58,7 @@ class Times:
     hang_factor: float = 10.0
     hang_start_s: float = 1800.0
     boundary_s: float = 0.3
+    standby_start_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,11 @@ class Job:
         """What was said, where stale messages are to come."""
         self.said: list[tuple[Key, frozenset[str]]] = []
         """What controllers said is published in pieces, and on which hosts it was."""
+        self.first_standbys = standbys
+        self.last_loss_s = 0.0
+        """When a controller was killed last."""
         self.controllers = [Controller(self, place) for place in range(1 + standbys)]
+        self.standbys = Standbys(self, standbys)
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
             process.soon(rng.uniform(0.0, 0.1), process.tick)
@@ -379,7 +385,7 @@ class Job:
         """A controller was killed, or its work is over."""
         self.scheduler.look = True
         if killed:
-            self._last_kill_s = self.now
+            self._last_kill_s = self.last_loss_s = self.now
         self.scheduler.after(3.001 * self.times.controller_lost_s, self._look_again)
 
     def _look_again(self) -> None:
@@ -447,6 +453,7 @@ class Job:
             *launchers,
             self.collectives,
             self.scheduler,
+            self.standbys,
             self,
         ):
             part.__dict__.clear()

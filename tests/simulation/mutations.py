@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from tests.simulation import losing_controllers as losing
 from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
 from tests.simulation import wrong_liveness as liveness
@@ -182,6 +183,14 @@ MUTATIONS = (
     Mutation("faults told before a takeover are forgotten", memories.faults_told_before_a_takeover_are_forgotten, ("I11", "I9"), told_to_a_dying_controller, within=20),
     Mutation("ranks that never came to a standby are no cause", memories.ranks_that_never_came_are_no_cause, ("I11",), holders_die_with_the_controller, within=20),
     Mutation("a standby goes on with a dump only if all had begun it", memories.a_dump_is_gone_on_with_when_all_had_begun_it, ("I11",), silent_until_the_roll_forward),
+    # The number of standbys.
+    Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),
+    Mutation("ranks never learn of a new standby", losing.new_standbys_are_told_to_agents_only, ("I13",), losing.leader_dies, within=20),
+    Mutation("no rank sees a standby end", losing.standbys_end_unseen, ("I13",), losing.idle_standby_dies, within=20),
+    Mutation("a rank that does not answer is asked alone", losing.mute_ranks_are_waited_for, ("I13",), losing.first_asked_rank_is_mute, within=20),
+    Mutation("a rank that cannot start a standby is asked alone", losing.unable_ranks_are_asked_again, ("I13",), losing.first_asked_rank_is_unable, within=20),
+    Mutation("ranks look for no controllers", losing.ranks_look_for_no_controllers, ("I13", "I9", "I11", "I7"), losing.word_of_a_standby_is_missed, within=20),
+    Mutation("rank 0 starts no controller", losing.rank_0_starts_no_controller, ("I13",), losing.all_controllers_die, within=20),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
     Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),

@@ -84,7 +84,10 @@ class Rank:
         """When an update ended whose rank had given up waiting for it and said that its gate is not closed."""
         self.break_roll = False
         self.hang_work = False
-        settings = ev.ProcessorSettings(rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0")
+        settings = ev.ProcessorSettings(
+            rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0",
+            job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s,
+        )  # fmt: skip
         self.handler = Handler(settings, "c0", self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)
         self._held: list[tuple[bool, Callable[[], None]]] = []
@@ -250,6 +253,9 @@ class Rank:
         self.later(self.job.rng.uniform(0.001, 0.01), stream.dial)
         return stream
 
+    def start_controller(self, order: ev.StartController | ev.LookForControllers) -> None:
+        self.job.standbys.carry_out(self, order)
+
     def paused(self) -> bool:
         return self._paused
 
@@ -297,7 +303,7 @@ class Rank:
         world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
-            self._standby(),
+            self.job.standbys.first_of(self.rank),
         )  # fmt: skip
 
     @property
@@ -308,11 +314,6 @@ class Rank:
     @property
     def pid(self) -> int:
         return 100 + self.rank
-
-    def _standby(self) -> str:
-        """Ranks from 1 on have started the standbys, in order; the last rank has all that are left."""
-        place = self.rank if self.rank < len(self.job.controllers) else 0
-        return f"c{place}" if place else ""
 
     @property
     def attached(self) -> Stream | None:

@@ -83,7 +83,7 @@ class StagedJob(Job):
         self.lines: list[tuple[float, str, str]] = []
         self.told_steps: frozenset[int] = frozenset()
         """Steps whose phases are worth a line."""
-        self._read = [0] * (1 + standbys)
+        self._read: dict[int, int] = {}
         super().__init__(Steady(), training, times, agents=agents, standbys=standbys, own=own)
         self.partial = self.collectives = PartialCollectives(self, 1.0 if collectives_hang else 0.0)
         if own is None:
@@ -107,7 +107,7 @@ class StagedJob(Job):
     def _tell_journal(self) -> None:
         """Whichever controller has written a line just now."""
         for controller in self.controllers:
-            for _, line in controller.story[self._read[controller.place] :]:
+            for _, line in controller.story[self._read.get(controller.place, 0) :]:
                 left = str(line.fields.get("text")).startswith("exit code 7")  # as it was told to
                 if line.event not in _UNTOLD and not left:
                     self._tell(f"c{controller.place}", f"{line.event}{_fields(line.fields)}")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
+from tests.simulation.losing_controllers import (
+    all_controllers_die,
+    kill_the_controller,
+    one_after_the_other,
+    word_of_a_standby_is_missed,
+)
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
 from tests.simulation.truth import events
@@ -104,3 +111,69 @@ def test_without_a_standby_training_goes_on_alone() -> None:
         job.hook("DONE 1", 4, lambda rank, job=job: job.controllers[0].kill())  # type: ignore[misc]
         assert not run_and_check(scenario), f"seed {seed}"
         assert all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks), f"seed {seed}"
+
+
+def lose_controllers_in_turn(scenario: Scenario, moments: Sequence[float]) -> None:
+    """At each of these moments the controller that leads is killed."""
+    for moment in moments:
+        scenario.job.scheduler.at(moment, partial(kill_the_controller, scenario.job))
+
+
+@pytest.mark.parametrize("standbys", [1, 2])
+def test_a_job_stays_protected_however_many_controllers_die_one_after_the_other(standbys: int) -> None:
+    """Five controllers are killed with time between them, then a rank together with the sixth: the step is published."""
+    for seed in range(6):
+        scenario = one_after_the_other(seed, standbys)
+        scenario.harmless = False
+        job = scenario.job
+        lose_controllers_in_turn(scenario, [0.5 + 3.2 * turn for turn in range(5)])
+        job.scheduler.at(17.0, partial(job.kill, 2))
+        job.scheduler.at(17.0, partial(kill_the_controller, job))
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert job.controller.place > 5 and events(job, "standby_started")
+        assert job.disk.published, f"seed {seed}: nothing was published"
+
+
+def test_a_standby_that_dies_idle_is_replaced() -> None:
+    """Its starter sees it end; later the controller dies, and the new standby leads."""
+    for seed in range(6):
+        scenario = one_after_the_other(seed, 1)
+        job = scenario.job
+        job.scheduler.at(0.5, lambda job=job: job.controllers[1].kill())  # type: ignore[misc]
+        job.scheduler.at(4.0, partial(kill_the_controller, job))
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert [line.fields["term"] for _, line in job.story if line.event == "took_over"] == [3]
+        assert all(rank.released for rank in job.ranks)
+
+
+def test_a_rank_that_cannot_start_a_standby_is_passed_over() -> None:
+    """All but one rank fail to, or never answer: that one is found."""
+    for seed in range(4):
+        scenario = one_after_the_other(seed, 1)
+        job = scenario.job
+        job.standbys.unable, job.standbys.mute = {0, 1}, {2} if seed % 2 else set()
+        job.scheduler.at(0.5, partial(kill_the_controller, job))
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert [fields["rank"] for fields in events(job, "standby_started")] == [3 if seed % 2 else 2]
+
+
+def test_where_every_controller_is_lost_at_once_rank_0_starts_one() -> None:
+    """No controller is left to ask for a standby: all ranks find the new one, and it leads them."""
+    for seed in range(12):
+        scenario = all_controllers_die(seed)
+        job = scenario.job
+        assert not run_and_check(scenario), f"seed {seed}"
+        (took_over,) = events(job, "took_over")
+        assert took_over["absent"] == () and took_over["ranks"] == tuple(range(len(job.ranks)))
+        assert all(rank.released for rank in job.ranks)
+
+
+def test_ranks_that_missed_the_word_of_a_standby_find_it_in_the_list() -> None:
+    """The controller dies right after it has told some ranks of the standby that replaces a lost one."""
+    for seed in range(12):
+        scenario = word_of_a_standby_is_missed(seed)
+        job = scenario.job
+        assert not run_and_check(scenario), f"seed {seed}"
+        (took_over,) = events(job, "took_over")
+        assert took_over["absent"] == (), f"seed {seed}"
+        assert all(rank.released for rank in job.ranks)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation import wrong_answers, wrong_controllers, wrong_liveness, wrong_memories, wrong_ranks
+from tests.simulation import (
+    losing_controllers,
+    wrong_answers,
+    wrong_controllers,
+    wrong_liveness,
+    wrong_memories,
+    wrong_ranks,
+)
 from tests.simulation.mutations import MUTATIONS, Mutation, first_caught, main
 
 
@@ -31,7 +38,14 @@ def test_the_table_names_every_wrong_variant_once() -> None:
     listed = [mutation.patch for mutation in MUTATIONS]
     written = {
         function
-        for module in (wrong_answers, wrong_controllers, wrong_liveness, wrong_ranks, wrong_memories)
+        for module in (
+            losing_controllers,
+            wrong_answers,
+            wrong_controllers,
+            wrong_liveness,
+            wrong_ranks,
+            wrong_memories,
+        )
         for name, function in vars(module).items()
         if getattr(function, "__module__", "") == module.__name__ and function.__annotations__.get("patch") == "Patch"
         if name != "with_decide" and not name.startswith("_")

@@ -22,7 +22,7 @@ from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
 from ttp.progress import progress_key
-from ttp.standby import MOST_STANDBYS, standby_key
+from ttp.standby import listed
 
 log = logging.getLogger("ttp.launch")
 
@@ -280,9 +280,7 @@ class Courier:
             old.close()
 
     def _look_for_standbys(self, store: Store) -> None:
-        round_number = self._job_store.round_number
-        keys = [standby_key(round_number, place) for place in range(1, MOST_STANDBYS + 1)]
-        standbys = [store.get(key).decode() for key in keys if store.check([key])]
+        standbys = listed(store, self._job_store.round_number)
         with self._lock:
             if self._link is not None and standbys:
                 self._link.add_controllers(standbys)

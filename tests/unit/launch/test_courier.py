@@ -17,7 +17,7 @@ from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
 from ttp.progress import FirstStep, progress_key
-from ttp.standby import standby_key
+from ttp.standby import enter
 
 DEADLINE_S = 20.0
 
@@ -149,14 +149,14 @@ def test_the_link_learns_of_the_standbys_of_this_round(
     store: TCPStore, switchboard: Switchboard, courier: Courier
 ) -> None:
     """Also of one that is published later, and of none of another round: it is where the controller is replaced from."""
-    store.set(standby_key(6, 1), "old:1")
-    store.set(standby_key(7, 1), "one:8001")
+    enter(store, 6, 1, "old:1")
+    enter(store, 7, 1, "one:8001")
     store.set(controller_key(7), "host:8000 12")
     courier.start()
     until(lambda: courier.connected)
     link = switchboard.links["host:8000"]
     until(lambda: link.standbys == ["one:8001"])
-    store.set(standby_key(7, 2), "two:8002")
+    enter(store, 7, 2, "two:8002")
     until(lambda: link.standbys == ["one:8001", "two:8002"])
 
 

@@ -28,7 +28,7 @@ def test_what_the_controllers_table_leaves_out() -> None:
     absent = {(s.value, k.__name__) for s in Stage for k in controller_kinds() if (s, k) not in controller.TRANSITIONS}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
     beats = {m.Heartbeat, controller_events.Beats}
-    later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working}
+    later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working, m.StandbyReport}
     assert absent == {
         *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, *beats)),
         *(("running", kind.__name__) for kind in answers),

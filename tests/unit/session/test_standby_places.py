@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
+from ttp.errors import ControllerError
 from ttp.meeting import controller_key
-from ttp.standby import MOST_STANDBYS, standby_key, standby_place, start_standby, term_of
+from ttp.standby import (
+    MOST_STANDBYS,
+    TERMS_OF_A_START,
+    Standbys,
+    enter,
+    listed,
+    standby_place,
+    standbys_key,
+    standbys_of,
+    start_standby,
+    term_of,
+)
 
 
 def places(nodes: list[int], **variables: str) -> dict[int, tuple[int, int]]:
@@ -60,10 +76,10 @@ def test_nobody_starts_a_standby_when_told_not_to_or_when_alone() -> None:
 
 def test_terms_rise_from_place_to_place_and_from_start_to_start() -> None:
     """So that every later controller fences all before it; keys tell them apart in the store."""
-    terms = [term_of(start, place) for start in range(4) for place in range(MOST_STANDBYS + 1)]
+    terms = [term_of(start, place) for start in range(4) for place in (*range(MOST_STANDBYS + 9), TERMS_OF_A_START - 2)]
     assert terms == sorted(set(terms)) and terms[0] > 0
-    keys = {standby_key(start, place) for start in range(3) for place in range(1, 4)}
-    assert len(keys | {controller_key(start) for start in range(3)}) == 12
+    keys = {standbys_key(start) for start in range(3)}
+    assert len(keys | {controller_key(start) for start in range(3)}) == 6
 
 
 @pytest.fixture
@@ -80,7 +96,6 @@ def log_dir(tmp_path: Path) -> Iterator[Path]:
 def test_a_standby_waits_under_its_own_term_and_address(settings: Settings, log_dir: Path, one_node: bool) -> None:
     """It listens for every node's ranks where there are several, and leaves when it is told to."""
     standby = start_standby(replace(settings, one_node=one_node), 1, 4, log_dir)
-    assert standby is not None
     try:
         status = request_status(standby.address, job_id="job")
         assert (status.stage, status.term, status.world_size) == ("standby", term_of(2, 1), 4)
@@ -95,5 +110,56 @@ def test_a_standby_that_cannot_be_started_costs_the_job_nothing(
 ) -> None:
     """Its log's folder cannot be made: a warning names the place and the reason."""
     (tmp_path / "file").touch()
-    assert start_standby(settings, 1, 4, tmp_path / "file" / "log") is None
+    standbys = Standbys(settings, 4, tmp_path / "file" / "log", HashStore)
+    assert standbys.first(1, HashStore()) == ""
     assert "standby controller 1 could not be started" in caplog.text
+
+
+def test_the_list_in_the_store_is_in_the_order_of_places_whoever_enters_first() -> None:
+    """Two ranks start standbys at once; the slower one may have the lower place. Each attempt has a list of its own."""
+    store = HashStore()
+    assert listed(store, 7) == ()
+    for place, address in ((11, "b:2"), (2, "a:1"), (10, "c:3")):
+        enter(store, 7, place, address)
+    enter(store, 8, 1, "d:4")
+    assert listed(store, 7) == ("a:1", "c:3", "b:2") and listed(store, 8) == ("d:4",)
+
+
+def test_a_standby_in_the_place_of_a_lost_one_is_found_and_its_end_is_seen(settings: Settings, log_dir: Path) -> None:
+    """Its place is above all that the attempt began with; its starter sees SIGKILL."""
+    store, ended = HashStore(), Queue[str]()
+    standbys = Standbys(settings, 4, log_dir, lambda: store)
+    standbys.on_end(ended.put)
+    try:
+        first = standbys.start(())
+        second = standbys.start((first,))
+        assert standbys.look() == (first, second)
+        terms = [request_status(address, job_id="job").term for address in (first, second)]
+        assert terms == [term_of(2, MOST_STANDBYS + 1), term_of(2, MOST_STANDBYS + 2)]
+        os.kill(request_status(first, job_id="job").pid, signal.SIGKILL)
+        assert ended.get(timeout=30.0) == first
+    finally:
+        standbys.dismiss()
+
+
+def test_a_controller_in_the_place_of_all_others_is_left_undone_where_another_is_found(
+    settings: Settings, log_dir: Path
+) -> None:
+    """Two controllers of one job need not be: the other one was entered while this one started."""
+    store = HashStore()
+    enter(store, 2, 10, "other:1")
+    with pytest.raises(ControllerError, match="other:1"):
+        Standbys(settings, 4, log_dir, lambda: store).start(("first:1",))
+    assert listed(store, 2) == ("other:1",)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "count"), [(1, 2, 1), (1, 0, 0), (2, 2, 1), (3, 2, 2), (8, 2, 2), (8, 5, 5), (2, 0, 0)]
+)
+def test_as_many_standbys_are_kept_as_a_job_begins_with(
+    settings: Settings, nodes: int, wanted: int, count: int
+) -> None:
+    """One on a single node; one on each further node up to TTP_STANDBYS."""
+    own = replace(settings, nodes=nodes, one_node=nodes == 1, node_rank=0, standbys=wanted)
+    assert standbys_of(own, 4 * nodes) == count
+    assert len(places([4] * nodes, TTP_STANDBYS=str(wanted))) == count

@@ -1,0 +1,123 @@
+"""Long jobs that lose one controller after the other, and what is wrong on purpose with how they are replaced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import partial
+
+import pytest
+
+from tests.simulation.job import Job, Times
+from tests.simulation.scenario import Scenario
+from tests.simulation.training import Training, even
+from ttp.controller import settling, standbys
+from ttp.controller.events import Effect
+from ttp.controller.state import ControllerState
+from ttp.processor import succession
+from ttp.processor import transitions as tables
+from ttp.processor.events import ControllerEnded, ControllersFound
+from ttp.processor.state import Standing
+
+Patch = pytest.MonkeyPatch
+LONG_STEPS = 650
+"""Longer than all that befalls a job here."""
+
+
+def one_after_the_other(seed: int, standbys: int = 1) -> Scenario:
+    """Return a long job without faults."""
+    training = Training(even(4), steps=LONG_STEPS, local_copy=False)
+    return Scenario(seed, Job(random.Random(seed), training, Times(), agents=True, standbys=standbys))
+
+
+def kill_the_controller(job: Job) -> None:
+    """The one that leads."""
+    job.controller.kill()
+
+
+def leader_dies(seed: int) -> Scenario:
+    """The controller is killed, and its standby a good while later."""
+    scenario = one_after_the_other(seed)
+    for moment in (0.5, 4.0):
+        scenario.job.scheduler.at(moment, partial(kill_the_controller, scenario.job))
+    return scenario
+
+
+def idle_standby_dies(seed: int) -> Scenario:
+    scenario = one_after_the_other(seed)
+    scenario.job.scheduler.at(0.5, scenario.job.controllers[1].kill)
+    return scenario
+
+
+def first_asked_rank_is_mute(seed: int) -> Scenario:
+    scenario = leader_dies(seed)
+    scenario.job.standbys.mute = {0}
+    return scenario
+
+
+def first_asked_rank_is_unable(seed: int) -> Scenario:
+    scenario = leader_dies(seed)
+    scenario.job.standbys.unable = {0}
+    return scenario
+
+
+def word_of_a_standby_is_missed(seed: int) -> Scenario:
+    """The standby is lost and replaced; the controller dies when one rank or some have been told of the new one."""
+    scenario = one_after_the_other(seed)
+    job = scenario.job
+    job.scheduler.at(0.5, job.controllers[1].kill)
+    job.hook("got Successors", 1 + seed % 3, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def all_controllers_die(seed: int) -> Scenario:
+    scenario = one_after_the_other(seed, 1 + seed % 2)
+
+    def kill_all() -> None:
+        for controller in scenario.job.controllers:
+            controller.kill()
+
+    scenario.job.scheduler.at(0.5, kill_all)
+    return scenario
+
+
+# --- wrong on purpose ---
+
+
+def lost_controllers_are_not_replaced(patch: Patch) -> None:
+    patch.setattr(settling, "restore", lambda state, now, out: state)
+
+
+def new_standbys_are_told_to_agents_only(patch: Patch) -> None:
+    def wrong(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
+        return standbys.learn_successors(state, addresses, out)
+
+    patch.setattr(standbys, "spread", wrong)
+
+
+def standbys_end_unseen(patch: Patch) -> None:
+    patch.setitem(tables.TRANSITIONS, (Standing.TRAINING, ControllerEnded), tables.late)
+
+
+def mute_ranks_are_waited_for(patch: Patch) -> None:
+    """No other rank is asked when one does not answer."""
+    restore = standbys.restore
+
+    def wrong(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+        return state if state.restoring.asked >= 0 else restore(state, now, out)
+
+    patch.setattr(settling, "restore", wrong)
+
+
+def unable_ranks_are_asked_again(patch: Patch) -> None:
+    """The rank that could not start a standby is asked again and again."""
+    able = standbys._able
+    patch.setattr(standbys, "_able", lambda state, passed: able(state, frozenset()))
+
+
+def ranks_look_for_no_controllers(patch: Patch) -> None:
+    patch.setitem(tables.TRANSITIONS, (Standing.TRAINING, ControllersFound), tables.late)
+
+
+def rank_0_starts_no_controller(patch: Patch) -> None:
+    patch.setattr(succession, "_starts_one", lambda state, now: False)
