@@ -15,6 +15,7 @@ from typing import Protocol
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
+from ttp.proto.fence import Fence
 from ttp.proto.messages import Upward
 from ttp.proto.transport import grpc, open_channel
 
@@ -48,17 +49,24 @@ class ControlStream:
         self._address = address
         self._job_id = job_id
         self._listener = listener
-        self._fence = fence
+        self._fence = Fence(job_id, fence)
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _call and _closed
         self._call: grpc.CallIterator[pb.DownwardEnvelope] | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ttp-stream", daemon=True)
-        self.term = 0
+        self._nobody_listens = False
+
+    @property
+    def term(self) -> int:
         """The controller's term, once the stream is open."""
-        self.refused = False
+        return self._fence.term
+
+    @property
+    def refused(self) -> bool:
         """Whoever is at the address will not be this job's controller: nobody listens there, or one of a lower term does.
         To be read when the stream has closed."""
+        return self._nobody_listens or self._fence.refused
 
     def start(self) -> None:
         self._thread.start()
@@ -87,7 +95,7 @@ class ControlStream:
             reason = unknown if address is None else self._talk(address) or reason
         except grpc.RpcError as error:
             reason = _describe(error)
-            self.refused = _NOBODY_LISTENS in reason.lower()
+            self._nobody_listens = _NOBODY_LISTENS in reason.lower()
         except CodecError as error:
             reason = str(error)
         except Exception as error:  # the caller's address function; a stream must always say that it has ended
@@ -120,18 +128,11 @@ class ControlStream:
         return ""
 
     def _take(self, address: str, parcel: DownwardParcel) -> str:
-        if parcel.job_id != self._job_id:
-            return f"{address} is the controller of job {parcel.job_id!r}, wanted {self._job_id!r}; check its address"
-        if self.term == 0:
-            if parcel.term < self._fence:
-                self.refused = True
-                return (
-                    f"the controller at {address} has term {parcel.term}, but term {self._fence} was seen: it is fenced"
-                )
-            self.term = parcel.term
+        greeted = self.term != 0
+        if refusal := self._fence.refusal(address, parcel.job_id, parcel.term):
+            return refusal
+        if not greeted:
             self._listener.stream_opened(self)
-        if parcel.term != self.term:
-            return f"the controller at {address} changed its term from {self.term} to {parcel.term} within a stream"
         if parcel.message is not None:
             self._listener.stream_received(self, parcel)
         return ""

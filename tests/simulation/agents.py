@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from tests.simulation.controllers import AgentLink
 from tests.simulation.network import DOWN, UP
-from ttp.controller import events as ev
-from ttp.proto.messages import AgentHello, Downward, Successors, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, Successors, Upward, Vouch, WorkerExit
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
@@ -28,7 +28,9 @@ class Agent:
         self.ranks = tuple(rank for rank, its in enumerate(job.training.layout.hosts) if its == host)
         self.addresses = ["c0"]
         self.lost = False
-        self._place, self._attached = 0, False
+        self._place = 0
+        self._link: AgentLink | None = None
+        """Its stream to the controller in its place."""
         self._of_place: Controller | None = None
         """The controller in its place, once it was looked for."""
         self._lease_s = inf
@@ -49,8 +51,8 @@ class Agent:
         if self.lost:
             return
         self._exits.append(report)
-        if self._attached:
-            self._say(ev.Received(report))
+        if self._link is not None:
+            self._say(report)
 
     def leave(self, delay_s: float) -> None:
         """It ends."""
@@ -60,8 +62,8 @@ class Agent:
     def _vouch(self) -> None:
         """Say which processes it sees alive and running."""
         ranks = tuple(rank for rank in self.ranks if self.job.ranks[rank].runs)
-        if self._attached and ranks:
-            self._say(ev.Received(Vouch(ranks, tuple(self.job.ranks[rank].pid for rank in ranks))))
+        if self._link is not None and ranks:
+            self._say(Vouch(ranks, tuple(self.job.ranks[rank].pid for rank in ranks)))
         if not self.lost:
             self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
 
@@ -69,7 +71,7 @@ class Agent:
         """The controller says something: it comes when the network carries it, and while the launcher is still there."""
 
         def learn() -> None:
-            if self.lost or self.controller is not controller or not self._attached:
+            if self.lost or self.controller is not controller or self._link is None:
                 return
             if isinstance(message, Successors):
                 self._lease_s = message.lease_s
@@ -78,10 +80,14 @@ class Agent:
         moment = max(self.job.now, controller.cut_until, controller.route.held_until[DOWN]) + self.job.slowest_s
         self.job.scheduler.at(moment, learn)
 
-    def _say(self, event: ev.Event) -> None:
+    def _say(self, message: Upward) -> None:
+        controller, link = self.controller, self._link
+        assert link is not None
+        self.job.scheduler.at(self._arrival(), lambda: controller.hear_agent(link, message))
+
+    def _arrival(self) -> float:
         controller = self.controller
-        moment = max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
-        self.job.scheduler.at(moment, lambda: controller.take(event))
+        return max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
 
     def _come(self) -> None:
         if self.job.now < self.came_s:
@@ -92,15 +98,16 @@ class Agent:
     def _attach(self) -> None:
         if self.lost or self.controller.gone:
             return
-        self._attached = True
-        self._say(ev.Received(AgentHello(self.host, self.ranks, tuple(100 + rank for rank in self.ranks))))
+        self._link = AgentLink(self, self.controller)
+        self._say(AgentHello(self.host, self.ranks, tuple(100 + rank for rank in self.ranks)))
         for report in self._exits:
-            self._say(ev.Received(report))
+            self._say(report)
 
     def _detach(self) -> None:
-        if self._attached:
-            self._attached = False
-            self._say(ev.StreamClosed((), self.host))
+        if self._link is not None:
+            link, self._link = self._link, None
+            controller = self.controller
+            self.job.scheduler.at(self._arrival(), lambda: controller.agent_gone(link))
 
     def _look(self) -> None:
         controller, now = self.controller, self.job.scheduler.now

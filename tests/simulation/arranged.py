@@ -16,7 +16,6 @@ from tests.simulation.staged import PartialCollectives
 from tests.simulation.stale import remember, stale_message
 from tests.simulation.test_failover import two_standbys
 from tests.simulation.training import even, ring
-from ttp.controller.events import Received
 from ttp.proto.messages import CauseKind, Published
 
 
@@ -242,7 +241,7 @@ def published_comes_again(seed: int) -> Scenario:
         words = [word for other in range(6) for word in past.said_by(other, controller.state.freeze_id)]
         for word in words:
             if isinstance(word, Published) and not controller.gone:
-                controller.take(Received(word))
+                controller.hear_again(word.rank, word)
 
     job.hook("UPDATING 2", 1, lambda rank: job.ranks[0].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
     for other in (2, 3):

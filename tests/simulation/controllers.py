@@ -1,20 +1,23 @@
-"""The controllers of a simulated job: the real machine, its driver, and what may befall their processes and their network."""
+"""The controllers of a simulated job: the shipped handler of a controller's items, and what may befall their processes and their network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import BEAT, DOWN, UP, Route, Stream
+from tests.simulation.network import DOWN, UP, Route, Stream
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
-from ttp.controller import machine
+from ttp.controller.handler import Addressed, Ended, Handler, StopAsked
+from ttp.controller.handler import Link as ServersEnd
 from ttp.controller.state import Stage
-from ttp.proto.messages import Downward, Heartbeat, Registration, Upward
+from ttp.proto.messages import Heartbeat, Registration, Successors, Upward
 
 if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
     from tests.simulation.job import Job
 
 
@@ -27,9 +30,67 @@ ROUNDING_S = 1e-6
 """A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
 
 
+class Link:
+    """The controller's end of a rank's stream, as the shipped handler uses it."""
+
+    def __init__(self, job: Job, stream: Stream) -> None:
+        self._job, self._stream = job, stream
+
+    def send(self, messages: Sequence[Addressed]) -> None:
+        stream, job = self._stream, self._job
+        take_in = job.ranks[stream.rank].take_in
+        for _, message in messages:
+            job.sent_down(message)
+            stream.carry(DOWN, take_in, message)
+
+    def reject(self, text: str) -> None:
+        self._job.reject_stream(self._stream.rank, self._stream)
+
+    def finish(self) -> None:
+        """Its rank has another stream."""
+
+
+class AgentLink:
+    """The controller's end of a launcher's stream."""
+
+    def __init__(self, launcher: Agent, controller: Controller) -> None:
+        self._launcher, self._controller = launcher, controller
+
+    def send(self, messages: Sequence[Addressed]) -> None:
+        for _, message in messages:
+            if isinstance(message, Successors):  # whatever else it is told matters to its log only
+                self._launcher.take_in(self._controller, message)
+
+    def reject(self, text: str) -> None:
+        raise AssertionError(f"the stream of a launcher was rejected: {text}")
+
+    def finish(self) -> None:
+        """It has another stream."""
+
+
+class Journal:
+    """A controller's journal, in memory."""
+
+    wants_state = False
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def starting_state(self, state: Any) -> None:
+        """Nobody replays it."""
+
+    def input(self, now: float, event: ev.Event) -> None:
+        """The seed replays it."""
+
+    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
+        if event in ("protocol_error", "machine_failed", "not_sent"):  # no simulated fault is a reason for it
+            raise sys.exception() or AssertionError(str(fields))
+        self._controller.said(ev.Journal(event, fields))
+
+
 class Controller:
-    """Driver of one controller's machine: one event at a time, a Tick at its deadline. `place` 0 begins as the active one,
-    i is the i-th standby. It may be killed, stopped for a while, or cut off from everybody for a while."""
+    """One controller's process: one item at a time, in order. `place` 0 begins as the active one, i is the i-th standby. It may be
+    killed, stopped for a while, or cut off from everybody for a while."""
 
     def __init__(self, job: Job, place: int) -> None:
         self.job, self.place, self.term = job, place, 1 + place
@@ -43,8 +104,14 @@ class Controller:
         self.ahead_s = 0.0
         """Its clock against the job's."""
         self.route = Route()
-        self.state = machine.initial(settings, job.now)
-        self.streams: dict[int, Stream] = {}
+        self.handler = Handler(
+            settings,
+            Journal(self),
+            supersede=lambda address: self._supersede(job.controller_at(address)),
+            clock=self.clock,
+            unix_clock=self.clock,
+        )
+        self.handler.begin()
         self.story: list[tuple[float, ev.Journal]] = []
         self.over = ""
         self.dead = False
@@ -62,12 +129,19 @@ class Controller:
         self._stage = self.state.stage
         self._tick_at = inf
         """When the next tick comes."""
-        self._deadline: float | None = None
-        """When the machine asked to be called last."""
-        self._beating = False
-        self._beats: dict[str, list[Heartbeat]] = {}
+        self._due = inf
+        """When the handler asked to be called last."""
+        self._beats: dict[str, list[tuple[ServersEnd, Heartbeat]]] = {}
         """By host, those that have come and wait for the others."""
         self._schedule_tick()
+
+    def clock(self) -> float:
+        return self.job.scheduler.now + self.ahead_s
+
+    @property
+    def state(self) -> Any:
+        """The machine's."""
+        return self.handler.state
 
     @property
     def gone(self) -> bool:
@@ -94,6 +168,9 @@ class Controller:
 
     # --- what comes in ---
 
+    def link_of(self, stream: Stream) -> Link:
+        return Link(self.job, stream)
+
     def when_running(self, call: Callable[[], None]) -> None:
         """Do it now, or in turn when the process goes on."""
         if self.gone:
@@ -106,67 +183,91 @@ class Controller:
             call()
 
     def hear(self, stream: Stream, message: Upward) -> None:
-        """A rank speaks on the stream on which it registered last, and on no other."""
         if self.dead or self.over or self.job.scheduler.now < self.paused_until:
             self.when_running(lambda: self._hear(stream, message))
         else:
             self._hear(stream, message)
 
     def _hear(self, stream: Stream, message: Upward) -> None:
-        rank = stream.rank
-        if isinstance(message, Registration):
-            self.streams[rank], self.ranks_came = stream, True
-        if rank not in self.streams:  # it speaks before it registered: its older stream came late, and has ended since
-            self.job.reject_stream(rank, stream)
-        elif self.streams[rank] is not stream:
-            return
-        elif self.job.beats_relayed:
-            self._hear_in_envelope(self.job.hosts[rank], message)
+        if self.job.beats_relayed:
+            self._hear_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
-            self._take(ev.Received(message))
+            self.handler.hear(stream.link, (message,))
+        if isinstance(message, Registration):
+            self.ranks_came = True
+        self._go_on()
 
-    def _hear_in_envelope(self, host: str, message: Upward) -> None:
+    def _hear_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
         """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""
         beats = self._beats.setdefault(host, [])
         if not isinstance(message, Heartbeat):
             self._hear_beats(host)
-            self._take(ev.Received(message))
+            self.handler.hear(link, (message,))
             return
         if not beats:
-            again = partial(self.when_running, partial(self._hear_beats, host))
-            self.job.scheduler.after(TOGETHER_S, again)
-        beats.append(message)
+            self.job.scheduler.after(TOGETHER_S, partial(self.when_running, partial(self._beats_are_due, host)))
+        beats.append((link, message))
+
+    def _beats_are_due(self, host: str) -> None:
+        self._hear_beats(host)
+        self._go_on()
 
     def _hear_beats(self, host: str) -> None:
         beats, self._beats[host] = self._beats.get(host, []), []
-        if beats:
-            self._take(ev.Received(beats[0]) if len(beats) == 1 else ev.Beats(tuple(beats)))
+        known = []
+        for link, beat in beats:
+            if self.handler.routes.get(beat.rank) is link:
+                known.append(beat)
+            else:
+                self.handler.hear(link, (beat,))
+        self.handler.hear_beats(known)
+
+    def hear_again(self, rank: int, message: Upward) -> None:
+        """A rank's message comes once more on its stream, or one of another start does that the adapters let through."""
+
+        def hear() -> None:
+            link = self.handler.routes.get(rank)
+            if link is not None:
+                self.handler.hear(link, (message,))
+                self._go_on()
+
+        self.when_running(hear)
 
     def close_seen(self, rank: int, stream: Stream) -> None:
         """A stream has ended; a newer one may have taken its place."""
 
         def close() -> None:
             self._hear_beats(self.job.hosts[rank])
-            if self.streams.get(rank) is stream:
-                del self.streams[rank]
-                self._take(ev.StreamClosed((rank,)))
+            self.handler.take(Ended(stream.link))
+            self._go_on()
 
         self.when_running(close)
 
-    def take(self, event: ev.Event) -> None:
-        self.when_running(lambda: self._take(event))
+    def hear_agent(self, link: AgentLink, message: Upward) -> None:
+        def hear() -> None:
+            self.handler.hear(link, (message,))
+            self._go_on()
 
-    def _take(self, event: ev.Event) -> None:
-        self.state, effects = machine.transition(self.state, event, self.job.scheduler.now + self.ahead_s)
-        for effect in effects:
-            self._carry_out(effect)
+        self.when_running(hear)
+
+    def agent_gone(self, link: AgentLink) -> None:
+        def close() -> None:
+            self.handler.take(Ended(link))
+            self._go_on()
+
+        self.when_running(close)
+
+    def _go_on(self) -> None:
+        """After an item: what the clock asks for, and what there is to send."""
+        handler = self.handler
+        handler.advance(self._due)
+        if handler.finished and not self.over:
+            self._finish(handler.finished)
+        stage = handler.state.stage
+        if stage is not self._stage:
+            self._stage = stage
+            self.job.happened(f"stage {stage.value}", -1)
         self._schedule_tick()
-        if self.state.stage is not self._stage:
-            self._stage = self.state.stage
-            self.job.happened(f"stage {self._stage.value}", -1)
-        if not (self._beating or self.idle or self.gone):
-            self._beating = True
-            self._beat()
 
     def _resume(self) -> None:
         calls, self._queue = self._queue, []
@@ -174,68 +275,46 @@ class Controller:
             self.when_running(call)
 
     def _schedule_tick(self) -> None:
-        deadline = self._deadline = machine.next_deadline(self.state)
-        if deadline is not None and deadline < self._tick_at:
-            self._tick_by(deadline)
+        due = self._due = self.handler.due()
+        if due < self._tick_at:
+            self._tick_by(due)
 
-    def _tick_by(self, deadline: float) -> None:
-        self._tick_at = deadline
-        due = deadline if self.ahead_s == 0.0 else deadline - self.ahead_s + ROUNDING_S
-        self.job.scheduler.at(due, partial(self._tick, deadline))
+    def _tick_by(self, due: float) -> None:
+        self._tick_at = due
+        moment = due if self.ahead_s == 0.0 else due - self.ahead_s + ROUNDING_S
+        self.job.scheduler.at(moment, partial(self._tick, due))
 
     def _tick(self, asked_for: float) -> None:
         if asked_for != self._tick_at:
-            return  # the machine has asked for an earlier one since
+            return  # an earlier one was asked for since
         self._tick_at = inf
-        deadline = self._deadline
-        if deadline is not None and deadline > asked_for:
-            self._tick_by(deadline)  # something has happened since
+        if self._due > asked_for:
+            self._tick_by(self._due)  # something has happened since
         else:
-            self.take(ev.Tick())
+            self.when_running(self._go_on)
 
     # --- what goes out ---
 
-    def _beat(self) -> None:
-        if self.gone:
-            return
-        if self.job.scheduler.now >= self.paused_until:
-            for rank in sorted(self.streams):
-                self._send(rank, BEAT)
-        self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
+    def said(self, line: ev.Journal) -> None:
+        """It writes a line of its journal."""
+        self.story.append((self.job.scheduler.now, line))
+        self.job.happened(line.event, -1)
+        if line.event == "published":
+            self.job.said_published(self)
+        elif line.event in ("decided", "refused"):
+            self.job.snapshots.append(Snapshot.of(self.job, line.event))
 
-    def _send(self, rank: int, message: Downward) -> None:
-        self.streams[rank].carry(DOWN, self.job.ranks[rank].take_in, message)
-
-    def _carry_out(self, effect: ev.Effect) -> None:
-        match effect:
-            case ev.Send(ranks, message):
-                self.job.sent_down(message)
-                for rank in ranks:
-                    if rank in self.streams:
-                        self._send(rank, message)
-            case ev.Journal(event, _):
-                self.story.append((self.job.scheduler.now, effect))
-                self.job.happened(event, -1)
-                if event == "published":
-                    self.job.said_published(self)
-                elif event in ("decided", "refused"):
-                    self.job.snapshots.append(Snapshot.of(self.job, event))
-            case ev.Tell(hosts, message):
-                self.job.tell_launchers(self, hosts, message)
-            case ev.Supersede(addresses):
-                for address in addresses:
-                    self._supersede(self.job.controller_at(address))
-            case ev.Finish(reason):
-                self.over = reason
-                self.job.controller_gone(killed=False)
-                self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
+    def _finish(self, reason: str) -> None:
+        self.over = reason
+        self.job.controller_gone(killed=False)
+        self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 
     def _supersede(self, older: Controller) -> None:
         """The request reaches it once it runs and the network carries it."""
 
         def end() -> None:
-            older.over = f"superseded by c{self.place}"
-            self.job.controller_gone(killed=False)
+            older.handler.take(StopAsked(f"superseded by c{self.place}"))
+            older._go_on()
             older.close_all()
 
         held = max(older.cut_until, self.cut_until, older.route.held_until[UP])
@@ -244,7 +323,6 @@ class Controller:
 
     def close_all(self) -> None:
         """All its streams end, those that nobody registered on yet included."""
-        self.streams.clear()
         for process in self.job.ranks:
             if process.stream is not None and process.stream.controller is self:
                 self.job.drop_stream(process.rank)
@@ -264,7 +342,7 @@ class Controller:
         self.job.note(f"controller c{self.place} is stopped for {seconds:.3f} s")
         self._away(seconds)
         self.paused_until = max(self.paused_until, self.job.scheduler.now + seconds)
-        self.job.scheduler.at(self.paused_until, lambda: self.take(ev.Tick()))
+        self.job.scheduler.at(self.paused_until, partial(self.when_running, self._go_on))
 
     def cut_one_way(self, way: str, seconds: float) -> None:
         """It hears nobody for a while and is heard (`UP`), or the reverse (`DOWN`)."""

@@ -24,7 +24,7 @@ from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
 from ttp.controller import events as ev
 from ttp.controller.state import Stage
-from ttp.proto.messages import CommitRecord, Downward, Thaw, Upward, WorkerExit
+from ttp.proto.messages import CommitRecord, Thaw, Upward, WorkerExit
 
 if TYPE_CHECKING:
     from tests.simulation.stale import Past
@@ -252,11 +252,6 @@ class Job:
 
     # --- streams ---
 
-    def tell_launchers(self, controller: Controller, hosts: tuple[str, ...], message: Downward) -> None:
-        for launcher in self.launchers.values():
-            if launcher.host in hosts and launcher.controller is controller:
-                launcher.take_in(controller, message)
-
     def send_up(self, process: Rank, message: Upward) -> None:
         stream = process.stream
         if stream is not None:
@@ -444,7 +439,7 @@ class Job:
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
         replicas, launchers = [rank.replica for rank in self.ranks], self.launchers.values()
-        handlers = [rank.handler for rank in self.ranks]
+        handlers = [*(rank.handler for rank in self.ranks), *(controller.handler for controller in self.controllers)]
         for part in (
             *self.ranks,
             *replicas,

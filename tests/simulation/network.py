@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.scheduler import Scheduler
 from ttp.processor.handler import Closed, Incoming, Opened
 from ttp.proto.codec import DownwardParcel
+from ttp.proto.fence import Fence
 from ttp.proto.messages import Beat, Registration, Upward
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Stream:
         route: Route,
     ) -> None:
         self.rank, self.controller = rank, controller
+        self.link = controller.link_of(self)
+        """The controller's end."""
         self._scheduler = scheduler
         self._random = rng.random
         self._slowest_s = slowest_s
@@ -110,11 +113,18 @@ class RankStream(Stream):
     def __init__(self, process: Rank, controller: Controller, fence: int) -> None:
         job = process.job
         super().__init__(process.rank, job.scheduler, job.rng, job.slowest_s, controller, process.route)
-        self._process, self._fence = process, fence
-        self.term = 0
-        self.refused = False
+        self._process, self._fence = process, Fence("sim", fence)
+        self._gone = False
         self.beat = self.incoming(BEAT)
         """The item that comes most often."""
+
+    @property
+    def term(self) -> int:
+        return self._fence.term
+
+    @property
+    def refused(self) -> bool:
+        return self._gone or self._fence.refused
 
     def incoming(self, message: Any) -> Incoming:
         return Incoming(self, DownwardParcel("sim", self.controller.term, (self.rank,), message))
@@ -147,16 +157,16 @@ class RankStream(Stream):
 
         self.carry(UP, lambda *_: controller.when_running(answer), None)
 
-    def _refuse(self, why: str = "connection refused") -> None:
-        self.refused = True
-        self._process.put(Closed(self, why))
+    def _refuse(self) -> None:
+        """Nobody listens there."""
+        self._gone = True
+        self._process.put(Closed(self, "connection refused"))
 
     def _greeted(self) -> None:
         if self.term:
-            return
-        if self.controller.term < self._fence:
+            return  # the greeting comes twice
+        if refusal := self._fence.refusal(f"c{self.controller.place}", "sim", self.controller.term):
             self.close()
-            self._refuse("it is fenced")
-            return
-        self.term = self.controller.term
-        self._process.put(Opened(self))
+            self._process.put(Closed(self, refusal))
+        else:
+            self._process.put(Opened(self))

@@ -19,7 +19,7 @@ _OF_RANKS = (
     "got Welcome", "got Freeze", "got Thaw", "rolling", "writing", "publishing", "manifest written", "superseded", "renamed", "boundary",
 )  # fmt: skip
 """What ranks do in a dump, as the simulated rank calls it; phases are told of the steps that matter to the script."""
-_UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished")
+_UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished", "stopped")
 """Journal lines of every start and every end."""
 
 

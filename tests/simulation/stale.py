@@ -10,7 +10,6 @@ from collections import deque
 from typing import Any
 
 from tests.simulation.job import Job
-from ttp.controller import events as ev
 from ttp.controller.state import Stage
 from ttp.proto.messages import (
     Cause,
@@ -89,7 +88,7 @@ def stale_message(job: Job, rng: random.Random, rank: int) -> bool:
             return False
         message = rng.choice(said_again(job, rank) or _upward(job, rank))
         job.note(f"a stale {type(message).__name__} of rank {rank} comes to c{controller.place}")
-        controller.take(ev.Received(message))
+        controller.hear_again(rank, message)
         return True
     stream = process.stream
     if not process.alive or stream is None or stream is not process.attached:
