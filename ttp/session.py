@@ -21,6 +21,7 @@ is the controller's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -34,18 +35,20 @@ from typing import Any
 
 import torch
 
-from ttp import error_file
+from ttp import error_file, last_step
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
+from ttp.checkpoint.durable import steps_in
 from ttp.checkpoint.manifest import Manifest
 from ttp.config import Settings
 from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
 from ttp.exchange import JobRanks, check_joined, exchange_json, world
 from ttp.holder import OptimizerHolder, Publisher
 from ttp.job_directories import JobDirectories
+from ttp.last_step import LastStep
 from ttp.periodic import PeriodicSaves
 from ttp.protected import ProtectedOptimizer
-from ttp.protection import Protection
+from ttp.protection import Protection, show
 from ttp.proto.messages import CauseKind, CommitRecord
 
 log = logging.getLogger("ttp")
@@ -177,12 +180,19 @@ class Session:
         )
         self.holder.hosts, self.holder.start = self._directories.hosts, self._directories.start
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
+        self._saved_step = 0
+        """The newest step of which this run has written or loaded a checkpoint."""
+        self._first_step = optimizer.current_step
+        self.warns_unsaved = publisher is None
+        """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
+        self._saves_itself = publisher is not None
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
         self._protection = (
             Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
         )
+        atexit.register(self._report_end)
         self._faults.attach(optimizer, self.holder)
         self._faults.at_start("protected")
 
@@ -289,6 +299,7 @@ class Session:
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
+        self._saved_step = self._first_step = manifest.step
         self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
@@ -327,7 +338,10 @@ class Session:
         """
         with self.pause(SAVE_AT_MOST_S):
             kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
-            return self._saves.save(self.optimizer.current_step if step is None else step, kind)
+            saved = self.optimizer.current_step if step is None else step
+            path = self._saves.save(saved, kind)
+            self._saved_step = max(self._saved_step, saved)
+            return path
 
     # --- the end of train ---
 
@@ -349,6 +363,7 @@ class Session:
     def hold_until_all_finish(self) -> None:
         """Keep this rank as a holder until every rank's `train` has returned."""
         self._over = True
+        self._write_last_step()
         if self._protection is not None:
             self._protection.finished()
 
@@ -373,7 +388,40 @@ class Session:
                 self._over = True
                 self._protection.part(self.exception_on_its_way())
             self._protection.close()
+        self._report_end()
         self._faults.close()
         self._directories.release()
         if _current is self:
             _current = None
+
+    def _write_last_step(self) -> None:
+        """Have the agent know which step was the last, and whether it is on disk (rank 0)."""
+        if self.rank == 0 and self.protected and self.pid == os.getpid():
+            saved = None if self._saves_itself else max(self._saved_step, self._on_disk())
+            last_step.write(self.log_dir, self.settings.round_number, LastStep(self.optimizer.current_step, saved))
+
+    def _report_end(self) -> None:
+        """Training has ended without an exception, or the process ends: say where, and warn once if that is not on disk."""
+        atexit.unregister(self._report_end)
+        warns, self.warns_unsaved = self.warns_unsaved, False
+        ended_well = (
+            not self.raised and self.exception_on_its_way() is None and getattr(sys, "last_value", None) is None
+        )
+        if self.rank != 0 or self.pid != os.getpid() or not ended_well:
+            return
+        self._write_last_step()
+        step = self.optimizer.current_step
+        if warns and step > self._first_step and step > max(self._saved_step, self._on_disk()):
+            newest = f"the newest is of step {self._saved_step}" if self._saved_step else "none was written"
+            show(
+                logging.WARNING,
+                f"TTP has no checkpoint of step {step}, the last one: {newest}. Unless the trainer saves the weights itself, they are"
+                " lost: call session.save() as the last line of train, on all ranks",
+            )
+
+    def _on_disk(self) -> int:
+        """Return the newest published step: a fault may have had other ranks save while this one waited for its end."""
+        try:
+            return max((step for folder in self.save_dirs for step, _ in steps_in(Path(folder))), default=0)
+        except OSError:
+            return 0

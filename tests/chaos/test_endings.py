@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
         assert time.monotonic() - began < 60, "it waited for the ranks"
         assert "second signal: ending the workers at once" in job.text
         assert "cause   ttprun got SIGINT, and ended the ranks at once (SIGKILL) at a second signal" in job.text
-        assert re.search(r"faults +0 faults, 1 notice to leave\nlost +not known after 1 notice;", job.text), job.text
+        assert re.search(r"faults +0 faults, 1 notice to leave\nlost +unknown after 1 notice;", job.text), job.text
         job.assert_nothing_left()
 
 

@@ -83,7 +83,7 @@ def test_close_is_the_end_of_a_trainer_without_the_decorator(tmp_path: Path) -> 
         assert job.wait() == 0, job.text
         job.await_notes("closed-0-0", "closed-1-0")
         job.assert_nothing_left()
-        assert re.search(r"faults +0 faults\nlost +nothing", job.text), job.text
+        assert re.search(r"faults +0 faults\nlost +no checkpoint on disk of the last \d+ steps", job.text), job.text
     assert "fault" not in story(tmp_path)
 
 
@@ -92,6 +92,6 @@ def test_ranks_that_end_without_a_word_are_no_fault(tmp_path: Path) -> None:
     with Launch(tmp_path, TRAINER + RAISES_NOT + "train()\n", "--nproc-per-node", "2") as job:
         assert job.wait() == 0, job.text
         assert "never told their controller that training was over" in job.text
-        assert re.search(r"faults +0 faults\nlost +nothing", job.text), job.text
+        assert re.search(r"faults +0 faults\nlost +no checkpoint on disk of the last \d+ steps", job.text), job.text
         job.assert_nothing_left()
     assert "fault" not in story(tmp_path)

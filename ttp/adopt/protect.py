@@ -153,6 +153,7 @@ class Guard:
             model.register_forward_pre_hook(untraced(self._before_forward)),
             model.register_forward_hook(untraced(self._after_forward)),
         ]
+        session.warns_unsaved = False  # Usage knows of a trainer that saves by itself
         self._usage = Usage(model, session, point, save_interval=save_interval, keeps_state=host.has_state)
 
     # --- where the run stands ---

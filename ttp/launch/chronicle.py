@@ -25,12 +25,23 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ttp import last_step
 from ttp.console import open_console
+from ttp.last_step import LastStep
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
 from ttp.launch.fault_story import NOTICE, FaultStory, Line, false_alarms, fault_of, leading_lines
 from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
-from ttp.launch.hindsight import CLOSE_ON_ALL, UNANNOUNCED, gone_back, left_unannounced, told_by
+from ttp.launch.hindsight import (
+    CLOSE_ON_ALL,
+    UNANNOUNCED,
+    AtOnce,
+    ended_at_once,
+    gone_back,
+    left_unannounced,
+    told_by,
+    until_second_signal,
+)
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, fault_lines, summary_lines
 from ttp.wording import counted
@@ -81,8 +92,7 @@ class Ending:
     """The newest checkpoint that its ranks found broken before that; empty: none."""
     told_by: str = ""
     """The signal for which the launcher told the ranks to leave; empty: none came."""
-    at_once: frozenset[int] = frozenset()
-    """Ranks that the launcher ended by SIGKILL at a second signal."""
+    at_once: AtOnce = field(default_factory=AtOnce)
 
 
 class Chronicle:
@@ -113,6 +123,10 @@ class Chronicle:
         """Starts whose end this launcher has told, a calm one too."""
         self._untold: tuple[Start, Ending] | None = None
         """A start that the launcher on another node tells, unless that node is lost: then rank 0 comes to another one."""
+        self._ended_in_fault = False
+        """So has the newest start that was told here."""
+        self._last: LastStep | None = None
+        """Where its training ended, if that was no fault."""
         self._protected = False
         """A rank has called `ttp.start`: it has said where its journals are."""
         self._introduced = -1
@@ -235,6 +249,8 @@ class Chronicle:
             lasted_s=round(now - begun, 3),
             untold_starts=tuple(number for number in range(self._number + 1) if number not in known),
             lasted_since=0 if whole else self._first,
+            ended_in_fault=self._ended_in_fault,
+            last=self._last,
             protected=self._protected or self._first > 0 or any(number not in self._told for number in known),
         )
 
@@ -307,6 +323,7 @@ class Chronicle:
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
+        lines = until_second_signal(lines, ending.at_once)
         story = fault_of(
             start.number,
             lines,
@@ -317,19 +334,25 @@ class Chronicle:
             one_node=ending.one_node,
             elsewhere=ending.elsewhere or "",
         )
+        if ending.at_once.ranks and lines:
+            story = ended_at_once(start.number, story, lines, ending.at_once)
         if ending.first_step is not None:
             self._compare(start.number, ending.first_step, ending.skipped)
+        self._ended_in_fault, self._last = story is not None, None
+        if ending.succeeded and ending.log_dir is not None:
+            self._last = last_step.read(ending.log_dir, start.number, start.begun_unix_s)
         if story is None:
             return bool(lines) or ending.elsewhere is not None
         unannounced = ending.succeeded and left_unannounced(story, ending.pids)
         if unannounced and story.saved is None:
+            self._ended_in_fault = False
             self._write("unannounced", {"start": start.number, "ranks": [culprit.rank for culprit in story.culprits]})
             log.warning("start %d: %s", start.number, UNANNOUNCED)
             return True
         if ending.log_dir is not None:
             story = with_stacks(story, lines, ending.log_dir)
         if ending.told_by:
-            story = told_by(story, ending.told_by, ending.at_once)
+            story = told_by(story, ending.told_by, ending.at_once.ranks)
         what_next = CLOSE_ON_ALL if unannounced else ending.next
         story = replace(story, next=what_next, began_unix_s=story.began_unix_s or self._clock())
         self._stories.append(story)

@@ -6,13 +6,14 @@ Pure: stories and a few facts in, stories and words out.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttp.checkpoint.durable import step_of_directory
-from ttp.launch.fault_story import ENDED, NOTICE, FaultStory
+from ttp.launch.fault_story import ENDED, NOTICE, Culprit, FaultStory, Line
 from ttp.proto.messages import CauseKind
 from ttp.wording import counted
 
@@ -21,10 +22,49 @@ UNANNOUNCED = (
     " counted; whether the weights are on disk, only the trainer knows. Decorate the training function with ttp.ttp_to_persist, or call"
     " close() on all ranks at its end"
 )
+_NO_TIME = "a second signal left no time for it"
 CLOSE_ON_ALL = (
     "none: all workers here have succeeded. A rank that ends without close() is taken for dead by those that wait in theirs: call"
     " close() on all ranks, or decorate the training function with ttp.ttp_to_persist"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Ranks that the agent ended by SIGKILL at a second signal, and when."""
+
+    ranks: frozenset[int] = frozenset()
+    unix_s: float = math.inf
+
+
+_OUTCOMES = ("write_sent", "written", "published", "finished")
+
+
+def until_second_signal(lines: Sequence[Line], at_once: AtOnce) -> list[Line]:
+    """Return what came before the second signal, and what was saved all the same. All else that follows is its doing: in which order
+    the controller noticed that, and how much of it, is chance."""
+    return [line for line in lines if line["unix_s"] < at_once.unix_s or line["event"] in _OUTCOMES]
+
+
+def ended_at_once(start: int, story: FaultStory | None, lines: Sequence[Line], at_once: AtOnce) -> FaultStory:
+    """Return the incident of an attempt that a second signal ended: a fault that was there before it, or the notice itself, after which
+    it is not known how many steps the ranks had finished. `lines` and `story`: of what came before the signal."""
+    if story is not None and story.kind != NOTICE:
+        return story
+    registered = {line["fields"]["rank"]: line["fields"] for line in lines if line["event"] == "registered"}
+    processes = ((rank, registered.get(rank, {})) for rank in sorted(at_once.ranks))
+    culprits = tuple(Culprit(rank=r, host=p.get("host", ""), pid=p.get("pid", 0)) for r, p in processes)
+    saved = story.saved if story is not None else None
+    return FaultStory(
+        start=start,
+        began_unix_s=story.began_unix_s if story is not None else at_once.unix_s,
+        kind=NOTICE,
+        culprits=culprits,
+        saved=saved,
+        not_saved="" if saved is not None else _NO_TIME,
+        goes_on_from=saved.path if saved is not None else "",
+        steps_lost=story.steps_lost if story is not None and saved is not None else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +125,7 @@ def told_by(story: FaultStory, name: str, at_once: Collection[int] = ()) -> Faul
         and {culprit.rank for culprit in story.culprits} <= set(at_once)
     ):
         said = f"ttprun got {name}, and ended the ranks at once (SIGKILL) at a second signal"
-        why = story.not_saved and "a second signal left no time for it"
+        why = story.not_saved and _NO_TIME
         ended = (replace(each, cause=said) for each in story.culprits)
         return replace(story, kind=NOTICE, culprits=tuple(ended), not_saved=why)
     if story.kind != NOTICE:

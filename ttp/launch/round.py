@@ -19,6 +19,7 @@ from ttp.launch.controllers import end_controllers, is_controller
 from ttp.launch.courier import Courier
 from ttp.launch.deathwatch import Death, DeathWatch
 from ttp.launch.futility import SHORT_START_S
+from ttp.launch.hindsight import AtOnce
 from ttp.launch.launching import Launching
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
@@ -107,8 +108,7 @@ class Round:
         """The signal after which nothing follows this start here."""
         self._told_by = ""
         """The same, if the ranks were told to leave for it."""
-        self._at_once: frozenset[int] = frozenset()
-        """Ranks that were ended because somebody insisted, by a second signal."""
+        self._at_once = AtOnce()
         self._over_since_s: float | None = None
         """Since when it is known here that the job has failed on another node."""
         self.next = ""
@@ -370,7 +370,7 @@ class Round:
     def end_at_once(self) -> None:
         """End every worker without a word: somebody insists."""
         log.warning("second signal: ending the workers at once")
-        self._at_once = frozenset(self.living())
+        self._at_once = AtOnce(frozenset(self.living()), time.time())
         self.end_workers(signal.SIGKILL, 0.0)
 
     def told_to_end(self, name: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ttp.last_step import LastStep
 from ttp.launch.fault_story import STAGES, Culprit, FaultStory, Saved
+from ttp.launch.losses import Losses, lost_text
 from ttp.wording import counted, ranks_text, size_text
 
 _NAMED = 8
@@ -60,6 +62,26 @@ class Summary:
     """A rank has called `ttp.start`; False: none has in any start, and nobody knows what the script did."""
     steps_again: int = 0
     """Steps that a start trained again though a checkpoint of them was there: it was broken, or not taken."""
+    ended_in_fault: bool
+    """The last start ended in a fault or a notice."""
+    last: LastStep | None
+    """Where the last start's training ended, if that was no fault and rank 0 has reported it."""
+
+    @property
+    def losses(self) -> Losses:
+        """What decides on the line of what was lost."""
+        return Losses(
+            protected=self.protected,
+            faults=self.faults,
+            notices=self.notices,
+            steps_lost=self.steps_lost,
+            steps_again=self.steps_again,
+            unknown_losses=self.unknown_losses,
+            untold_starts=self.untold_starts,
+            ended_in_fault=self.ended_in_fault,
+            last=self.last,
+            without_training=_seconds(self.lost_s),
+        )
 
 
 def fault_lines(story: FaultStory) -> list[str]:
@@ -89,16 +111,6 @@ def summary_lines(summary: Summary) -> list[str]:
         faults += f"; how {_starts(summary.untold_starts)} ended is not known on this node"
     saved = ", ".join(map(str, summary.saved_steps[-_NAMED:]))
     more = "..., " if len(summary.saved_steps) > _NAMED else ""
-    losses = [counted(summary.steps_lost, "step")] if summary.steps_lost or not summary.unknown_losses else []
-    if summary.steps_again:
-        losses[0] += f" ({summary.steps_again:,} to train again behind a checkpoint that was broken or not taken)"
-    if summary.unknown_losses:
-        which = "fault" if summary.faults > summary.notices else "notice"
-        losses.append(f"not known after {counted(summary.unknown_losses, which)}")
-    lost = f"{', and '.join(losses)}; {_seconds(summary.lost_s)} without training" if summary.faults else losses[0]
-    nothing = "not known" if summary.untold_starts else "nothing"
-    if not summary.protected and summary.faults:
-        lost = "not known: no rank has called ttp.start"
     since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
     found = [
         ("result", summary.result),
@@ -106,7 +118,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
-        ("lost", lost if summary.faults or summary.steps_again else nothing),
+        ("lost", lost_text(summary.losses)),
     ]
     return ["--- the job has ended ---", *(f"{label:<{_LABEL}}{text}" for label, text in found if text)]
 

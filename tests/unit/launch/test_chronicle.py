@@ -32,6 +32,7 @@ SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "launch", "result", "starts", "faults", "notices", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
     "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected", "steps_again",
+    "ended_in_fault", "last",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
@@ -198,7 +199,7 @@ def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytes
         "who     rank 1 (pid 71)" in told
         and "cause   exit code 1" in told
         and "saved   nothing: no controller on this node led the ranks" in told
-        and told.endswith("faults  1 fault\nlost    not known: no rank has called ttp.start\n")
+        and told.endswith("faults  1 fault\nlost    not protected: no rank has called ttp.start\n")
     )
 
 
@@ -293,7 +294,10 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
     chronicle.finish("succeeded")
     told = capsys.readouterr().err
     assert "starts  3; since start 2 0.0 s" in told
-    assert "faults  0 faults; how starts 0-1 ended is not known on this node" in told and "lost    not known" in told
+    assert (
+        "faults  0 faults; how starts 0-1 ended is not known on this node" in told
+        and "lost    unknown: how starts 0-1 ended" in told
+    )
 
 
 def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp_path: Path) -> None:
@@ -461,40 +465,3 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
         "end",
     ]
     assert json.loads(texts[-1])["faults"] == 2
-
-
-def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The fault's story said that no step was lost, and its checkpoint was of no use: the summary knows better."""
-    caplog.set_level(logging.WARNING, "ttp.launch")
-    for first_step, lost in ((8, 0), (None, 0), (7, 1), (1, 7)):
-        folder = tmp_path / str(first_step)
-        folder.mkdir()
-        caplog.clear()
-        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-        chronicle.begin(here=True)
-        first = replace(ending(folder, rank_2="signal SIGKILL"), first_step=1)
-        chronicle.end(put("killed", folder), first)
-        assert "no step lost" in capsys.readouterr().err
-        chronicle.begin(here=True)
-        second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
-        chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
-        chronicle.finish("succeeded")
-        again = f" ({lost} to train again behind a checkpoint that was broken or not taken)" if lost else ""
-        assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
-        lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
-        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
-        assert told == ([(1, first_step, 7, lost)] if lost else [])
-        said = f"start 1 went on with step {first_step}, though a fault had left step 7 whole"
-        assert (said in caplog.text) == bool(lost)
-
-
-def test_a_checkpoint_that_was_skipped_counts_where_all_starts_before_were_told_here(tmp_path: Path) -> None:
-    """Another node's launcher may have told of it already."""
-    for number, lost in ((0, 3), (2, 0)):
-        chronicle = Chronicle(path := tmp_path / f"{number}.jsonl")
-        chronicle.begin(here=True, number=number)
-        chronicle.end(put("killed", tmp_path, number), replace(ending(tmp_path), first_step=5, skipped="/iter_0000007"))
-        chronicle.finish("succeeded")
-        assert written(path)[-1]["steps_again"] == lost

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
-from ttp.launch.fault_story import Culprit, FaultStory, Saved
-from ttp.launch.hindsight import GoneBack, gone_back, left_unannounced, told_by
+from ttp.launch.fault_story import Culprit, FaultStory, Saved, fault_of
+from ttp.launch.hindsight import (
+    AtOnce,
+    GoneBack,
+    ended_at_once,
+    gone_back,
+    left_unannounced,
+    told_by,
+    until_second_signal,
+)
 
 
 def test_only_ranks_here_that_ended_are_taken_for_unannounced() -> None:
@@ -75,3 +84,55 @@ def test_a_job_that_begins_behind_a_broken_checkpoint_goes_back() -> None:
         first_step=9, kept_step=10, steps=2, skipped="/ckpt/iter_0000010"
     )
     assert gone_back([], 0, 9, [], "/a directory that cannot be read") is None
+
+
+def line(unix_s: float, event: str, **fields: object) -> dict[str, object]:
+    return {"unix_s": unix_s, "event": event, "fields": fields, "controller": 0}
+
+
+BEGUN = [line(1.0, "registered", rank=rank, host="a", pid=70 + rank) for rank in (0, 1)]
+NOTICES = [line(10.0 + r, "fault_reported", rank=r, kind="preempted", text="SIGTERM", detail="") for r in (0, 1)]
+AFTER = [
+    line(20.1, "death_seen", rank=1, text="signal SIGKILL", kind="exited"),
+    line(20.2, "fault_reported", rank=0, kind="peer_error", text="Connection closed by peer", detail=""),
+    line(20.3, "fault_reported", rank=0, kind="exception", text="RuntimeError: gloo", detail=""),
+    line(20.4, "freeze_sent", kind="exited", culprits=[1], text="signal SIGKILL"),
+    line(20.5, "frozen", ranks=[0], phases=["READY"], steps=[5], records=[3, 4], backup_steps=[]),
+    line(20.6, "suspect", rank=0, kind="silent", text="nothing was heard for 3 s"),
+    line(20.7, "refused", reason="all ranks are dead", goes_on_from="", kind="exited"),
+    line(20.8, "exit_sent", reason="all ranks are dead"),
+]
+
+
+def test_what_a_second_signal_ends_is_told_alike_whatever_is_noticed_of_it() -> None:
+    """Any part of what the controller writes while its ranks are killed, and any part of the notices before: one incident."""
+    at_once = AtOnce(frozenset({0, 1}), 20.0)
+    told = set()
+    for notices, after in itertools.product(parts(NOTICES), parts(AFTER)):
+        lines = until_second_signal([*BEGUN, *notices, *after], at_once)
+        story = ended_at_once(0, fault_of(0, lines, {}), lines, at_once)
+        said = told_by(story, "SIGINT", at_once.ranks)
+        told.add(replace(said, began_unix_s=0.0))
+    (only,) = told
+    assert (only.kind, only.steps_lost, only.not_saved) == ("preempted", None, "a second signal left no time for it")
+    assert [(one.rank, one.host, one.pid) for one in only.culprits] == [(0, "a", 70), (1, "a", 71)]
+
+
+def test_a_fault_before_the_second_signal_stays_one_and_what_was_saved_counts() -> None:
+    at_once = AtOnce(frozenset({0, 1}), 20.0)
+    hung = line(15.0, "hung", ranks=[1], text="a hang", kind="hung")
+    freeze = line(15.1, "freeze_sent", kind="hung", culprits=[1], text="a hang")
+    lines = until_second_signal([*BEGUN, hung, freeze, *AFTER], at_once)
+    story = ended_at_once(0, fault_of(0, lines, {}), lines, at_once)
+    assert story.kind == "hung" and [one.rank for one in story.culprits] == [1]
+    saved = [
+        line(15.2, "frozen", ranks=[0], phases=["READY"], steps=[5], records=[3, 4], backup_steps=[]),
+        line(20.1, "published", step=4, path="/d/iter_0000004"),
+    ]
+    lines = until_second_signal([*BEGUN, hung, freeze, *saved], at_once)
+    story = ended_at_once(0, fault_of(0, lines, {}), lines, at_once)
+    assert story.saved is not None and (story.saved.step, story.steps_lost) == (4, 0)
+
+
+def parts(lines: list[dict[str, object]]) -> list[list[dict[str, object]]]:
+    return [list(some) for count in range(len(lines) + 1) for some in itertools.combinations(lines, count)]

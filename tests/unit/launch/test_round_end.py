@@ -83,11 +83,13 @@ def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: py
     try:
         start.workers[1].kill()
         start.round._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
+        begun_s = time.time()
         start.round.end_at_once()
     finally:
         start.close()
     (ending,) = endings
-    assert ending.at_once == {0} and dict(ending.exits) == {1: "signal SIGKILL"}
+    assert ending.at_once.ranks == {0} and dict(ending.exits) == {1: "signal SIGKILL"}
+    assert begun_s <= ending.at_once.unix_s <= time.time()
     assert "second signal: ending the workers at once" in caplog.text
 
 

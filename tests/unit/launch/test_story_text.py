@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.launch.journals import story
+from ttp.last_step import LastStep
 from ttp.launch.fault_story import Culprit, FaultStory, Place, Saved, fault_of
 from ttp.launch.story_text import Summary, fault_lines, summary_lines
 
@@ -31,6 +32,8 @@ SUMMARY = Summary(
     unknown_losses=0,
     lost_s=31.25,
     lasted_s=301.0,
+    ended_in_fault=False,
+    last=LastStep(120, 120),
 )
 
 
@@ -134,10 +137,10 @@ def test_the_summary_tells_the_whole_job() -> None:
 def test_the_summary_does_not_hide_what_is_not_known() -> None:
     """A job whose ranks all died never told how far they had come."""
     lines = summary_lines(replace(SUMMARY, unknown_losses=1, steps_lost=3, saved_steps=(), lasted_s=7200.0))
-    assert "lost    3 steps, and not known after 1 fault; 31.2 s without training" in lines
+    assert "lost    3 steps, and unknown after 1 fault; 31.2 s without training" in lines
     stopped = summary_lines(replace(SUMMARY, faults=1, notices=1, unknown_losses=1))
     assert "faults  0 faults, 1 notice to leave, 1 false alarm" in stopped
-    assert "lost    not known after 1 notice; 31.2 s without training" in stopped
+    assert "lost    unknown after 1 notice; 31.2 s without training" in stopped
     assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
     calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
     assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
@@ -156,9 +159,9 @@ def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
 def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
     """Its script failed before `ttp.start`: nobody trained, or nobody knows."""
     failed = replace(SUMMARY, unknown_losses=2, false_alarms=0, saved_steps=(), protected=False)
-    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not known: no rank has called ttp.start"]
+    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not protected: no rank has called ttp.start"]
     silent = summary_lines(replace(failed, protected=True))
-    assert silent[-1] == "lost    not known after 2 faults; 31.2 s without training"
+    assert silent[-1] == "lost    unknown after 2 faults; 31.2 s without training"
 
 
 def test_a_fault_of_another_node_is_told_in_that_nodes_words() -> None:

@@ -1,0 +1,77 @@
+"""What the summary of a job says of its last step, and of steps that were trained again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.test_chronicle import KILLED_AT_S, ending, put, written
+from ttp import last_step
+from ttp.last_step import LastStep
+from ttp.launch.chronicle import Chronicle, Start
+
+
+def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that ends without a fault has lost nothing only if rank 0 has reported that its last step is on disk."""
+    told = []
+    for number, last in enumerate((None, LastStep(9, 0), LastStep(9, 9))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
+        chronicle.begin(here=True)
+        start, calm = put("killed", folder), folder / "journal_0.jsonl"
+        lines = calm.read_text().splitlines(keepends=True)
+        assembled = next(place for place, line in enumerate(lines) if '"assembled"' in line)
+        calm.write_text("".join(lines[: assembled + 1]))
+        if last is not None:
+            last_step.write(folder, 0, last)
+        chronicle.end(start, replace(ending(folder), succeeded=True))
+        chronicle.finish("succeeded")
+        told.append(capsys.readouterr().err.splitlines()[-1])
+        assert written(folder / "story.jsonl")[-1]["last"] == (last and asdict(last))
+    assert told == [
+        "lost    unknown: no rank has reported its last step",
+        "lost    no checkpoint on disk of the last 9 steps, up to step 9 (TTP wrote none)",
+        "lost    nothing",
+    ]
+
+
+def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fault's story said that no step was lost, and its checkpoint was of no use: the summary knows better."""
+    caplog.set_level(logging.WARNING, "ttp.launch")
+    for first_step, lost in ((8, 0), (None, 0), (7, 1), (1, 7)):
+        folder = tmp_path / str(first_step)
+        folder.mkdir()
+        caplog.clear()
+        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
+        chronicle.begin(here=True)
+        first = replace(ending(folder, rank_2="signal SIGKILL"), first_step=1)
+        chronicle.end(put("killed", folder), first)
+        assert "no step lost" in capsys.readouterr().err
+        chronicle.begin(here=True)
+        second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
+        last_step.write(folder, 1, LastStep(9, 9))
+        chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
+        chronicle.finish("succeeded")
+        again = f" ({lost} to train again behind a checkpoint that was broken or not taken)" if lost else ""
+        assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
+        lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
+        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
+        assert told == ([(1, first_step, 7, lost)] if lost else [])
+        said = f"start 1 went on with step {first_step}, though a fault had left step 7 whole"
+        assert (said in caplog.text) == bool(lost)
+
+
+def test_a_checkpoint_that_was_skipped_counts_where_all_starts_before_were_told_here(tmp_path: Path) -> None:
+    """Another node's launcher may have told of it already."""
+    for number, lost in ((0, 3), (2, 0)):
+        chronicle = Chronicle(path := tmp_path / f"{number}.jsonl")
+        chronicle.begin(here=True, number=number)
+        chronicle.end(put("killed", tmp_path, number), replace(ending(tmp_path), first_step=5, skipped="/iter_0000007"))
+        chronicle.finish("succeeded")
+        assert written(path)[-1]["steps_again"] == lost
