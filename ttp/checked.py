@@ -62,6 +62,11 @@ def boolean(value: object, path: str) -> bool:
     return value
 
 
+def optional_boolean(value: object, path: str) -> bool | None:
+    """Return a boolean, or None for null and for a key that older versions do not write. Raises Invalid."""
+    return None if value is None else boolean(value, path)
+
+
 def string(value: object, path: str) -> str:
     """Return a string that UTF-8 can carry and C can hold. Raises Invalid."""
     if type(value) is not str or "\0" in value or not _encodes(value):

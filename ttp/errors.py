@@ -12,6 +12,7 @@
     ├── ControllerError    the controller could not be started, or was lost: a fault
     ├── ProtocolError      an event that the protocol's state does not allow
     ├── AbortedCollective  a collective's result lacks some rank's contribution; another rank failed
+    ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
     ├── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
     └── NotSupported       a name of another product's interface that has no counterpart here  (also a NotImplementedError)
 
@@ -74,10 +75,12 @@ class ControllerError(TTPError):
     """The controller could not be started, or was lost before the ranks had assembled: a fault, the next start may do better."""
 
 
-STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointMismatch)
+class NonFinite(TTPError):
+    """A loss or a gradient is NaN or infinite, and `on_nonfinite="stop"` was given; no update was made with it."""
+
+
+STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointMismatch, NonFinite)
 """Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
-
-
 STAY_WRONG_AT_FIRST = (NotWritable,)
 """The same at the job's first start. Later a disk may have failed, and may come back."""
 

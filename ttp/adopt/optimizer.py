@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import threading
@@ -28,10 +29,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ttp.adopt.averages import Average
+from ttp.adopt.numbers import PassNumbers
 from ttp.adopt.state import AdoptedState, check_optimizer
 from ttp.checkpoint.held import HeldTensor
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
-from ttp.exchange import exchange_json
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFinite, ProtocolError
+from ttp.exchange import exchange_json, world
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
 from ttp.optim.lane import Lane
 from ttp.optim.spanning import Spanning
@@ -39,6 +41,8 @@ from ttp.optim.split import gradient_of
 from ttp.optim.verdict import ClipNorm, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import NullTracker, UpdateTracker
+
+log = logging.getLogger("ttp")
 
 
 class AdoptedOptimizer:
@@ -51,12 +55,17 @@ class AdoptedOptimizer:
         clip: ClipNorm | None = None,
         averages: Mapping[str, Average] | None = None,
         tells_norm: bool = False,
+        on_nonfinite: str = "warn",
     ) -> None:
         """A collective over WORLD. `tells_norm`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
         Raises ConfigError, LayoutError for what cannot be protected."""
         check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
         self.optimizer = optimizer
         self.clip = clip
+        self._on_nonfinite = on_nonfinite
+        self._numbers = PassNumbers()
+        self._rank = world()[0]
+        self._warned = False
         self._tells_norm = clip is not None or tells_norm
         self.current_step = 0
         self.last_record: CommitRecord | None = None
@@ -106,6 +115,9 @@ class AdoptedOptimizer:
         if self._computing != step or self._ready:
             self._tracker.computing(step)
             self._computing, self._ready = step, 0
+            self._numbers.forget()
+        elif all(param.grad is None for group in self.optimizer.param_groups for param in group["params"][:1]):
+            self._numbers.forget()  # zero_grad without a step: GradScaler has left it out
 
     def _check_whole(self) -> None:
         """Give the gate back where the optimizer's own update raised and the trainer went on: no hook tells of that."""
@@ -127,7 +139,8 @@ class AdoptedOptimizer:
             self._tracker.waiting = False
 
     def begin_backward(self, output: object) -> None:
-        """A forward pass has ended; for fault injection, its backward pass will tell when it begins."""
+        """A forward pass has ended: look at its loss, if that is there, and have its backward pass look at the output's gradient."""
+        self._numbers.look_at(output)
         if self.on_point is None:
             return
         values = output.values() if isinstance(output, Mapping) else output
@@ -237,12 +250,35 @@ class AdoptedOptimizer:
     def _agree(self, step: int) -> tuple[CommitRecord, bool]:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
         squares = self._own_squares() if self._tells_norm else torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = squares + self._numbers.zero_or_nan(self.device)  # the collective then reports an overflow
         agreed = self._spanning.agree(step, squares, self._tracker.notice, None)
         total = math.inf if agreed.overflow else math.sqrt(agreed.squares)
-        skipped = self.clip is not None and not math.isfinite(total)
+        skipped = (self.clip is not None or self._on_nonfinite == "skip") and not math.isfinite(total)
+        if not math.isfinite(total):
+            self._nonfinite_at(step, skipped)
         factor = 1.0 if skipped else clip_factor(self.clip, total)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), agreed.told_to_leave
+
+    def _nonfinite_at(self, step: int, skipped: bool) -> None:
+        """Some rank's loss or gradients are not finite: on each such rank warn once, on all ranks stop where that was asked for."""
+        if self._on_nonfinite == "stop":
+            raise NonFinite(
+                f"step {step}: {self._numbers.where(self._rank)}: expected finite numbers (on_nonfinite='stop'). The state is that of step"
+                f" {step - 1}; correct the data or the learning rate, or resume from an older checkpoint"
+            )
+        done = "the step is skipped" if skipped else "training goes on with it"
+        if self._numbers.are_finite():
+            return
+        if not self._warned:
+            log.warning(
+                "step %d: %s; %s (on_nonfinite=%r). Said once",
+                step,
+                self._numbers.where(self._rank),
+                done,
+                self._on_nonfinite,
+            )
+        self._warned = True
 
     def _own_squares(self) -> torch.Tensor:
         """Return the sum of squares (FP64, 0-d) of the gradients that this rank counts: every element of the model's is

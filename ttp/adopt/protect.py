@@ -63,6 +63,7 @@ def protect(
     clip: ClipNorm | None = None,
     save_interval: int = 0,
     compare_every: int = 100,
+    on_nonfinite: str = "warn",
     reseed: bool = True,
     resume: str = "auto",
     layout: Mapping[str, Any] | None = None,
@@ -79,6 +80,8 @@ def protect(
     clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
     the barrier. save_interval: a periodic checkpoint after so many steps (0: none). compare_every: after so many steps
     replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
+    on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
+    (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
@@ -88,11 +91,13 @@ def protect(
             raise ConfigError(f"{name} is {number!r}: wanted a number of steps, or 0 for never")
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
+    if on_nonfinite not in ("warn", "skip", "stop"):
+        raise ConfigError(f"invalid on_nonfinite: got {on_nonfinite!r}, expected 'warn', 'skip' or 'stop'")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
     judged = bool((settings or Settings.from_env()).chaos)
-    adopted = AdoptedOptimizer(model, optimizer, clip, averages, tells_norm=judged)
+    adopted = AdoptedOptimizer(model, optimizer, clip, averages, tells_norm=judged, on_nonfinite=on_nonfinite)
     try:
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)

@@ -69,16 +69,19 @@ class Contents:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     blobs: tuple[BlobEntry, ...]
+    finite: bool | None = None
+    """No tensor holds NaN or infinity; None: some writer did not look (an older version's file)."""
 
 
-def to_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
-    """Return what goes to the end of the one file that these entries lie in."""
+def to_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry], finite: bool | None = None) -> bytes:
+    """Return what goes to the end of the one file that these entries lie in. `finite`: of its tensors' values."""
     specs: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
     for e in tensors:
         specs.setdefault((e.key, e.dtype, e.shape), []).append((e.offsets, e.sizes, e.position, e.length))
     table = {
         "tensors": [[*spec, boxes] for spec, boxes in specs.items()],
         "blobs": [(b.key, b.position, b.length) for b in blobs],
+        "finite": finite,
     }
     body = json.dumps(table, separators=(",", ":")).encode()
     return body + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + MAGIC
@@ -95,10 +98,16 @@ def read_contents(
     files = [file for result in results for file in result.files]
     tensors: list[TensorEntry] = []
     blobs: list[BlobEntry] = []
+    told: list[bool | None] = []
     for file, body in zip(files, _read_tables(directory, files), strict=True):
-        _parse(body, directory / file.name, file, tensors, blobs)
+        told.append(_parse(body, directory / file.name, file, tensors, blobs))
         advance(1)
-    return Contents(tuple(files), tuple(tensors), tuple(blobs))
+    return Contents(tuple(files), tuple(tensors), tuple(blobs), all_finite(told))
+
+
+def all_finite(told: Sequence[bool | None]) -> bool | None:
+    """Join what is known of parts: one that is not finite decides; else one of which nothing is known does."""
+    return False if False in told else None if None in told else True
 
 
 def wrong_files(text: str, folder: Path, files: Sequence[FileEntry]) -> CorruptCheckpoint:
@@ -146,7 +155,8 @@ def _read_table(path: Path, file: FileEntry) -> bytes:
     return body
 
 
-def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> None:
+def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> bool | None:
+    """Add a file's entries; return whether its values are finite, as far as its writer knows."""
     try:
         table = checked.mapping(json.loads(body), "table")
         for key, dtype, shape, boxes in checked.field(table, "tensors", "table")[0]:
@@ -162,6 +172,7 @@ def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry],
             if not checked.are_naturals((position, length)):
                 raise checked.Invalid(checked.string(key, "blobs"), [position, length], "two integers >= 0")
             blobs.append(BlobEntry(checked.string(key, "blobs"), file.name, position, length))
+        return checked.optional_boolean(table.get("finite"), "table.finite")
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}, written by rank {file.rank}: its table of contents cannot be read ({error}); was it written by "

@@ -41,6 +41,7 @@ from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, ShareResult
 from ttp.wording import counted, ranks_text, size_text
 
+_FINITE = {True: "yes", False: "[red]no[/]", None: "unknown"}
 _COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
 
 
@@ -58,17 +59,29 @@ def list_folder(given: argparse.Namespace, console: Console) -> Answer:
         error = str(nothing_in(folder))
         return Answer(Status.NO, {**told, "error": error}, [f"[red]{escape(error)}[/]", *_leftover_tables(leftovers)])
     table = Table(Column("step", justify="right"), "cause", "ranks lost", Column("size", justify="right"), "written",
-                  Column("state", overflow="fold"), title=escape(str(folder)), title_justify="left")  # fmt: skip
+                  "finite", Column("state", overflow="fold"), title=escape(str(folder)), title_justify="left")  # fmt: skip
     for entry in listed:
         table.add_row(*_listed_row(entry))
     shown: list[RenderableType] = [table, *_leftover_tables(leftovers)]
     shown.append(f"tracker: {'none' if tracker is None else f'step {tracker}'}")
+    if newest := _newest_finite(listed):
+        shown.append(newest)
     states = {entry.state for entry in listed}
     if states & {State.COMPLETE, State.PIECE}:
         shown.append("complete: names, sizes and completeness were checked; `verify` compares the checksums, too")
     if State.UNREADABLE in states:
         return Answer(Status.FAILED, told, shown)
     return Answer(Status.NO if State.BROKEN in states else Status.YES, told, shown)
+
+
+def _newest_finite(listed: Sequence[Listed]) -> str:
+    """Name the newest checkpoint without NaN and infinity where a newer one has some; empty: none has."""
+    found = [entry for entry in listed if entry.manifest is not None]
+    if all(entry.manifest.finite is not False for entry in found if entry.manifest is not None):
+        return ""
+    whole = [entry.step for entry in found if entry.manifest is not None and entry.manifest.finite]
+    newest = f"of step {max(whole)}" if whole else "not among these"
+    return f"the newest checkpoint with a finite state is {newest}; `resume` takes a path"
 
 
 def _listed_fields(entry: Listed) -> dict[str, Any]:
@@ -82,6 +95,7 @@ def _listed_fields(entry: Listed) -> dict[str, Any]:
         "ranks_lost": list(cause.ranks),
         "bytes": entry.manifest.nbytes,
         "written_unix_s": entry.manifest.created_unix_s,
+        "finite": entry.manifest.finite,
     }
 
 
@@ -89,7 +103,7 @@ def _listed_row(entry: Listed) -> tuple[str, ...]:
     state = f"[{_COLOURS[entry.state]}]{entry.state.value}[/]"
     found = entry.manifest
     if found is None:
-        return str(entry.step), "", "", "", "", f"{state}: {escape(entry.error)}"
+        return str(entry.step), "", "", "", "", "", f"{state}: {escape(entry.error)}"
     left = found.cause.kind is CauseKind.PREEMPTED  # when all was saved, and told to
     lost = "-" if left else ", ".join(map(str, found.cause.ranks)) or "-"
     return (
@@ -98,6 +112,7 @@ def _listed_row(entry: Listed) -> tuple[str, ...]:
         lost,
         size_text(found.nbytes),
         _when(found),
+        _FINITE[found.finite],
         f"{state}, sums not checked",
     )
 
@@ -130,6 +145,7 @@ def inspect(given: argparse.Namespace, console: Console) -> Answer:
         "attempt": found.attempt,
         "term": found.term,
         "start": found.start,
+        "finite": found.finite,
         "hosts": list(found.hosts),
         "layout": found.layout,
         "record": None if found.record is None else dataclasses.asdict(found.record),

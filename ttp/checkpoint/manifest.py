@@ -65,6 +65,8 @@ class Manifest:
     *piece*), and `tensors` is what lies in those. Empty: the directory holds all files."""
     start: int = 0
     """Of a piece: which start of a job wrote it. Rises from start to start, over all jobs of these directories."""
+    finite: bool | None = None
+    """No saved tensor holds NaN or infinity; None: not known (an older version's checkpoint)."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -89,6 +91,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "versions": dict(manifest.versions),
         "hosts": list(manifest.hosts),
         "start": manifest.start,
+        "finite": manifest.finite,
         "layout": _encode(manifest.layout, "layout"),
         "record": None if record is None else _encode_record(record),
         "state": _encode(manifest.state, "state"),
@@ -187,6 +190,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         term=checked.integer(*get("term")),
         hosts=tuple(checked.string(host, where) for host, where in checked.items(*get("hosts"))),
         start=checked.integer(*get("start")),
+        finite=checked.optional_boolean(body.get("finite"), "finite"),
         versions={key: checked.string(value, f"versions.{key}") for key, value in versions.items()},
     )
 

@@ -231,7 +231,7 @@ def _complete(
     tensors = {entry.key: TensorSpec(entry.dtype, entry.shape) for entry in contents.tensors}
     share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False, advance=advance)
     files = sorted((*fields.files, *share.files), key=lambda file: file.name)
-    write_manifest(claim, replace(fields, files=tuple(files), tensors=tensors))
+    write_manifest(claim, replace(fields, files=tuple(files), tensors=tensors, finite=contents.finite))
     fsync_directory(claim)
 
 

@@ -187,12 +187,12 @@ def _complete(
     if blobs:
         share = write_share(claim.parent, claim.name, rank, (), blobs, suffix="blobs", make=False)
         added = read_contents(claim, [share])
-        contents = Contents(contents.files + added.files, contents.tensors, contents.blobs + added.blobs)
+        contents = replace(contents, files=contents.files + added.files, blobs=contents.blobs + added.blobs)
     dcp.write_metadata(claim, contents, str(final), fields.attempt, advance)
     metadata = claim / dcp.METADATA_NAME
     entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), rank)
     files = sorted((*contents.files, entry), key=lambda file: file.name)
-    write_manifest(claim, replace(fields, files=tuple(files)))
+    write_manifest(claim, replace(fields, files=tuple(files), finite=contents.finite))
     if (missing := _missing(claim, files)) is not None:
         raise CorruptCheckpoint(f"{missing}, though all was there before; write the step again as a new attempt")
     fsync_directory(claim)

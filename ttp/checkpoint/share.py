@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import os
 import re
 import shutil
@@ -149,7 +150,11 @@ def _write_file(
 
     def to_cpu(values: torch.Tensor) -> torch.Tensor:
         target.raise_error()  # no use in copying more once the disk has refused
-        return copier(values)
+        copied = copier(values)
+        finite.append(is_finite(copied))
+        return copied
+
+    finite: list[bool] = []
 
     planner = BoxSavePlanner(batch, packed, to_cpu)
     # No copy-ahead: torch would copy on the current stream and keep the elements in an order of its own.
@@ -178,8 +183,16 @@ def _write_file(
         dtype, shape = dtypes[key]
         size = sizes[key, offsets]
         tensors.append(TensorEntry(key, dtype, shape, offsets, size, target.name, place.offset, place.length))
-    target.seal(contents.to_bytes(tensors, blobs))
+    target.seal(contents.to_bytes(tensors, blobs, all(finite)))
     return FileEntry(target.name, target.nbytes, target.sha256, rank)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Say whether no element is NaN or infinity, in one pass without a copy. -inf counts as finite beside other values: masks have it."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    highest = float((values.float() if values.element_size() == 1 else values).max())  # of NaN and anything: NaN
+    return math.isfinite(highest)
 
 
 def _refusal(rank: int, path: Path, error: OSError) -> str:

@@ -102,7 +102,9 @@ def resealed(body: dict[str, Any]) -> bytes:
     return json.dumps({"sha256": hashlib.sha256(canonical.encode()).hexdigest(), **body}).encode()
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Manifest) if f.name != "format_version"])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(Manifest) if f.name not in ("format_version", "finite")]
+)
 def test_every_field_is_checked(field: str) -> None:
     """Missing, or of another type: named, and never half read."""
     body = json.loads(manifests.to_bytes(a_manifest()))
@@ -131,3 +133,12 @@ def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
     """The directory was never published."""
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is missing: .* was never published, or was damaged"):
         manifests.read_manifest(tmp_path)
+
+
+def test_a_manifest_says_whether_its_state_is_finite_and_an_older_one_that_it_is_not_known() -> None:
+    body = json.loads(manifests.to_bytes(a_manifest(finite=False)))
+    assert manifests.from_bytes(resealed(body), "here").finite is False
+    older = {key: value for key, value in body.items() if key != "finite"}
+    assert manifests.from_bytes(resealed(older), "here").finite is None
+    with pytest.raises(CorruptCheckpoint, match="here: finite: got 1, expected true or false"):
+        manifests.from_bytes(resealed(body | {"finite": 1}), "here")
