@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ttp import error_file, last_step
+from ttp import error_file, last_step, torch_range
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
 from ttp.checkpoint.durable import steps_in
@@ -155,6 +155,8 @@ class Session:
         self.settings = settings
         self.rank, self.world_size = world()
         self.pid = os.getpid()
+        if self.rank == 0 and (untested := torch_range.untested(torch.__version__)):
+            show(logging.WARNING, untested)
         self._handled = id(sys.exception())
         """Of the exception within whose handler all of this runs, if that is so: it is not on its way. Not itself, with all its frames."""
         if isinstance(save_dirs, str | os.PathLike):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RUN_WITH = ("2.13.0", "2.14.1")
-"""Versions of torch that ttprun was run with: the first with all its tests, 2.14.1 with the unit tests and test_launch.py only."""
+from ttp.torch_range import TESTED
+
+RUN_WITH = TESTED
+"""Versions of torch that ttprun was run with."""
 
 
 @dataclass(frozen=True, slots=True)
