@@ -128,7 +128,8 @@ class Standbys:
         self._open_store = open_store
         self._store: Store | None = None
         self._lock = threading.Lock()  # guards the two below
-        self._running: list[ControllerProcess] = []
+        self.running: list[ControllerProcess] = []
+        """Those that were started here and not dismissed; some may have ended."""
         self._ended: Callable[[str], None] = lambda address: None
 
     def first(self, place: int, store: Store) -> str:
@@ -163,14 +164,14 @@ class Standbys:
     def on_end(self, ended: Callable[[str], None]) -> None:
         with self._lock:
             self._ended = ended
-            gone = [process.address for process in self._running if process.process.poll() is not None]
+            gone = [process.address for process in self.running if process.process.poll() is not None]
         for address in gone:
             ended(address)
 
     def dismiss(self) -> None:
         """Have those end that no rank has come to, and wait for it a little."""
         with self._lock:
-            running, self._running = self._running, []
+            running, self.running = self.running, []
             self._ended = lambda address: None
         for process in running:
             process.dismiss()
@@ -183,7 +184,7 @@ class Standbys:
 
     def _watch(self, process: ControllerProcess) -> None:
         with self._lock:
-            self._running.append(process)
+            self.running.append(process)
         threading.Thread(target=self._wait, args=(process,), name="ttp-standby", daemon=True).start()
 
     def _wait(self, process: ControllerProcess) -> None:

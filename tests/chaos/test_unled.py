@@ -43,6 +43,28 @@ def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_t
     assert job.leftovers() == []
 
 
+@pytest.mark.long
+def test_where_both_controllers_were_killed_sigterm_saves_the_step_in_flight(tmp_path: Path) -> None:
+    """Rank 0 starts a controller in their place, which leads the ranks to a checkpoint; the next launch goes on at the next step."""
+    output = tmp_path / "job"
+    with Job(output, ranks=3, overrides=arguments(STEPS)) as job:
+        job.wait_for_step(3)
+        for pid in job.controller_pids().values():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: "took_over" in {line["event"] for line in job.journals()[0]}, "a new controller", 120.0)
+        job.wait_for_step(job.last_step() + 5)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait(200)
+        step, console = job.last_step(), (output / "console.log").read_text()
+        (published,) = [line for line in job.journals()[0] if line["event"] == "published"]
+        assert published["step"] >= step, f"step {step} was logged, step {published['step']} is on disk"
+        assert f"saved   step {published['step']}" in console, job.console_tail(80)
+        assert job.leftovers() == []
+    with Job(output, ranks=3, overrides=arguments(STEPS)) as again:
+        again.wait_for_step(published["step"] + 3)
+        assert f"step {published['step']} (preempted)" in (output / "console.log").read_text()
+
+
 UNPROTECTED = """
 note("begun")
 if rank == 1 and start == "0":

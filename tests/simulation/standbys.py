@@ -85,7 +85,7 @@ class Standbys:
         """I13: in a job that trains on undisturbed, as many standbys as before take over from its controller, and every rank knows them."""
         job, leader = self.job, self.job.controller
         disturbed = any(strike.at_s > lost_s for strike in job.strikes) or job.killed or job.last_loss_s > lost_s
-        training = all(rank.alive and not rank.state.finished for rank in job.ranks)
+        training = all(rank.alive and rank.started_s < lost_s and not rank.state.finished for rank in job.ranks)
         if not self.count or disturbed or not training or len(self.unable | self.mute) >= len(job.ranks):
             return
         behind = {f"c{c.place}" for c in job.controllers if c.place > leader.place and c.idle and not c.gone}

@@ -119,6 +119,10 @@ def _elsewhere() -> Iterator[Cell]:
         for event in DUMP_EVENTS:
             dump = _fault("kill", 2, point="now", then=(_then(kind, event),))
             yield Cell(kind, event, "controller", dump)
+    again = _then("kill_controller", "standby_started")
+    yield Cell("kill_controller", "in turn", "controller", _fault("kill_controller", then=(again,)))
+    last = (again, FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started")))
+    yield Cell("kill_controller", "in turn", "and a rank", _fault("kill_controller", then=last, expect=("saved",)))
 
 
 def _then(kind: str, event: str) -> FaultSpec:

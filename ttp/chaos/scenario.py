@@ -92,6 +92,7 @@ KINDS: dict[str, Kind] = {
 EVENTS = (
     "suspect", "stalled", "hung", "death_seen", "fault_reported", "freeze_sent", "frozen", "decided", "rolled_forward",
     "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",
+    "standby_started",
 )  # fmt: skip
 """Lines of a controller's journal at which a further fault may come."""
 
