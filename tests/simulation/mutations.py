@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 
 from tests.simulation import losing_controllers as losing
+from tests.simulation import wrong_adapters as adapters
 from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
 from tests.simulation import wrong_liveness as liveness
@@ -168,10 +169,18 @@ MUTATIONS = (
     # The gate.
     Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),
     Mutation("READY is not held up by the closed gate", ranks.ready_passes_a_closed_gate, ("I6",), preempted_on_a_slow_network, within=600),
-    Mutation("a shard is read from a holder that changes meanwhile", ranks.reports_before_the_update_ends, ("I3", "I5", "I6")),
+    Mutation("a shard is read from a holder that changes meanwhile", ranks.reports_before_the_update_ends, ("I3", "I5", "I6", "I9")),
     Mutation("the gate opens while its rank writes", ranks.gate_opens_for_a_writer, ("I7", "I5")),
     Mutation("a thaw opens nothing", ranks.thaw_opens_nothing, ("I11",)),
     Mutation("the gate opens by itself", ranks.gate_opens_by_itself, ("I7",)),
+    # The adapters: the gate, the handlers and the work thread as they are shipped.
+    Mutation("an update that an exception left is taken for whole", adapters.an_update_that_was_left_is_whole, ("I3", RAISED), within=60),
+    Mutation("a thaw comes with the ticket of the first freeze", adapters.the_gate_opens_with_an_older_ticket, ("I11",)),
+    Mutation("an order is answered before it is carried out", adapters.an_answer_comes_before_the_work, ("I9",), within=60),
+    Mutation("a task that failed has no answer", adapters.a_failed_task_is_not_answered, ("I9", "I11")),
+    Mutation("the late end of an update is not reported", adapters.a_late_end_of_an_update_is_not_reported, ("I9",), rolls_after_a_long_freeze, within=20),
+    Mutation("a controller goes on after its end", adapters.a_finished_controller_goes_on, ("I11",), within=20),
+    Mutation("a controller does not beat", adapters.controllers_do_not_beat, ("I7",)),
     # Two orders, two freezes, two controllers.
     Mutation("of a writer with two orders the second one's parts are written by nobody", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
     Mutation("an answer that comes twice settles another order", memories.repeated_answer_settles_another_order, ("I5",), parts_handed_on, within=20),

@@ -12,7 +12,6 @@ from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk, File, Manifest, final_name
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, key_of
-from tests.simulation.rank import Rank
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective
 from ttp.optim.participation import Contribution
@@ -20,6 +19,7 @@ from ttp.processor import orders
 from ttp.processor import transitions as tables
 from ttp.processor.events import OpenGate
 from ttp.processor.gate import Gate
+from ttp.proto.fence import Fence
 from ttp.proto.messages import Phase, PublishOrder, StateReport, Thaw, WriteOrder
 
 Patch = pytest.MonkeyPatch
@@ -104,8 +104,8 @@ def orders_are_carried_out_twice(patch: Patch) -> None:
 
 def term_is_not_checked(patch: Patch) -> None:
     """Ranks go back to a lower term, and the freezes of two controllers mix."""
-    open_stream = Rank.open_stream
-    patch.setattr(Rank, "open_stream", lambda self, address, fence: open_stream(self, address, 0))
+    init = Fence.__init__
+    patch.setattr(Fence, "__init__", lambda self, job_id, lowest: init(self, job_id, 0))
     patch.setattr(Controller, "_supersede", lambda self, older: None)
 
 
