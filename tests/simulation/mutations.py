@@ -98,7 +98,7 @@ MUTATIONS = (
     # Who is a holder, and of what.
     Mutation("a rank whose update raised half-way writes its share", controllers.torn_counts, ("I3",), raised_in_the_update),
     Mutation("a replica is chosen that is stuck in UPDATING", controllers.stuck_counts, ("I3",), stuck_and_alone),
-    Mutation("S is the step that a dead rank said it had", controllers.step_of_a_dead_rank, ("I3",)),
+    Mutation("S is the step that a dead rank said it had", controllers.step_of_a_dead_rank, ("I3", "I9")),
     Mutation("coverage ignores the pipeline axis", controllers.one_axis_of_coverage, ("I5",)),
     # Which step.
     Mutation("ranks roll forward without a record", controllers.invented_record, ("I3",)),
@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation("a record that a rank told before it died is forgotten", controllers.records_of_the_decided_round_only, ("I6", "I9"), told_and_died),
     Mutation("a rank rolls forward that is not READY", controllers.rolls_who_is_not_ready, ("I3",), within=600),
     Mutation("the record of the step before is used for rolling forward", controllers.record_of_an_older_step, ("I3",)),
-    Mutation("not all that must roll forward are asked to", controllers.rolls_only_the_first, ("I3",)),
+    Mutation("not all that must roll forward are asked to", controllers.rolls_only_the_first, ("I3", "I6")),
     Mutation("a dump is refused although every shard is covered", controllers.refuses_when_somebody_is_missing, ("I9",)),
     Mutation("what an aborted collective returns is believed", ranks.aborted_collectives_are_believed, ("I6",), aborted_collectives, within=20),
     Mutation("an earlier step's result is believed", ranks.only_participants_are_counted, ("I6",), aborted_collectives, within=20),

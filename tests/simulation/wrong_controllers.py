@@ -34,6 +34,7 @@ from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
 from ttp.controller.state import ControllerState, Stage
 from ttp.processor.gate import Gate
+from ttp.processor.worker import Tasks
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -71,6 +72,7 @@ def stuck_counts(patch: Patch) -> None:
         return decide(groups, {r: replace(report, closed=True) for r, report in reports.items()}, *rest)
 
     with_decide(patch, wrong)
+    patch.setattr(Tasks, "_not_writable", lambda self, order: "")  # the work thread would refuse it
 
 
 def step_of_a_dead_rank(patch: Patch) -> None:
