@@ -18,7 +18,7 @@ help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
-	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, real kills"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
@@ -55,6 +55,7 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
 	@$(PY) -m tests.model.pairs $(PAIRS_ARGS)
+	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)

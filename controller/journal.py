@@ -77,6 +77,8 @@ class Journal:
             self._story.close()
             raise
         self._input_bytes = 0
+        """Of the inputs file behind its state; counted by the thread that writes."""
+        self._state_queued = False
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._complained = False
         self._idle = threading.Event()  # set while the driver has nothing to do
@@ -98,18 +100,23 @@ class Journal:
 
     def starting_state(self, state: Any) -> None:
         """Begin the inputs with the machine's state (immutable); also whenever `wants_state` says so."""
-        self._input_bytes = 0
+        self._state_queued = True
         self._queue.put(("state", state))
 
     @property
     def wants_state(self) -> bool:
         """The inputs file has grown enough: call `starting_state` with the state of now."""
-        return self._input_bytes >= self._segment_bytes
+        return self._input_bytes >= self._segment_bytes and not self._state_queued
 
     def input(self, now: float, event: Event) -> None:
         """Record an event that is about to go into the machine at its time `now`."""
-        self._input_bytes += 120  # about a heartbeat's line; exactness is not needed for a cap
         self._queue.put(("input", (now, event)))
+
+    def wait_written(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was queued before is written; say whether it is."""
+        done = threading.Event()
+        self._queue.put(("mark", done))
+        return done.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and close the files, or give up after `timeout_s` (a hung file system)."""
@@ -150,12 +157,16 @@ class Journal:
         self._inputs.flush()
 
     def _write(self, kind: str, content: Any) -> None:
+        if kind == "mark":
+            content.set()
+            return
         if kind == "story":
             unix_s, monotonic_s, event, fields = content
             line = {"unix_s": unix_s, "monotonic_s": monotonic_s, "event": event, "fields": plain_json(fields)}
             self._story.write(json.dumps(line) + "\n")
             return
         if kind == "state":
+            self._input_bytes, self._state_queued = 0, False
             if self._inputs.tell() > 0:
                 self._inputs.close()
                 os.replace(self._inputs_path, f"{self._inputs_path}.1")
@@ -164,7 +175,9 @@ class Journal:
             self._inputs.write(json.dumps(first) + "\n")
             return
         now, event = content
-        self._inputs.write(json.dumps([now, to_json(event)]) + "\n")
+        text = json.dumps([now, to_json(event)]) + "\n"  # ASCII: a character is a byte
+        self._input_bytes += len(text)
+        self._inputs.write(text)
 
 
 def inputs_path(path: Path) -> Path:

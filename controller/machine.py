@@ -10,6 +10,7 @@ from math import inf
 
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
+from ttp.proto.limits import check_upward
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, Vouch, WorkerExit
 
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received, Send
@@ -185,6 +186,7 @@ def _check_rank(state: ControllerState, message: Upward) -> None:
             f"job {state.settings.job_id}: {type(message).__name__} of rank {message.rank}, the world has ranks 0 to "
             f"{state.settings.world_size - 1}; is a process of another job sending here?"
         )
+    check_upward(message, state.settings.world_size)
 
 
 def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:

@@ -37,7 +37,7 @@ from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
 from .rounds import add_cause, begin_fault, count_again, forget, root_cause
 from .standbys import spread
-from .state import ControllerState, Stage
+from .state import MOST_KEPT, ControllerState, Stage
 from .writing import replace_writers
 
 EXITING_TEXT = "exiting"
@@ -174,6 +174,11 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
     """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, the standbys, and that the ranks
     were sent away, if they were: of its own some may stand still."""
+    if message.host not in state.agents and len(state.agents) >= MOST_KEPT + state.settings.world_size:
+        raise ProtocolError(
+            f"job {state.settings.job_id}: agent on {message.host!r}: got {len(state.agents)} hosts already, expected at most"
+            f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
+        )
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
     if state.stage is not Stage.STANDBY:  # one that leads nobody must not be taken for the active controller
         out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))

@@ -18,7 +18,7 @@ from .events import Effect, Fields, Journal, Send
 from .leaving import leave
 from .rolling import is_holder
 from .rounds import cause_fields, half_of_the_rest, next_round, root_cause
-from .state import ControllerState, Stage
+from .state import MOST_KEPT, ControllerState, Stage
 from .writing import next_directory, results, tmp_name
 
 
@@ -93,7 +93,7 @@ def _written_anew(
     assert dump is not None and fault is not None
     directory = dump.directories[dump.attempt]
     pairs = fault.unfit.union((directory, rank) for rank in unfit)
-    state = replace(state, fault=replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)))
+    state = replace(state, fault=replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)[-MOST_KEPT:]))
     return next_round(state, why, now, out)
 
 
@@ -171,7 +171,7 @@ def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: 
     torn = frozenset(answer.torn).intersection(_writers(state))
     fields: Fields = {"rank": rank, "tmp_name": answer.tmp_name, "error": answer.error}
     out.append(Journal("publish_failed", {**fields, "torn": tuple(sorted(torn))} if torn else fields))
-    errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
+    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
     proven = torn if not others_to_publish(state, rank) else torn & dump.doubted
     state = replace(state, dump=replace(dump, errors=errors, doubted=dump.doubted | torn))
     if proven:

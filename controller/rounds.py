@@ -18,7 +18,7 @@ from .events import Effect, Fields, Journal, Send
 from .membership import reachable, revive, was_only_silent
 from .progress import rested
 from .rank_table import RankTable
-from .state import ControllerState, Fault, Stage
+from .state import MOST_KEPT, ControllerState, Fault, Stage
 
 _KEPT_RECORDS = 4
 _NAMED = 8
@@ -105,7 +105,8 @@ def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerSta
     """Note what became known during a fault."""
     fault = state.fault
     assert fault is not None
-    if cause.kind is CauseKind.PEER_ERROR and len(fault.causes) >= _KEPT_HINTS:
+    most = _KEPT_HINTS if cause.kind is CauseKind.PEER_ERROR else MOST_KEPT + state.settings.world_size
+    if len(fault.causes) >= most:
         return state
     causes = (*fault.causes, cause)
     return replace(

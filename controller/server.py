@@ -20,7 +20,8 @@ import grpc.aio
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
-from ttp.proto.codec import CodecError, UpwardParcel, decode_upward, encode_batch, encode_downward, encode_status
+from ttp.proto.chunks import Joiner, split
+from ttp.proto.codec import CodecError, decode_upward, encode_batch, encode_downward, encode_status
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, grpc, join_address
@@ -91,7 +92,8 @@ class StreamLink:
         self._put(None)
 
     def _put(self, envelope: pb.DownwardEnvelope | None) -> None:
-        self._mailroom.put(self, envelope)
+        for part in (None,) if envelope is None else split(envelope):
+            self._mailroom.put(self, part)
 
 
 class ControlService(ControlServicer):
@@ -126,18 +128,19 @@ class ControlService(ControlServicer):
 
     async def _read(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink) -> None:
         try:
+            joiner = Joiner[pb.UpwardEnvelope]()
             async for envelope in request_iterator:
-                parcel = decode_upward(envelope)
-                if not self._accepts(parcel, link):
+                if not self._accepts(envelope, link):  # before anything else of it is read
                     return
-                self._driver.put(Said(link, parcel))
+                if (whole := joiner.take(envelope)) is not None:
+                    self._driver.put(Said(link, decode_upward(whole)))
             link.finish()
         except CodecError as error:
             link.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except grpc.aio.AioRpcError:
             link.finish()
 
-    def _accepts(self, parcel: UpwardParcel, link: StreamLink) -> bool:
+    def _accepts(self, parcel: pb.UpwardEnvelope, link: StreamLink) -> bool:
         job_id, term = self._settings.job_id, self._settings.term
         if parcel.job_id != job_id:
             text = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ttp.proto.frozen import replace
+from ttp.proto.limits import MOST_ADDRESSES
 from ttp.proto.messages import StandbyReport, StartStandby, Successors
 
 from .events import Effect, Journal, Send, Tell
@@ -20,6 +21,7 @@ from .state import ControllerState
 def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
     """Add standbys to the list, which agents and ranks take over as it is: one order everywhere."""
     new = tuple(dict.fromkeys(address for address in addresses if address not in state.successors))
+    new = new[: max(0, MOST_ADDRESSES - len(state.successors))]
     if not new:
         return state
     state = replace(state, successors=(*state.successors, *new))
@@ -47,6 +49,8 @@ def standby_report(state: ControllerState, message: StandbyReport, now: float, o
             known = replace(known, asked=-1, until=now, passed=known.passed | {rank})
         return replace(state, restoring=known)
     if not message.runs:
+        if address not in known.lost and len(known.lost) >= MOST_ADDRESSES:
+            return state
         if address not in known.lost:
             out.append(Journal("standby_lost", {"rank": rank, "address": address}))
         return replace(state, restoring=replace(known, lost=known.lost | {address}))

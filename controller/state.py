@@ -18,6 +18,9 @@ from .membership import Membership
 from .progress import Pace
 from .rank_table import RankTable
 
+MOST_KEPT = 1024
+"""Causes and errors that are kept of one fault, standbys and hosts that are kept of one job: more come only from what goes wrong."""
+
 EXIT_WAIT_S = 5.0
 """How long the controller waits for streams to close after Exit before it leaves itself."""
 

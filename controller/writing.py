@@ -16,7 +16,7 @@ from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
 from .rolling import able_holders, holders
 from .rounds import awaited, next_round, quarter_of_the_rest
-from .state import ControllerState, Dump, Work
+from .state import MOST_KEPT, ControllerState, Dump, Work
 
 SLOW_DISK_BYTES_PER_S = 50e6
 """A writer is not given up for stuck before its share could have gone to a disk as slow as this."""
@@ -109,7 +109,7 @@ def write_failed(
     if name != tmp_name(state) or not dump.work[rank].orders:
         return state
     out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": error}))
-    errors = (*dump.errors, f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
+    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
     state = replace(state, dump=replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
     return replace_writers(state, (rank,), now, out)
 
@@ -181,7 +181,7 @@ def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effe
     are left is worth more than none; else refuse."""
     fault = state.fault
     assert fault is not None
-    errors = (*fault.errors, *dump.errors)
+    errors = (*fault.errors, *dump.errors)[-MOST_KEPT:]
     reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
     step = dump.decision.step
     tried = dump.able.union(*(who for known, who in fault.unwritable if known == step))

@@ -10,6 +10,7 @@ from math import inf
 
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
+from ttp.proto.limits import check_downward
 
 from .events import Effect, Event, ProcessorSettings, Received
 from .state import Link, ProcessorState, Standing
@@ -36,6 +37,8 @@ def transition(state: ProcessorState, event: Event, now: float) -> tuple[Process
             f"rank {state.settings.rank}, {state.standing.value}: {type(subject).__name__} is not allowed here: "
             f"{subject!r}"
         )
+    if isinstance(event, Received):
+        check_downward(event.message)
     out: list[Effect] = []
     return handler(_listen(state, event, now), subject, now, out), tuple(out)
 

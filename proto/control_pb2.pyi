@@ -43,14 +43,18 @@ CAUSE_KIND_CONTROLLER_LOST: CauseKind
 CAUSE_KIND_REQUESTED: CauseKind
 
 class UpwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "messages")
+    __slots__ = ("job_id", "term", "messages", "chunk", "more")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     messages: _containers.RepeatedCompositeFieldContainer[Upward]
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ...) -> None: ...
+    chunk: bytes
+    more: bool
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ..., chunk: _Optional[bytes] = ..., more: bool = ...) -> None: ...
 
 class Upward(_message.Message):
     __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working", "vouch", "standby_report")
@@ -85,10 +89,12 @@ class Upward(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors", "start_standby")
+    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors", "start_standby")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     STREAM_OPENED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     FREEZE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +111,8 @@ class DownwardEnvelope(_message.Message):
     job_id: str
     term: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
+    chunk: bytes
+    more: bool
     stream_opened: StreamOpened
     welcome: Welcome
     freeze: Freeze
@@ -118,7 +126,7 @@ class DownwardEnvelope(_message.Message):
     beat: Beat
     successors: Successors
     start_standby: StartStandby
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()

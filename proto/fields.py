@@ -38,8 +38,14 @@ _PHASES = {
 _PHASES_BACK = {int(number): phase for phase, number in _PHASES.items()}
 
 
+MOST_TEXT = 1 << 16
+"""Characters of one text for people; the rest of a longer one is left out."""
+
+
 def clean(text: str) -> str:
     """Return text for people as valid Unicode: a traceback may hold lone surrogates, and must get through."""
+    if len(text) > MOST_TEXT:
+        text = f"{text[: MOST_TEXT // 2]}\n... ({len(text) - MOST_TEXT} characters left out) ...\n{text[-MOST_TEXT // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ttp.proto import control_pb2 as pb
+from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.fence import Fence
@@ -73,7 +74,8 @@ class ControlStream:
 
     def send(self, *messages: Upward) -> None:
         """Queue one envelope. Raises CodecError for what the wire cannot carry."""
-        self._outbox.put(encode_upward(self._job_id, self.term, messages))
+        for envelope in split(encode_upward(self._job_id, self.term, messages)):
+            self._outbox.put(envelope)
 
     def close(self, drain_s: float = 0.0) -> None:
         """End the stream; with `drain_s`, let what was queued go out first, for up to that long."""
@@ -116,26 +118,32 @@ class ControlStream:
             timer.daemon = True
             timer.start()
             try:
+                joiner = Joiner[pb.DownwardEnvelope]()
                 for envelope in call:
                     timer.cancel()
-                    for parcel in decode_parcels(envelope):
-                        if refusal := self._take(address, parcel):
-                            _cancel(call)
-                            return refusal
+                    if refusal := self._check(address, envelope):  # before anything else of it is read
+                        _cancel(call)
+                        return refusal
+                    if (whole := joiner.take(envelope)) is not None:
+                        self._take(whole)
             finally:
                 timer.cancel()
                 self._outbox.put(None)
         return ""
 
-    def _take(self, address: str, parcel: DownwardParcel) -> str:
+    def _check(self, address: str, envelope: pb.DownwardEnvelope) -> str:
+        """Say why this controller is given up; empty: it is the right one."""
         greeted = self.term != 0
-        if refusal := self._fence.refusal(address, parcel.job_id, parcel.term):
+        if refusal := self._fence.refusal(address, envelope.job_id, envelope.term):
             return refusal
         if not greeted:
             self._listener.stream_opened(self)
-        if parcel.message is not None:
-            self._listener.stream_received(self, parcel)
         return ""
+
+    def _take(self, envelope: pb.DownwardEnvelope) -> None:
+        for parcel in decode_parcels(envelope):
+            if parcel.message is not None:
+                self._listener.stream_received(self, parcel)
 
     def _requests(self) -> Iterator[pb.UpwardEnvelope]:
         while (envelope := self._outbox.get()) is not None:

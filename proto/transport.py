@@ -13,13 +13,16 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
-__all__ = ["CLIENT_OPTIONS", "SERVER_OPTIONS", "Options", "grpc", "join_address", "open_channel"]
+__all__ = ["CLIENT_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "Options", "grpc", "join_address", "open_channel"]
 
 Options = tuple[tuple[str, int], ...]
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""A larger message is refused on both sides; a larger table is sent in chunks (`chunks.py`)."""
+
 _BOTH: Options = (
-    ("grpc.max_receive_message_length", -1),  # a publish order lists every box of every tensor: tens of MB at scale
-    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -17,6 +17,12 @@ from .device_table import DeviceName
 BYTE_VALUES = 256
 """Token ids of byte-level text."""
 
+LARGEST = 2**31 - 1
+"""Of every size: products of two fit into 64 bits."""
+MOST_LAYERS = 10_000
+MOST_FEED_FORWARDS = 100_000
+"""Layers times experts: each is an object of its own."""
+
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -243,8 +249,8 @@ class ModelConfig:
         at = "model_config."
         positive = ("num_layers", "hidden_size", "num_attention_heads", "head_dim", "seq_length", "vocab_size")
         for name in (*positive, "ffn_hidden_size"):
-            value = getattr(self, name)
-            check(value is None or value >= 1, at + name, value, "1 or more")
+            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else LARGEST
+            check(value is None or 1 <= value <= most, at + name, value, f"1 to {most}")
         for name in ("hidden_dropout", "attention_dropout"):
             check(0 <= getattr(self, name) < 1, at + name, getattr(self, name), "0 <= p < 1")
         for name in ("rotary_base", "norm_eps", "init_std"):
@@ -262,6 +268,8 @@ class ModelConfig:
         self._check_groups(at)
         experts, chosen = self.num_experts, self.num_experts_per_token
         check(experts is None or experts >= 1, at + "num_experts", experts, "1 or more, or null for none")
+        feed_forwards, most = self.num_layers * (experts or 1), MOST_FEED_FORWARDS
+        check(feed_forwards <= most, at + "num_layers x num_experts", feed_forwards, f"at most {most}")
         wanted = f"1 to num_experts, {experts}"
         check(1 <= chosen <= (experts or chosen), at + "num_experts_per_token", chosen, wanted)
         coefficient = self.router_aux_loss_coef

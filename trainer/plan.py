@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 import ttp
+from ttp import checked
 from ttp.errors import ConfigError
 
 from .chunks import check_stages
@@ -31,6 +32,8 @@ MASTER_BYTES = REDUCED_BYTES = 4
 """Memory of their own for parameters and gradients shorter than FP32; in FP32 parameters are their own masters and gradients are
 reduced in place."""
 GIB = 2**30
+MOST_RANKS = 1_000_000
+"""Of a plan: every rank's place is looked at."""
 _RECOMPUTED = {
     "none": "nothing recomputed",
     "selective": "cheap operations recomputed",
@@ -298,22 +301,35 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.2f} KiB"
 
 
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MOST_RANKS):
+        raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected an integer from 1 to {MOST_RANKS}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected a number") from None
+
+
 def run_plan(config: Config, arguments: Sequence[str]) -> None:
     """Print the plan for `--world-size N [--devices-per-node 8] [--disk-gb-per-s 1]`. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="ttp.trainer --plan", exit_on_error=False, add_help=False)
-    parser.add_argument("--world-size", type=int, default=0)
-    parser.add_argument("--devices-per-node", type=int, default=8)
-    parser.add_argument("--disk-gb-per-s", type=float, default=1.0)
+    parser.add_argument("--world-size", type=_whole, default=0)
+    parser.add_argument("--devices-per-node", type=_whole, default=8)
+    parser.add_argument("--disk-gb-per-s", type=_number, default=1.0)
     try:
         given = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(
             f"--plan: {error}; wanted --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]"
         ) from None
-    if given.world_size < 1 or given.devices_per_node < 1 or not 0 < given.disk_gb_per_s < math.inf:
+    if given.world_size < 1 or given.devices_per_node < 1 or not 1e-6 <= given.disk_gb_per_s <= 1e9:
         raise ConfigError(
             f"--plan: got --world-size {given.world_size}, --devices-per-node {given.devices_per_node}, --disk-gb-per-s"
-            f" {given.disk_gb_per_s:g}; wanted --world-size N, and all of them finite and above 0"
+            f" {given.disk_gb_per_s:g}; wanted --world-size N, all of them above 0, and a disk of 1e-6 to 1e9 GB/s"
         )
     plan = make_plan(config, given.world_size, given.devices_per_node)
     print("\n".join(lines(plan, given.disk_gb_per_s * 1e9, given.world_size)))

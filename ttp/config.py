@@ -33,6 +33,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ttp import checked
 from ttp.errors import ConfigError
 from ttp.nccl import nccl_warnings
 
@@ -45,6 +46,9 @@ VARIABLES = (
 _TESTS_OWN = "TTP_TEST_"
 MOST_S = 1e9
 """No time may be longer: thirty years, and what the system's timers take."""
+LEAST_S = 1e-3
+"""Nor shorter, where it is not 0: no clock and no thread is so exact."""
+_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,24 +94,24 @@ class Settings:
         return start_name(self.job_id, self.round_number) if self.launched else self.job_id
 
     def __post_init__(self) -> None:
-        if not 0 < self.total_timeout_s <= MOST_S:
+        if not LEAST_S <= self.total_timeout_s <= MOST_S:
             raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0, at most {MOST_S:g}")
-        if not 0 < self.heartbeat_s < self.lease_s <= MOST_S:
+        if not LEAST_S <= self.heartbeat_s < self.lease_s <= MOST_S:
             raise ConfigError(
                 f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease, at most"
                 f" {MOST_S:g}"
             )
-        if not 0 < self.vouched_lease_s <= MOST_S:
+        if not LEAST_S <= self.vouched_lease_s <= MOST_S:
             raise ConfigError(
-                f"invalid TTP_VOUCHED_LEASE_S={self.vouched_lease_s}: expected seconds above 0, at most {MOST_S:g}. A value up to"
+                f"invalid TTP_VOUCHED_LEASE_S={self.vouched_lease_s}: expected seconds from {LEAST_S:g}, at most {MOST_S:g}. A value up to"
                 " TTP_LEASE_S gives a silent rank no more time than that"
             )
-        if not 0 < self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor < math.inf:
+        if not LEAST_S <= self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor <= MOST_S:
             raise ConfigError(
                 f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0, at"
                 f" most {MOST_S:g}, and a number from 1"
             )
-        if not 0 < self.hang_start_s <= MOST_S:
+        if not LEAST_S <= self.hang_start_s <= MOST_S:
             raise ConfigError(f"TTP_HANG_START_S is {self.hang_start_s}: wanted seconds above 0, at most {MOST_S:g}")
         if not 0 <= self.boundary_s <= MOST_S:
             raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0, at most {MOST_S:g}")
@@ -133,11 +137,11 @@ class Settings:
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
             launched=environ.get("TTP_LAUNCHED", "") == "1",
-            faults=environ.get("TTP_FAULTS", "").strip(),
-            chaos=environ.get("TTP_CHAOS", "").strip(),
-            job_id=environ.get("TORCHELASTIC_RUN_ID", "ttp"),
+            faults=_text(environ, "TTP_FAULTS"),
+            chaos=_text(environ, "TTP_CHAOS"),
+            job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
-            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_addr=_text(environ, "MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(environ, "MASTER_PORT", 0),
             one_node=environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"),
             node_rank=_integer(environ, "GROUP_RANK", -1),
@@ -145,7 +149,7 @@ class Settings:
             local_rank=_integer(environ, "LOCAL_RANK", -1),
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
-            mindio_dir=environ.get("TTP_MINDIO_DIR", "").strip() or "output/mindio",
+            mindio_dir=_text(environ, "TTP_MINDIO_DIR", "output/mindio"),
             nccl_warnings=nccl_warnings(environ),
         )
 
@@ -186,7 +190,7 @@ def worker_error_file(environ: Mapping[str, str] = os.environ) -> str:
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return this node's name, as the other nodes see it."""
-    return environ.get("TTP_HOST", "").strip() or socket.gethostname()
+    return _text(environ, "TTP_HOST") or socket.gethostname()
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -197,7 +201,7 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
         return True
     if value in ("false", "0", "no", "off"):
         return False
-    raise ConfigError(f"{name} is {environ[name]!r}: wanted True or False")
+    raise ConfigError(f"{name} is {_shown(environ[name])}: wanted True or False")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -209,13 +213,29 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ConfigError(f"{name} is {text!r}: wanted a number")
+        raise ConfigError(f"{name} is {_shown(text)}: wanted a number")
     return value
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "").strip()
     try:
-        return int(text) if text else default
+        value = int(text) if text else default
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}: wanted a whole number") from None
+        value = _LARGEST + 1
+    if abs(value) > _LARGEST:
+        raise ConfigError(f"{name} is {_shown(text)}: wanted a whole number, at most {_LARGEST}")
+    return value
+
+
+def _text(environ: Mapping[str, str], name: str, default: str = "") -> str:
+    """Return a name or a path: what files, hosts and messages can carry."""
+    text = environ.get(name, "").strip() or default
+    try:
+        return checked.string(text, name)
+    except checked.Invalid as error:
+        raise ConfigError(str(error)) from None
+
+
+def _shown(text: str) -> str:
+    return checked.shown(text)

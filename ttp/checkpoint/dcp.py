@@ -170,7 +170,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Turn `float32` into torch.float32. Raises CorruptCheckpoint for a name that is no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpoint(f"{name!r} is not the name of a torch dtype")
+        raise CorruptCheckpoint(f"{checked.shown(name)} is not the name of a torch dtype")
     return dtype
 
 

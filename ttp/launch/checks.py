@@ -15,10 +15,12 @@ from pathlib import Path
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.events.handlers import get_logging_handler
 
+from ttp import checked
 from ttp.errors import ConfigError
 from ttp.launch.topology import RESOLVE_S
 from ttp.meeting import why_unknown
 
+MOST_RESTARTS = 2**31 - 1
 MOST_MONITOR_S = 3600.0
 """Of `--monitor-interval`: a launcher that looks at its workers less than once an hour looks at nothing."""
 
@@ -26,8 +28,10 @@ MOST_MONITOR_S = 3600.0
 def check_arguments(args: Namespace) -> None:
     """Check what needs no configuration of torch's. Raises ConfigError."""
     _check_nodes(args.nnodes)
-    if args.max_restarts < 0:
-        raise ConfigError(f"--max-restarts is {args.max_restarts}: wanted a number from 0")
+    if not 0 <= args.max_restarts <= MOST_RESTARTS:
+        raise ConfigError(
+            f"--max-restarts is {checked.shown(args.max_restarts)}: wanted a number from 0 to {MOST_RESTARTS}"
+        )
     if not 0 < args.monitor_interval <= MOST_MONITOR_S:
         raise ConfigError(
             f"--monitor-interval is {args.monitor_interval}: wanted seconds above 0, at most {MOST_MONITOR_S:.0f}"
@@ -58,10 +62,17 @@ def check_node_rank(args: Namespace) -> None:
         )
 
 
+MOST_NODES = 1_000_000
+MOST_WORKERS = 100_000
+
+
 def check_workers(count: int, given: str) -> None:
     """Check how many workers this node has. Raises ConfigError."""
-    if count < 1:
-        raise ConfigError(f"--nproc-per-node is {given!r}, that is {count}: wanted a number from 1, gpu, cpu or auto")
+    if not 1 <= count <= MOST_WORKERS:
+        raise ConfigError(
+            f"--nproc-per-node is {checked.shown(given)}, that is {checked.shown(count)}: wanted a number from 1 to {MOST_WORKERS}, gpu,"
+            " cpu or auto"
+        )
 
 
 def check_local_addr(address: str | None, nodes: int) -> None:
@@ -78,8 +89,10 @@ def _check_nodes(given: str) -> None:
         least, most = torchrun.parse_min_max_nnodes(given)
     except (ValueError, RuntimeError):
         least = most = 0
-    if not 0 < least <= most:
-        raise ConfigError(f"--nnodes is {given!r}: wanted a number of nodes from 1, or MIN:MAX with MIN not above MAX")
+    if not 0 < least <= most <= MOST_NODES:
+        raise ConfigError(
+            f"--nnodes is {checked.shown(given)}: wanted a number of nodes from 1, or MIN:MAX with MIN not above MAX"
+        )
 
 
 def _check_folder(option: str, folder: Path) -> None:

@@ -18,10 +18,11 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ttp import checked
 from ttp.errors import ConfigError
+from ttp.input_file import read_text
 
 VERSIONS = ("1.0", "1.2")
 """Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
@@ -75,7 +76,7 @@ class _Device:
 def read_rank_table(path: str) -> RankTable:
     """Read and check a rank table. Raises ConfigError naming the file, the field, its value and what was wanted."""
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"--rank_table_file {path} cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -241,5 +242,4 @@ def _at(place: str, name: str) -> str:
 def _shown(fields: Mapping[str, Any], name: str) -> str:
     if name not in fields:
         return "missing"
-    text = repr(fields[name])
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    return checked.shown(fields[name])

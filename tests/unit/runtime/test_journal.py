@@ -13,7 +13,17 @@ from ttp.controller.events import ControllerSettings, Event, Received, StreamClo
 from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
 from ttp.controller.machine import initial, transition
 from ttp.controller.record import from_json, to_json
-from ttp.proto.messages import CommitRecord, Heartbeat, Phase, Registration, ShardGroup, StateReport
+from ttp.proto.messages import (
+    Cause,
+    CauseKind,
+    CommitRecord,
+    FaultReport,
+    Heartbeat,
+    Phase,
+    Registration,
+    ShardGroup,
+    StateReport,
+)
 
 SETTINGS = ControllerSettings(job_id="job", term=1, world_size=2)
 RECORD = CommitRecord(3, math.inf, -0.0, True, 1e-310, (0.1, -math.inf), ())
@@ -58,14 +68,27 @@ def test_a_full_segment_is_replaced_and_the_new_one_replays_on_its_own(tmp_path:
     for number, event in enumerate(EVENTS):
         journal.input(number + 0.3, event)
         state, _ = transition(state, event, number + 0.3)
-        if journal.wants_state:
-            journal.starting_state(state)
+    assert journal.wait_written() and journal.wants_state
+    journal.starting_state(state)
+    assert not journal.wants_state, "one state is queued: another would be the same"
     journal.input(20.0, Tick())
     journal.close()
     last, before = read_inputs(inputs_path(path)), read_inputs(Path(f"{inputs_path(path)}.1"))
     assert last.inputs == ((20.0, Tick()),)
     *_, (_, _, replayed, _) = replay(before, transition)
     assert replayed == last.state == state
+
+
+def test_a_segment_is_full_by_its_bytes_and_not_by_its_lines(tmp_path: Path) -> None:
+    """One message may be as long as a thousand heartbeats."""
+    journal = Journal(tmp_path / "journal.jsonl", SETTINGS, segment_bytes=50_000)
+    journal.starting_state(initial(SETTINGS, 0.0))
+    journal.input(1.0, Received(FaultReport(0, Cause(CauseKind.EXCEPTION, (0,), "ValueError"), "x" * 49_000)))
+    assert journal.wait_written() and not journal.wants_state
+    for number in range(20):
+        journal.input(float(number), Received(Heartbeat(0, Phase.READY, 4)))
+    assert journal.wait_written() and journal.wants_state
+    journal.close()
 
 
 def test_the_story_is_json_with_both_clocks_and_a_cut_line_is_left_out(tmp_path: Path) -> None:

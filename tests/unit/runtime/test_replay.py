@@ -31,6 +31,7 @@ def record(path: Path, events: list[Event], segment_bytes: int = 1 << 20) -> Non
         for effect in effects:
             if isinstance(effect, Line):
                 journal.story(0.0, float(number), effect.event, effect.fields)
+        assert journal.wait_written()
         if journal.wants_state:
             journal.starting_state(state)
     journal.close()

@@ -1,0 +1,95 @@
+"""Large messages: in chunks, joined on the other side, and refused above a size."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.runtime.test_server import RawStream, registration
+from ttp.proto import chunks
+from ttp.proto import control_pb2 as pb
+from ttp.proto.chunks import Joiner, split
+from ttp.proto.codec import CodecError, encode_downward, encode_upward
+from ttp.proto.fields import MOST_TEXT
+from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShareResult, Welcome
+from ttp.proto.transport import MAX_MESSAGE_BYTES, grpc, open_channel
+
+from .conftest import StartController
+
+ORDER = PublishOrder(1, 5, "/a", "iter_0000005_tmp_1", tuple(ShareResult((FileEntry(f"r{r}", 10, "ab" * 32, r),)) for r in range(500)),
+                     Cause(CauseKind.EXITED, (0,), "signal SIGKILL"), None, 3)  # fmt: skip
+
+
+def test_a_large_order_comes_whole_out_of_its_chunks() -> None:
+    """Each chunk names job and term: whoever must not speak is refused at the first one."""
+    whole = encode_downward("job", 3, (1,), ORDER)
+    parts = split(whole, 1000)
+    assert len(parts) > 20 and all(part.job_id == "job" and part.term == 3 and part.ByteSize() < 1100 for part in parts)
+    joiner = Joiner[pb.DownwardEnvelope]()
+    taken = [joiner.take(part) for part in parts]
+    assert taken[:-1] == [None] * (len(parts) - 1) and taken[-1] == whole
+    assert joiner.take(whole) == whole and split(whole) == [whole]
+
+
+def test_chunks_that_make_no_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off, endless, of another job within, or no message at all."""
+    envelope = encode_upward("job", 3, [FaultReport(0, Cause(CauseKind.EXCEPTION, (0,), "x"), "y" * 5000)])
+    joiner = Joiner[pb.UpwardEnvelope]()
+    assert joiner.take(split(envelope, 1000)[0]) is None
+    with pytest.raises(CodecError, match="cut off"):
+        joiner.take(envelope)
+    with pytest.raises(CodecError, match="cannot be read"):
+        Joiner[pb.UpwardEnvelope]().take(pb.UpwardEnvelope(job_id="job", term=3, chunk=b"\xff\xff"))
+    (other,) = split(encode_upward("other", 3, []), 1)[:1]
+    with pytest.raises(CodecError, match="another job's"):
+        inner = encode_upward("other", 3, []).SerializeToString()
+        Joiner[pb.UpwardEnvelope]().take(pb.UpwardEnvelope(job_id="job", term=3, chunk=inner))
+    assert other.job_id == "other"
+    monkeypatch.setattr(chunks, "MAX_WHOLE_BYTES", 3000)
+    with pytest.raises(CodecError, match="too large"):
+        split(envelope, 1000)
+    endless = Joiner[pb.UpwardEnvelope]()
+    part = pb.UpwardEnvelope(job_id="job", term=3, chunk=b"x" * 1000, more=True)
+    with pytest.raises(CodecError, match="too large"):
+        for _ in range(4):
+            endless.take(part)
+
+
+def test_a_text_for_people_has_a_size() -> None:
+    """A traceback of many megabytes is cut in its middle: its beginning and its end say most."""
+    envelope = encode_upward("job", 3, [FaultReport(0, Cause(CauseKind.EXCEPTION, (0,), "x"), "a" * 10**7 + "end")])
+    detail = envelope.messages[0].fault_report.detail
+    assert len(detail) < MOST_TEXT + 100 and detail.endswith("end") and "characters left out" in detail
+
+
+def test_a_controller_refuses_a_message_above_the_size_and_takes_it_in_chunks(new_controller: StartController) -> None:
+    """The limit is gRPC's own, so that nothing of such a message is read."""
+    controller = new_controller(world_size=1)
+    large = pb.UpwardEnvelope()
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        large = encode_upward(stream.job_id, stream.term, [registration(0, 1)])
+        large.messages[0].registration.layout = "x" * (MAX_MESSAGE_BYTES + 1)
+        stream.put(large)
+        assert stream.refusal()[0] in (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            grpc.StatusCode.UNKNOWN,
+            grpc.StatusCode.INTERNAL,
+        )
+        stream = RawStream(channel)
+        for part in split(large):
+            stream.put(part)
+        assert isinstance(stream.next()[1], Welcome)
+        stream.end()
+
+
+def test_a_message_of_another_job_is_refused_before_it_is_read(new_controller: StartController) -> None:
+    """It holds what nobody can read: whose it is counts first."""
+    controller = new_controller(world_size=1)
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        stream.put(pb.UpwardEnvelope(job_id="other", term=stream.term, messages=[pb.Upward()]))
+        code, text = stream.refusal()
+        assert code is grpc.StatusCode.PERMISSION_DENIED and "'other'" in text
+        stream = RawStream(channel)
+        stream.put(pb.UpwardEnvelope(job_id="other", term=stream.term, chunk=b"\xff", more=True))
+        assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
