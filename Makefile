@@ -11,6 +11,7 @@ BENCH ?=
 DEMO_ARGS ?=
 MATRIX_ARGS ?=
 PAIRS_ARGS ?=
+FUZZ_ARGS ?=
 
 .PHONY: demo test check unit chaos bench soak mutants proto docs clean help
 
@@ -55,7 +56,7 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
 	@$(PY) -m tests.model.pairs $(PAIRS_ARGS)
-	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0)
+	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0) $(FUZZ_ARGS)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)

@@ -7,7 +7,7 @@ not be one. A machine asks here before it takes a message. Never knows what a me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ttp.errors import ProtocolError
 from ttp.proto import messages as m
@@ -26,9 +26,16 @@ LONGEST_S = 1e9
 def check_upward(message: m.Upward, world_size: int) -> None:
     """Refuse a message to the controller with a value that it cannot mean. Raises ProtocolError."""
     match message:
-        case m.Heartbeat(_, _, step):
-            if not 0 <= step <= LAST_STEP:
-                _counts(message, step=step)
+        case m.Heartbeat():
+            if (
+                not 0
+                <= min(message.step, message.frozen, message.steps)
+                <= max(message.step, message.frozen, message.steps)
+                <= LAST_STEP
+            ):
+                _counts(message, step=message.step, frozen=message.frozen, steps=message.steps)
+            if message.step_times_s:
+                _step_times(message, message.step_times_s)
         case m.StateReport():
             _counts(message, step=message.step, state_step=message.state_step, freeze_id=message.freeze_id)
             _count(message, "backup_step", message.backup_step, -1)
@@ -38,9 +45,7 @@ def check_upward(message: m.Upward, world_size: int) -> None:
         case m.Registration():
             _counts(message, state_step=message.state_step, pid=message.pid, job_groups=message.job_groups)
             _length(message, "controllers", len(message.controllers), MOST_ADDRESSES)
-            _length(message, "step_times_s", len(message.step_times_s), MOST_STEP_TIMES)
-            for seconds in message.step_times_s:
-                _seconds(message, "step_times_s", seconds)
+            _step_times(message, message.step_times_s)
             for group in message.groups:
                 _count(message, "groups.nbytes", group.nbytes)
         case m.FaultReport():
@@ -62,7 +67,6 @@ def check_upward(message: m.Upward, world_size: int) -> None:
             _counts(message, freeze_id=message.freeze_id, step=message.step)
         case m.StepFailed():
             _count(message, "freeze_id", message.freeze_id)
-            _ranks(message, "torn", message.torn, world_size)
         case m.Working():
             _count(message, "freeze_id", message.freeze_id)
 
@@ -102,6 +106,7 @@ def _counts(message: object, **values: int) -> None:
 
 
 def _count(message: object, name: str, value: int, least: int = 0) -> None:
+    least = -1 if name == "freeze_id" else least  # -1: before the first freeze
     if not least <= value <= LAST_STEP:
         raise _wrong(message, name, value, f"{least} to 2**53")
 
@@ -114,6 +119,12 @@ def _seconds(message: object, name: str, value: float, *, above_zero: bool = Fal
 def _length(message: object, name: str, length: int, most: int) -> None:
     if length > most:
         raise _wrong(message, name, f"{length} entries", f"at most {most}")
+
+
+def _step_times(message: object, times: Sequence[float]) -> None:
+    _length(message, "step_times_s", len(times), MOST_STEP_TIMES)
+    for seconds in times:
+        _seconds(message, "step_times_s", seconds)
 
 
 def _ranks(message: object, name: str, ranks: Iterable[int], world_size: int) -> None:

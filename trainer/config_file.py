@@ -47,13 +47,14 @@ def read_yaml(name: str) -> dict[str, Any]:
     """Return the mapping in the preset or file `name`."""
     preset = name in presets()
     path = str(resources.files(__package__) / "presets" / f"{name}.yaml") if preset else name
+    where = f"--config {name if name.isprintable() else checked.shown(name)}"
     try:
-        tree = read_yaml_file(path, f"--config {name if name.isprintable() else checked.shown(name)}")
+        tree = read_yaml_file(path, where)
     except FileNotFoundError:
         near = _nearest(name, presets())
-        raise ConfigError(f"--config {name}: no such file, and no such preset{near} ({', '.join(presets())})") from None
+        raise ConfigError(f"{where}: no such file, and no such preset{near} ({', '.join(presets())})") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {name}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
+        raise ConfigError(f"{where}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
     return tree
 
 

@@ -64,8 +64,21 @@ def test_every_benchmark_runs_small(module: str) -> None:
 
 @pytest.mark.long
 def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> None:
-    """All three, one after the other, and `make` ends well."""
-    done = make("soak", "SEED=5", "COUNT=20", "KILLS=1", "PAIRS_ARGS=--most 300 raise+kill", folder=tmp_path)
+    """All four, one after the other, and `make` ends well."""
+    done = make(
+        "soak",
+        "SEED=5",
+        "COUNT=20",
+        "KILLS=1",
+        "PAIRS_ARGS=--most 300 raise+kill",
+        "FUZZ_ARGS=1 test_processor.py",
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    for told in ("seeds 5 to 24: 20 jobs", "left at 300 situations: kill + raise", "1 kills, 1 without a lost step"):
+    for told in (
+        "seeds 5 to 24: 20 jobs",
+        "left at 300 situations: kill + raise",
+        "fuzz: seed 5, 1 cases a test",
+        "1 kills, 1 without a lost step",
+    ):
         assert told in done.stdout, done.stdout

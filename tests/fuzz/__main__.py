@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz [SEED] [CASES]`: the fuzz tests at length; prints the seed, and how to run it again.
+"""`python -m tests.fuzz [SEED [CASES [FILE]]]`: the fuzz tests at length; prints the seed, and how to run it again.
 
 CASES: of each test; there are more than twenty tests, so that the default makes well over 20,000 cases.
 """
@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 CASES = 1500
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         sys.executable,
         "-m",
         "pytest",
-        "tests/fuzz",
+        str(Path(__file__).parent.joinpath(*argv[2:3])),
         "-q",
         "-m",
         "",

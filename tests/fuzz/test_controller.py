@@ -189,7 +189,6 @@ def test_a_controller_takes_a_message_or_refuses_it_unchanged(stage: Stage, rng:
         if event is None:
             continue
         before = bench.state
-        bench.effects = ()
         after = rng.choice((0.0, 0.0, 0.0, 0.01, 0.5, 1.0, 4.0, 60.0, 1e4, -1.0))
         try:
             bench.take(event, after)

@@ -158,7 +158,6 @@ def test_a_processor_takes_a_message_or_refuses_it_unchanged(name: str, rng: ran
         if event is None:
             continue
         before = bench.state
-        bench.effects = ()
         try:
             bench.take(event, rng.choice((0.0, 0.0, 0.1, 1.0, 5.0, 100.0)))
         except ProtocolError:

@@ -38,14 +38,14 @@ Pools = Mapping[str, Sequence[Any]]
 def fill(message: Message, rng: random.Random, pools: Pools, depth: int = 0) -> Message:
     """Set fields of a message at random; of a `oneof` one."""
     for oneof in message.DESCRIPTOR.oneofs:
-        _set(message, rng.choice(oneof.fields), rng, pools, depth)
+        _set(message, rng.choice(list[Any](oneof.fields)), rng, pools, depth)
     for field in message.DESCRIPTOR.fields:
         if field.containing_oneof is None and field.name not in ("chunk", "more") and rng.random() < 0.85:
             _set(message, field, rng, pools, depth)
     return message
 
 
-def _set(message: Message, field: FieldDescriptor, rng: random.Random, pools: Pools, depth: int) -> None:
+def _set(message: Message, field: Any, rng: random.Random, pools: Pools, depth: int) -> None:
     repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
     if field.type == FieldDescriptor.TYPE_MESSAGE:
         if depth > 4:
@@ -64,7 +64,7 @@ def _set(message: Message, field: FieldDescriptor, rng: random.Random, pools: Po
         setattr(message, field.name, _value(field, rng, pools))
 
 
-def _value(field: FieldDescriptor, rng: random.Random, pools: Pools) -> Any:
+def _value(field: Any, rng: random.Random, pools: Pools) -> Any:
     if (likely := pools.get(field.name)) and rng.random() < 0.8:
         return rng.choice(likely)
     match field.type:

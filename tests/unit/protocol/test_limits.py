@@ -42,6 +42,9 @@ NAN = float("nan")
 UPWARD: list[Any] = [
     Heartbeat(1, Phase.COMPUTE, -1),
     Heartbeat(1, Phase.COMPUTE, LAST_STEP + 1),
+    Heartbeat(1, Phase.COMPUTE, 5, frozen=-1),
+    Heartbeat(1, Phase.COMPUTE, 5, steps=LAST_STEP + 1),
+    Heartbeat(1, Phase.COMPUTE, 5, step_times_s=(NAN,)),
     replace(registration(1), state_step=2**63 - 1),
     replace(registration(1), state_step=-1),
     replace(registration(1), step_times_s=(0.1, NAN)),
@@ -59,13 +62,13 @@ UPWARD: list[Any] = [
     Written(1, 1, "t", (), ShareResult((FileEntry("x", -1, "", 1),))),
     Written(1, 1, "t", (), ShareResult((FileEntry("x", 1, "", 9),))),
     Published(1, 1, 2**62, "/a"),
-    StepFailed(1, 1, "write", "t", "x", (9,)),
-    Working(1, -1),
+    StepFailed(1, 2**60, "write", "t", "x", ()),
+    Working(1, -2),
 ]  # fmt: skip
 DOWNWARD: list[Any] = [
     Welcome(1, 3, 0.0, 3.0, ""),
     Welcome(1, 3, 1.0, NAN, ""),
-    Freeze(-1, CAUSE),
+    Freeze(-2, CAUSE),
     Thaw(LAST_STEP + 1),
     RollForward(1, record(2**60)),
     WriteOrder(1, 5, "/a", "t", (Part("g", -1, 2),)),
@@ -111,8 +114,8 @@ def test_what_is_kept_of_a_fault_and_of_a_job_is_bounded() -> None:
         bench.say(FaultReport(1, Cause(CauseKind.EXCEPTION, (1,), f"{number}"), ""))
     assert bench.state.fault is not None and len(bench.state.fault.causes) == MOST_KEPT + 4
     bench = ControllerBench()
-    for number in range(0, 200, 50):
-        bench.say(replace(registration(1), controllers=tuple(f"h:{n}" for n in range(number, number + 50))))
+    for number in range(0, 2000, 500):
+        bench.say(replace(registration(1), controllers=tuple(f"h:{n}" for n in range(number, number + 500))))
     assert len(bench.state.successors) == MOST_ADDRESSES
     for number in range(MOST_KEPT + 4):
         bench.say(AgentHello(f"h{number}", (1,), (101,)))

@@ -184,7 +184,7 @@ def test_experts_that_one_rank_has_alone_are_not_survived(
     ("args", "wanted"),
     [
         ([], "got --world-size 0"),
-        (["--world-size", "ten"], "invalid int value"),
+        (["--world-size", "ten"], "expected an integer from 1"),
         (["--world-size", "8", "--disk-gb-per-s", "nan"], "--disk-gb-per-s nan; wanted"),
         (["--world-size", "12"], "12 ranks are not tensor 8 x pipeline 1"),
     ],
