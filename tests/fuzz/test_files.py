@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -73,9 +74,9 @@ def changed(value: Any, rng: random.Random) -> Any:
             if rng.random() < 0.15:
                 del place[key]
             elif rng.random() < 0.1 and isinstance(place, dict):
-                place[rng.choice(("x", "", "\ud800", "__float__"))] = rng.choice(ODD)
+                place[rng.choice(("x", "", "\ud800", "__float__"))] = copy.deepcopy(rng.choice(ODD))
             else:
-                place[key] = rng.choice(ODD)
+                place[key] = copy.deepcopy(rng.choice(ODD))
             break
     return value
 

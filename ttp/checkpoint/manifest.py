@@ -191,7 +191,9 @@ def _parse(body: dict[str, Any]) -> Manifest:
         hosts=tuple(checked.string(host, where) for host, where in checked.items(*get("hosts"))),
         start=checked.integer(*get("start")),
         finite=checked.optional_boolean(body.get("finite"), "finite"),
-        versions={key: checked.string(value, f"versions.{key}") for key, value in versions.items()},
+        versions={
+            checked.string(key, "versions"): checked.string(value, f"versions.{key}") for key, value in versions.items()
+        },
     )
 
 

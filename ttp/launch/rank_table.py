@@ -28,8 +28,6 @@ VERSIONS = ("1.0", "1.2")
 """Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
 
 _MOST_DIGITS = 18
-_SHOWN = 200
-"""So many characters of a wrong value are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +114,12 @@ def _devices(table: Any) -> Iterator[_Device]:
     if not isinstance(table, Mapping):
         raise _FieldError(f"wanted an object, got {type(table).__name__}")
     if table.get("status", "completed") != "completed":
-        raise _FieldError(f"status is {table['status']!r}: wanted 'completed'; the table is still being written")
+        raise _FieldError(
+            f"status is {checked.shown(table['status'])}: wanted 'completed'; the table is still being written"
+        )
     if "server_list" in table:
         if str(table.get("version", "1.0")) not in VERSIONS:
-            raise _FieldError(f"version is {table['version']!r}: wanted {' or '.join(VERSIONS)}")
+            raise _FieldError(f"version is {checked.shown(table['version'])}: wanted {' or '.join(VERSIONS)}")
         for place, server in _objects(table, "server_list", ""):
             name = _text(server, "server_id", place)
             address = _address(server, place) or name
@@ -134,7 +134,7 @@ def _devices(table: Any) -> Iterator[_Device]:
                     raise _FieldError(f"{place}.devices has {len(devices)} entries: wanted 1, a rank has one device")
                 yield _Device(place, name, name, rank, _number(devices[0][1], "device_id", devices[0][0]))
     else:
-        raise _FieldError(f"wanted server_list or group_list, got {', '.join(sorted(table)) or 'no field'}")
+        raise _FieldError(f"wanted server_list or group_list, got {checked.shown(sorted(table))}")
 
 
 def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
@@ -176,13 +176,13 @@ def _check_addresses(by_server: Mapping[str, Sequence[_Device]]) -> None:
         for device in devices:
             if device.address != first.address:
                 raise _FieldError(
-                    f"{device.place} belongs to server {server_id!r} at {device.address!r}, and {first.place} to the same one at"
-                    f" {first.address!r}: wanted one address for a server"
+                    f"{device.place} belongs to server {checked.shown(server_id)} at {checked.shown(device.address)}, and {first.place} to the same one at"
+                    f" {checked.shown(first.address)}: wanted one address for a server"
                 )
         if (other := places.setdefault(first.address, first)) is not first:
             raise _FieldError(
-                f"{first.place} and {other.place} belong to servers {server_id!r} and {other.server_id!r}, both at"
-                f" {first.address!r}: wanted another address for each server"
+                f"{first.place} and {other.place} belong to servers {checked.shown(server_id)} and {checked.shown(other.server_id)}, both at"
+                f" {checked.shown(first.address)}: wanted another address for each server"
             )
 
 
@@ -197,7 +197,7 @@ def _check_counts(table: Mapping[str, Any], servers: Sequence[Server]) -> None:
         counts += [(groups[0], name, place, total) for name in ("device_num", "instance_count")]
     for fields, name, place, count in counts:
         if name in fields and _number(fields, name, place) != count:
-            raise _FieldError(f"{_at(place, name)} is {fields[name]!r}, but the table lists {count}")
+            raise _FieldError(f"{_at(place, name)} is {checked.shown(fields[name])}, but the table lists {count}")
 
 
 def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -208,7 +208,7 @@ def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str
         raise _FieldError(f"{at} is {_shown(fields, name)}: wanted a list with one object or more")
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise _FieldError(f"{at}[{index}] is {repr(item)[:_SHOWN]}: wanted an object")
+            raise _FieldError(f"{at}[{index}] is {checked.shown(item)}: wanted an object")
     return [(f"{at}[{index}]", item) for index, item in enumerate(value)]
 
 

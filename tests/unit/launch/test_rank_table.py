@@ -118,7 +118,7 @@ FIRST = ("server_list", 0, "device", 0)
 WRONG = [
     (LISTED, ("status",), "initializing", "status is 'initializing': wanted 'completed'"),
     (LISTED, ("version",), "3.0", "version is '3.0': wanted 1.0 or 1.2"),
-    (LISTED, ("server_list",), None, "wanted server_list or group_list, got server_count, status, version"),
+    (LISTED, ("server_list",), None, "wanted server_list or group_list, got ['server_count', 'status', 'version']"),
     (LISTED, ("server_list",), [], "server_list is []: wanted a list with one object or more"),
     (LISTED, ("server_list", 1), "10.0.0.2", "server_list[1] is '10.0.0.2': wanted an object"),
     (LISTED, ("server_count",), "3", "server_count is '3', but the table lists 2"),
@@ -191,6 +191,14 @@ def test_another_file_is_refused(tmp_path: Path, text: str, wanted: str) -> None
         read_rank_table(write(tmp_path, text))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_rank_table(str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize("field", ["status", "version"])
+def test_a_wrong_value_is_shown_in_short(tmp_path: Path, field: str) -> None:
+    """A value of thousands of characters does not bury what is wrong with it."""
+    with pytest.raises(ConfigError, match=f"{field} is '111") as caught:
+        read_rank_table(write(tmp_path, changed(LISTED, (field,), "1" * 5000)))
+    assert len(str(caught.value)) < 500
 
 
 def settle(
