@@ -1,4 +1,4 @@
-"""A node's launcher on the line to the controller: it says who has died, looks at the job, and ends the controller.
+"""A node's launcher on the line to the controller: it says who has died and who runs, looks at the job, and ends the controller.
 
 Owns one stream that reconnects, and goes on to the next controller when the active one is gone: nobody listens at its
 address any more, or nothing was heard from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, Successors, WorkerExit
+from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, Successors, Vouch, WorkerExit
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
@@ -28,6 +28,10 @@ log = logging.getLogger("ttp.launch")
 RECONNECT_S = 0.2
 LOOK_S = 0.1
 """Between two looks whether the controller is still heard."""
+VOUCHES_A_LEASE = 3
+"""A vouch ages like a heartbeat: one may be late."""
+VOUCH_AT_MOST_S = 1.0
+"""Between two vouches, however long a lease is, and before it is known."""
 OWN_ABSENCE_S = 1.0
 """A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
 _NO_FAILURE = frozenset({"exiting", "exit code 0"})
@@ -40,8 +44,19 @@ class AgentLink:
     """The launcher's stream. Deaths that were said are said again after a reconnect, and to every later controller: they
     stay true."""
 
-    def __init__(self, address: Address, job_id: str, host: str, ranks: tuple[int, ...], pids: tuple[int, ...]) -> None:
-        """`pids` in the order of `ranks`: this node's workers. Connects in the background."""
+    def __init__(
+        self,
+        address: Address,
+        job_id: str,
+        host: str,
+        ranks: tuple[int, ...],
+        pids: tuple[int, ...],
+        running: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
+        """`pids` in the order of `ranks`: this node's workers. `running()`: those of their processes that run now, by rank; it must not
+        block or raise. Connects in the background."""
+        self._running = running
+        self._vouch_at = float("-inf")
         self._controllers: list[Address] = [address]
         self._place = 0
         self._lease_s = float("inf")
@@ -159,10 +174,22 @@ class AgentLink:
                     log.debug("nothing was heard from the controller for %g s", self._lease_s)
                     break
             looked = now
+            if now >= self._vouch_at:
+                self._vouch(now)
         with self._lock:
             return self._heard
 
-    def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit) -> None:
+    def _vouch(self, now: float) -> None:
+        """Report which processes run, three times a lease: a rank that is silent, because its interpreter is held, has not died."""
+        running = self._running()
+        with self._lock:
+            if not self._attached or self._stream is None:
+                return
+            self._vouch_at = now + min(VOUCH_AT_MOST_S, self._lease_s / VOUCHES_A_LEASE)
+            if running:
+                self._say(self._stream, Vouch(tuple(running), tuple(running.values())))
+
+    def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit | Vouch) -> None:
         try:
             stream.send(*messages)
         except CodecError as error:
@@ -174,6 +201,7 @@ class AgentLink:
         with self._lock:
             if stream is self._stream and not self._closing:
                 self._attached, self._led = True, False
+                self._vouch_at = float("-inf")
                 self._last_reason = ""
                 self._say(stream, self._hello, *self._exits)
 

@@ -56,6 +56,17 @@ def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
         assert_the_hang_is_told(job)
 
 
+@pytest.mark.long
+def test_a_rank_that_holds_its_interpreter_for_longer_than_a_lease_costs_nothing(tmp_path: Path) -> None:
+    """As a compiler does on busy cores. Its agent sees the process running: no gate closes, no restart is spent."""
+    faults = "gil:rank=1,step=4,point=backward,for=6;gil:rank=0,step=12,point=updating,for=6"
+    with start(tmp_path / "hurt", 2, faults, iters=16, TTP_HANG_FLOOR_S="60") as job:
+        finish(job)
+        told = [line["event"] for line in job.journals()[0]]
+        assert len(job.journals()) == 1 and told[-1] == "finished", told
+        assert not {"suspect", "freeze_sent", "death_seen"} & set(told), told
+
+
 def assert_the_hang_is_told(job: Job) -> None:
     """The launcher's table, the story with the frames of the suspect, the summary; and the same for machines."""
     console = job.console_tail(10_000)

@@ -383,7 +383,7 @@ def note(name, text=""):
 class Link:
     attached = True
     sent_away_monotonic_s = None
-    def __init__(self, address, job_id, pids):
+    def __init__(self, address, job_id, pids, running):
         self.address = address
         note(f"link-{address}", f"{job_id} {sorted(pids)}")
     def worker_exit(self, rank, pid, text):

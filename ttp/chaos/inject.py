@@ -8,6 +8,7 @@
     exit:rank=1,step=5,point=done              os._exit(1)
     hang:rank=1,step=5,point=backward          the thread sleeps for ever; the process's other threads run on
     gil:rank=1,step=5,point=backward           it sleeps for ever with Python's lock held: no other thread runs
+    gil:rank=1,step=5,point=backward,for=6     the same for 6 s, as a compiler does
     slow:rank=1,step=5,point=backward,for=3    it sleeps for 3 s and goes on
     segv, abort                                an invalid memory access, abort()
     term                                       SIGTERM to itself; goes on
@@ -69,6 +70,7 @@ RANK_ACTIONS = (
 ACTIONS = (*RANK_ACTIONS, *DISK_ACTIONS)
 _FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float, "mib": int}
 _HOG_THREADS = 2
+_FOR_GOOD_S = 1e6
 _CHUNK = bytes(1 << 20)
 
 
@@ -97,7 +99,7 @@ class Fault:
     times: int = 1_000_000
     """In a dump: how many writes or publishes of the step it hits."""
     for_s: float = 0.0
-    """How long `slow` sleeps, a hog lasts; by how much `slowdisk` makes a system call longer."""
+    """How long `slow` sleeps, `gil` holds the lock (0: for good), a hog lasts; by how much `slowdisk` makes a system call longer."""
     mib: int = 0
     """What `memory` fills."""
 
@@ -188,7 +190,7 @@ def commit(fault: Fault) -> None:
         case "slow":
             time.sleep(fault.for_s)
         case "gil":
-            _hold_the_gil()
+            _hold_the_gil(fault.for_s)
         case "async":
             main = ctypes.c_ulong(threading.main_thread().ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(AsynchronousFault))
@@ -210,10 +212,14 @@ def commit(fault: Fault) -> None:
             raise InjectedFault(f"rank {fault.rank}, step {fault.step}: fault injected at {fault.point}")
 
 
-def _hold_the_gil() -> None:
-    """Sleep in C without letting go of Python's lock. Signals go to other threads: nothing wakes this one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-    ctypes.PyDLL(None).sleep(ctypes.c_uint(1_000_000))
+def _hold_the_gil(for_s: float) -> None:
+    """Sleep in C without letting go of Python's lock, for good if `for_s` is 0. Signals go to other threads: nothing wakes this one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    library = ctypes.PyDLL(None)
+    end = time.monotonic() + (for_s or _FOR_GOOD_S)
+    while (left_s := end - time.monotonic()) > 0:
+        library.usleep(ctypes.c_uint(int(1e6 * min(left_s, 1000.0)) + 1))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _hog_cpu(for_s: float) -> None:

@@ -43,8 +43,8 @@ that the role's rank is the lowest one left, which publishes (`last` never is)."
 IN_STEP = ("kill", "segv", "abort", "exit", "raise", "async", "stop", "gil", "hang", "term")
 DUMP_CALLS = (0, 1, 2)
 DUMP_EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
-ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20", "TORCH_FR_BUFFER_SIZE": "0"}
-"""A hang is found soon although the job's pace is not known yet: that takes eight seconds, and the faults come sooner. Without torch's
+ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20", "TTP_VOUCHED_LEASE_S": "3", "TORCH_FR_BUFFER_SIZE": "0"}
+"""A hang, and an interpreter that is held, are found soon although eight steps are not over when some faults come. Without torch's
 flight recorder: its entries keep the heap from being used again while they fill their ring, which looks like a leak in so short a job."""
 
 

@@ -72,7 +72,7 @@ KINDS: dict[str, Kind] = {
     "raise": Kind("rank", _SAVED, "an exception in the training thread", POINTS),
     "async": Kind("rank", _SAVED, "an exception that comes over the main thread at any instruction", ("now", *POINTS)),
     "hang": Kind("rank", _SAVED, "the training thread sleeps for ever", _IN_STEP),
-    "gil": Kind("rank", _SAVED, "Python's lock is held for ever: no thread of the process runs", _AT_ONCE),
+    "gil": Kind("rank", _SAVED, "Python's lock is held for `for_s` (without: for ever): no thread of the process runs", _AT_ONCE),
     "slow": Kind("rank", _ANY, "the training thread sleeps for `for_s`", _IN_STEP, ("for_s",)),
     "cpu": Kind("rank", _ANY, "two threads of the rank count for `for_s`", ("now", *POINTS), ("for_s",)),
     "memory": Kind("rank", _ANY, "`mib` more are filled, for `for_s`", ("now", *POINTS), ("for_s", "mib")),

@@ -13,6 +13,8 @@ from ttp.launch.controllers import RequestShutdown
 from ttp.launch.courier import Link
 from ttp.launch.futility import FUTILE_STARTS
 
+Running = Callable[[], Mapping[int, int]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launching:
@@ -22,8 +24,9 @@ class Launching:
     """TTP_OT: a fault's deadline."""
     poll_s: float
     """Between two looks of the death watch."""
-    open_link: Callable[[str, str, Mapping[int, int]], Link]
-    """`open_link(address, job_id, pids)`: connect to a controller as the launcher of these ranks (rank -> pid)."""
+    open_link: Callable[[str, str, Mapping[int, int], Running], Link]
+    """`open_link(address, job_id, pids, running)`: connect to a controller as the launcher of these ranks (rank -> pid);
+    `running()` returns those of their processes that run now."""
     request_shutdown: RequestShutdown
     futile_starts: int = FUTILE_STARTS
     """So many starts in a row that died before their first new step end the job; 0: no number does."""

@@ -37,7 +37,7 @@ from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.handlers import make_rendezvous, plain_endpoint
-from ttp.launch.launching import Launching
+from ttp.launch.launching import Launching, Running
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.signals import without_ignored
 from ttp.launch.story import briefly
@@ -105,11 +105,11 @@ def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launchin
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
     launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
 
-    def open_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
+    def open_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> Link:
         from ttp.controller.agent_link import AgentLink
 
         ranks = tuple(sorted(pids))
-        return AgentLink(address, job_id, settings.host, ranks, tuple(pids[rank] for rank in ranks))
+        return AgentLink(address, job_id, settings.host, ranks, tuple(pids[rank] for rank in ranks), running)
 
     def request_shutdown(address: str) -> None:
         from ttp.controller import agent_link

@@ -119,7 +119,7 @@ class Round:
         self._courier = Courier(
             job_store,
             pids,
-            lambda address, ranks: launching.open_link(address, job_id, ranks),
+            lambda address, ranks: launching.open_link(address, job_id, ranks, lambda: self._watch.running()),
             watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle and hosts_rank_zero else None,
             processes_known=self._follow,
         )

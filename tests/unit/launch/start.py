@@ -77,7 +77,7 @@ class Start:
             Launching(
                 total_timeout_s=total_timeout_s,
                 poll_s=0.002,
-                open_link=lambda address, job_id, pids: self.line,
+                open_link=lambda address, job_id, pids, running: self.line,
                 request_shutdown=lambda address: None,
                 chronicle=chronicle,
             ),

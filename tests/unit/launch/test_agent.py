@@ -22,13 +22,13 @@ from tests.unit.launch.test_rendezvous import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotStarted
 from ttp.launch.courier import Link
-from ttp.launch.launching import Launching
+from ttp.launch.launching import Launching, Running
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
 from ttp.launch.story import Recorded
 
 
-def no_link(address: str, job_id: str, pids: Mapping[int, int]) -> Link:
+def no_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> Link:
     raise ConnectionError("no controller in this test")
 
 

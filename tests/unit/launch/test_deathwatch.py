@@ -118,6 +118,9 @@ def test_exiting_is_reported_before_the_cause_is_known(monkeypatch: pytest.Monke
         def gone(self) -> bool:
             return freed.is_set()
 
+        def running(self) -> bool:
+            return False
+
         def status(self) -> None:
             return None
 
@@ -320,3 +323,52 @@ def test_a_worker_that_begins_to_end_is_seen_before_the_next_poll(
     watch.learn(1, -signal.SIGKILL)
     watch.stop()
     assert watch.deaths()[1].text == "signal SIGKILL" and watch.deaths()[1].failed and 0 not in watch.deaths()
+
+
+@linux
+def test_a_process_runs_that_is_neither_ending_nor_stopped(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """What an agent vouches for. A process that goes on after a stop runs again."""
+    children = {rank: spawn() for rank in range(3)}
+    pids = {rank: child.pid for rank, child in children.items()}
+    watch = DeathWatch(pids, Reports())
+    watch.start()
+    try:
+        assert watch.running() == pids
+        os.kill(pids[0], signal.SIGSTOP)
+        os.waitid(os.P_PID, pids[0], os.WSTOPPED | os.WNOWAIT)
+        children[1].kill()
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+        assert watch.running() == {2: pids[2]}
+        os.kill(pids[0], signal.SIGCONT)
+        os.waitid(os.P_PID, pids[0], os.WCONTINUED | os.WNOWAIT)
+        assert watch.running() == {0: pids[0], 2: pids[2]}
+        other = spawn()
+        watch.follow(2, other.pid)
+        assert watch.running() == {0: pids[0], 2: other.pid}, "the rank that a worker's shell has started"
+    finally:
+        watch.stop()
+    assert watch.running() == {}, "nobody looks any more"
+
+
+def test_without_flags_no_process_is_said_to_run(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """Whether it is stopped cannot be seen."""
+    watch = DeathWatch({0: spawn().pid}, Reports(), probe=StatusProbe)
+    watch.start()
+    assert watch.running() == {}
+    watch.stop()
+
+
+def test_a_watch_that_has_failed_says_of_no_process_that_it_runs() -> None:
+    class Failing(StatusProbe):
+        def ending(self) -> bool:
+            raise ValueError("a bug")
+
+        def running(self) -> bool:
+            return True
+
+    watch = DeathWatch({0: os.getpid()}, Reports(), probe=Failing)
+    watch.start()
+    with pytest.raises(RuntimeError):
+        watch.wait(DEADLINE_S, lambda deaths: bool(watch.living()) and False)
+    assert watch.running() == {}
+    watch.stop()

@@ -59,7 +59,7 @@ class Shells:
             Launching(
                 total_timeout_s=60.0,
                 poll_s=0.002,
-                open_link=lambda address, job_id, pids: self.controller,
+                open_link=lambda address, job_id, pids, running: self.controller,
                 request_shutdown=lambda address: None,
             ),
             job_id="job",

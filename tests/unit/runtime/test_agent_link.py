@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,15 +25,15 @@ from ttp.proto.transport import open_channel
 from .conftest import LONG_S, Rank, StartController, until
 from .test_server import RawStream, registration
 
-OpenLink = Callable[[str], AgentLink]
+OpenLink = Callable[..., AgentLink]
 
 
 @pytest.fixture
 def new_link() -> Iterator[OpenLink]:
     links: list[AgentLink] = []
 
-    def open_link(address: str) -> AgentLink:
-        links.append(AgentLink(address, "job", "host", (0, 1), (100, 101)))
+    def open_link(address: str, running: Callable[[], Mapping[int, int]] = dict) -> AgentLink:
+        links.append(AgentLink(address, "job", "host", (0, 1), (100, 101), running))
         return links[-1]
 
     yield open_link
@@ -227,3 +228,42 @@ def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
         assert link.given_up() is None
     finally:
         rank.processor.stop()
+
+
+def test_a_silent_rank_lives_while_the_launcher_sees_its_process_run(
+    new_controller: StartController, new_link: OpenLink, tmp_path: Path
+) -> None:
+    """Three ranks say nothing. Rank 2, whose process nobody sees, is dead after its lease; rank 1 once it is not seen to run any more."""
+    controller = new_controller(world_size=3, heartbeat_s=0.1, lease_s=0.4)
+    seen = {0: 100, 1: 101}
+    link = new_link(controller.address, lambda: dict(seen))
+    with open_channel(controller.address) as channel:
+        stream = RawStream(channel)
+        until(lambda: link._attached, "the controller's greeting")
+        stream.say(*(registration(rank, 3) for rank in range(3)))
+
+        def dead() -> list[int]:
+            return [one.rank for one in request_status(controller.address).ranks if one.dead]
+
+        until(lambda: bool(dead()), "the end of a lease")
+        assert dead() == [2]
+        del seen[1]
+        until(lambda: dead() == [1, 2], "the end of the lease of a rank that does not run")
+    deaths = [line.fields["rank"] for line in read_story(tmp_path / "journal0.jsonl") if line.event == "death_seen"]
+    assert deaths == [2, 1]
+
+
+def test_the_link_asks_for_running_processes_three_times_a_lease(
+    new_controller: StartController, new_link: OpenLink
+) -> None:
+    asked: list[float] = []
+
+    def running() -> dict[int, int]:
+        asked.append(time.monotonic())
+        return {}
+
+    controller = new_controller(world_size=2, heartbeat_s=0.1, lease_s=1.2)
+    new_link(controller.address, running)
+    until(lambda: len(asked) >= 5, "five looks")
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert min(gaps[1:]) >= 0.39, "before the lease is known it is a second at most"

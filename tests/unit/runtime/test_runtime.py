@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
+from ttp.controller.events import Beats, Received
 from ttp.controller.events import Journal as JournalEffect
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
 from ttp.controller.machine import transition
 from ttp.controller.process import CannotListen, ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable, TornShare
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Phase, PublishOrder
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Heartbeat, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
 from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record, until
@@ -452,3 +453,29 @@ def test_no_record_is_needed_where_nobody_began(new_controller: StartController,
     record: CommitRecord | None = order.record
     assert order.step == 2 and record == commit_record(2)
     assert order.cause.kind is CauseKind.PREEMPTED
+
+
+def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
+    new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
+) -> None:
+    """149 steps within a heartbeat or two. What a rank does in an announced pause is no part of its step."""
+    controller = new_controller()
+    ranks = new_ranks(controller.address, 3)
+    for rank in ranks:
+        rank.train_to(100)
+        before = rank.processor.pause(60.0)
+        rank.exited.wait(0.3)
+        rank.processor.end_pause(before)
+        rank.train_to(149)
+
+    def beats() -> dict[int, list[Heartbeat]]:
+        inputs = [event for _, event in read_inputs(inputs_path(tmp_path / "journal0.jsonl")).inputs]
+        said = [event.message for event in inputs if isinstance(event, Received)]
+        together = [message for event in inputs if isinstance(event, Beats) for message in event.messages]
+        all_told = [message for message in (*said, *together) if isinstance(message, Heartbeat)]
+        return {rank: [message for message in all_told if message.rank == rank] for rank in range(3)}
+
+    until(lambda: all(any(beat.steps == 149 for beat in told) for told in beats().values()), "every rank's last step")
+    for told in beats().values():
+        times_s = [seconds for beat in told for seconds in beat.step_times_s]
+        assert 8 <= len(times_s) <= 8 * len(told) and max(times_s) < 0.3
