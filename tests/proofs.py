@@ -197,6 +197,7 @@ TESTED |= {
         " gate",
         " death_watch",
         ".death_watch --kills 20",
+        ".false_alarms",
         ".step_time",
         ".step_time --world 2x2 --rounds 14 --steps 2",
         ".step_time --world 2x1 --rounds 14 --steps 2",

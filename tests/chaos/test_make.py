@@ -16,6 +16,7 @@ from tests.shown import ROOT
 SIZES = {
     "benchmarks.death_watch": "--mib 0 --kills 2",
     "benchmarks.dump": "--gb 0.01 --writers 1 --rounds 1",
+    "benchmarks.false_alarms": "--seeds 1 --means 0.02",
     "benchmarks.gate": "--runs 2 --calls 50",
     "benchmarks.messages": "",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",

@@ -71,6 +71,20 @@ def test_a_hang_is_seen_named_and_survived(layout: Layout, hang: Callable[[Job, 
         assert published["step"] == (AT - 1 if hang is not hang_in_update else AT), f"seed {seed}"
 
 
+def test_a_hang_is_seen_soon_however_many_steps_there_are_in_a_heartbeat() -> None:
+    """Steps take a twentieth of a heartbeat: eight of them are enough, and not eight heartbeats."""
+    times = replace(TIMES, heartbeat_s=0.6, lease_s=1.8, vouched_lease_s=4.5, hang_floor_s=2.0)
+    for seed in range(12):
+        scenario = build(seed, even(4), harmless=False, times=times)
+        job = scenario.job
+        compute_for(job, seed % 4, inf)
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        began = next(at for at, line in job.story if line.event == "assembled")
+        ((at, _),) = [(at, line) for at, line in job.story if line.event == "hung"]
+        assert at - began < 8 * times.heartbeat_s, f"seed {seed}"
+
+
 def test_a_hang_in_the_first_step_is_seen_by_the_limit_for_the_start() -> None:
     """There is nothing to save yet, and the job says so and starts again."""
     for seed in range(12):

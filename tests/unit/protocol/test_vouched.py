@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, registration
+from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_members import killed
 from ttp.controller.events import ControllerSettings, StreamClosed, Tick
 from ttp.controller.machine import next_deadline
@@ -18,9 +18,9 @@ COMPUTE = Phase.COMPUTE
 OTHERS = (0, 2, 3)
 
 
-def running(steps: int = 8) -> ControllerBench:
+def running(steps: int = 8, freeze_timeout_s: float = 10.0) -> ControllerBench:
     """A job of four ranks that has finished so many steps, a rank on each host."""
-    job = ControllerBench()
+    job = ControllerBench(freeze_timeout_s=freeze_timeout_s)
     job.say(*(Heartbeat(rank, COMPUTE, steps + 1, steps=steps) for rank in range(4)))
     return job
 
@@ -193,3 +193,31 @@ def test_a_standby_that_nobody_has_come_to_takes_vouches_too() -> None:
     assert job.at(Stage.STANDBY) and next_deadline(job.state) is None
     job.take(StreamClosed((), "host1"))
     assert job.state.members.table[1].vouched == 0.0
+
+
+# --- no refusal while it may still come ---
+
+
+def test_a_shard_whose_last_holder_compiles_is_waited_for_before_a_refusal() -> None:
+    """Rank 3 is dead and rank 1, its partner, does not answer the freeze: its process runs."""
+    job = running()
+    silent(job, 2.5, 1)
+    job.say(killed(3), *(report(rank, 1, Phase.DONE, 8, records=[8]) for rank in (0, 2)))
+    for _ in range(13):
+        job.say(Vouch((1,), (101,)))
+        job.wait(0.5, heard=(0, 2))
+    assert job.at(Stage.FREEZING) and not job.told("refused")
+    job.say(Heartbeat(1, COMPUTE, 9), report(1, 1, Phase.DONE, 8, records=[8]))
+    assert job.told("decided")[0]["step"] == 8
+
+
+def test_a_shard_whose_last_holder_is_held_for_good_is_refused_in_time() -> None:
+    job = running(freeze_timeout_s=5.0)
+    silent(job, 2.5, 1)
+    job.say(killed(3), *(report(rank, 1, Phase.DONE, 8, records=[8]) for rank in (0, 2)))
+    for _ in range(17):
+        job.say(Vouch((1,), (101,)))
+        job.wait(0.5, heard=(0, 2))
+        if job.now >= 5.5 + 2.5 and job.now < 9.0:
+            assert not job.told("refused"), "the round's time is over, and its process runs"
+    assert job.told("refused") and job.now <= 12.0

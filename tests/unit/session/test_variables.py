@@ -13,7 +13,7 @@ from ttp.config import VARIABLES, Settings, unknown_variables
 from ttp.errors import ConfigError
 
 TIMES = (
-    "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S",
+    "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S",
 )  # fmt: skip
 README = Path(__file__).resolve().parents[3] / "README.md"
 
@@ -31,6 +31,12 @@ def test_a_time_that_no_timer_takes_is_refused(name: str) -> None:
     """The first wait would fail in the middle of a fault."""
     with pytest.raises(ConfigError, match=name):
         Settings.from_env({name: "1e10", "TTP_LEASE_S": "1e11"} if name == "TTP_HEARTBEAT_S" else {name: "1e10"})
+
+
+def test_a_floor_that_is_set_holds_before_fifty_steps_too() -> None:
+    by_default, chosen = Settings.from_env({}), Settings.from_env({"TTP_HANG_FLOOR_S": "7"})
+    assert (by_default.hang_floor_s, by_default.hang_early_floor_s) == (10.0, 60.0)
+    assert (chosen.hang_floor_s, chosen.hang_early_floor_s) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
