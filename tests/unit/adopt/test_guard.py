@@ -85,7 +85,7 @@ def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytes
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def fails(session: Session, choice: str) -> None:
+    def fails(session: Session, choice: str, **checks: object) -> None:
         raise CheckpointError("this is no checkpoint")
 
     with monkeypatch.context() as patch:

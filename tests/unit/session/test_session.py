@@ -24,6 +24,7 @@ from ttp.notice import Notice
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.session import current_session
+from ttp.standby import Standbys
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
@@ -153,7 +154,9 @@ def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller
     assert controller is not None and controller.wait(0.0) is None
     caplog.clear()
     session.close()
-    assert controller.wait(0.0) == 0 and caplog.text == ""
+    assert controller.wait(0.0) == 0
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("TTP has no checkpoint of step 2, the last one")
 
 
 def test_a_session_closed_on_the_way_of_an_exception_saves_first(tmp_path: Path) -> None:
@@ -208,6 +211,11 @@ class AskedController:
         self.asked.append("dismiss")
 
 
+def no_standbys() -> Standbys:
+    """The standbys of a rank that has started none."""
+    return Standbys(ON, 2, Path("/logs"), lambda: pytest.fail("no store is needed"))
+
+
 class IdleProcessor:
     """A processor of which it is known whether the controller has let it go."""
 
@@ -228,7 +236,7 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
     protected = object.__new__(protection.Protection)
     asked = AskedController()
     parts = {"_controller": asked, "processor": IdleProcessor(settled), "_notice": Notice(print)}
-    for name, part in (parts | {"_standby": None, "_world_size": 2, "_log_dir": Path("/logs")}).items():
+    for name, part in (parts | {"_standbys": no_standbys(), "_world_size": 2, "_log_dir": Path("/logs")}).items():
         setattr(protected, name, part)
     protected.close()
     assert asked.asked == (["10 s"] if settled else [])
@@ -239,8 +247,9 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
 def test_a_standby_is_dismissed_only_when_the_job_is_settled(settled: bool) -> None:
     """The other ranks may still have to come to it, or have come: then it stays."""
     protected = object.__new__(protection.Protection)
-    standby = AskedController()
-    parts = {"_standby": standby, "processor": IdleProcessor(settled), "_notice": Notice(print), "_controller": None}
+    standby, standbys = AskedController(), no_standbys()
+    standbys.running.append(standby)  # type: ignore[arg-type]
+    parts = {"_standbys": standbys, "processor": IdleProcessor(settled), "_notice": Notice(print), "_controller": None}
     for name, part in parts.items():
         setattr(protected, name, part)
     protected.close()
