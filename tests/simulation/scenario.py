@@ -87,6 +87,7 @@ def build(
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if faults:
+        job.standbys.judged = False
         inputs = random.Random(f"inputs {seed}")
         job.beats_relayed = inputs.random() < RELAYED
         aborted = random.Random(f"aborted {seed}")

@@ -39,6 +39,9 @@ class Standbys:
         """Return the standby that a rank starts at the beginning: ranks from 1 on do, in order; empty: none."""
         return f"c{rank}" if 1 <= rank <= self.count else ""
 
+    judged = True
+    """Random jobs are not judged yet: some of their faults keep a standby from coming in time (docs/limits.md)."""
+
     def carry_out(self, process: Rank, order: ev.StartController | ev.LookForControllers) -> None:
         if isinstance(order, ev.StartController):
             self.start(process, order.known)
@@ -86,7 +89,13 @@ class Standbys:
         job, leader = self.job, self.job.controller
         disturbed = any(strike.at_s > lost_s for strike in job.strikes) or job.killed or job.last_loss_s > lost_s
         training = all(rank.alive and rank.started_s < lost_s and not rank.state.finished for rank in job.ranks)
-        if not self.count or disturbed or not training or len(self.unable | self.mute) >= len(job.ranks):
+        if (
+            not self.judged
+            or not self.count
+            or disturbed
+            or not training
+            or len(self.unable | self.mute) >= len(job.ranks)
+        ):
             return
         behind = {f"c{c.place}" for c in job.controllers if c.place > leader.place and c.idle and not c.gone}
         known = [rank.rank for rank in job.ranks if len(behind.intersection(rank.state.successors)) < self.count]

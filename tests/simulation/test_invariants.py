@@ -15,6 +15,7 @@ from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
 from tests.simulation.work import Worker
+from tests.simulation.wrong_controllers import repeats_nothing
 from ttp.controller import decision, leaving, presence, rolling, writing
 from ttp.proto.messages import Cause, CauseKind, Phase
 
@@ -137,6 +138,7 @@ def test_a_dump_that_takes_longer_than_it_may_is_caught() -> None:
 
 def test_a_controller_that_tells_nobody_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "reachable", lambda members: ())
+    repeats_nothing(monkeypatch)
     caught("I11: ranks")
 
 

@@ -372,7 +372,14 @@ def decides_without_all_reports(patch: Patch) -> None:
     patch.setattr(rounds, "_ask", wrong)
 
 
+def repeats_nothing(patch: Patch) -> None:
+    """What a rank has lost is not sent again: it would heal what is wrong."""
+    patch.setattr(tables, "repeat_lost", lambda state, beats, now, out: state)
+
+
 def thaws_some(patch: Patch) -> None:
+    repeats_nothing(patch)
+
     def wrong(ranks: tuple[int, ...], message: Any) -> Send:
         return Send(ranks[:-1] if isinstance(message, Thaw) else ranks, message)
 
@@ -451,6 +458,8 @@ def a_leap_of_the_clock_counts_as_silence(patch: Patch) -> None:
 
 
 def takes_over_without_a_freeze(patch: Patch) -> None:
+    repeats_nothing(patch)
+
     def wrong(state: Any, now: float, out: Any) -> Any:
         state = takeover.gather(state, now, out)
         if state.stage is Stage.FREEZING and not state.fault.causes:

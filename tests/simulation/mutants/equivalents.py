@@ -67,8 +67,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.transitions", "if state.term < 0:", "0: 1"),
     ),
     "a torn state counts behind a closed gate only, and whoever reports a closed gate says it anew": (
-        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False): forgets torn"),
-        ("processor.transitions", "return replace(state, standing=Standing.TRAINING, closed=False, torn=False, orders=(), ordered=False)", "False: True (no. 2 in the line)"),
     ),
     "of two equal values either is the smaller": (
         ("controller.machine", "moment = members.sweep_at if members.sweep_at < moment else moment", "members.sweep_at < moment: LtE"),
@@ -110,7 +108,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.rounds", "if known != record and repr(known) != repr(record):  # by text where they differ: a skipped step's norm is NaN", "known != record and repr(known) != repr(record): without known != record"),
     ),
     "steps never go back": (
-        ("processor.pace", "if event.step <= state.step and state.step_at > -inf:", "event.step <= state.step and state.step_at > -inf: without state.step_at > -inf"),
     ),
     "of whom nothing else is known, the text says the same": (
         ("controller.rolling", "elif report is None or member.suspect:", "report is None or member.suspect: without member.suspect"),

@@ -133,8 +133,8 @@ def test_the_table_counts_what_was_run_and_what_was_not_expected(tmp_path: Path)
     [
         (["matrix", "--shard", "3/3"], "--shard is '3/3': wanted I/N"),
         (["matrix", "--kinds", "burn"], "--kinds has 'burn': wanted some of kill"),
-        (["run", "nowhere.yaml", "--", "true"], "nowhere.yaml: No such file"),
-        (["check", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["run", "nowhere.yaml", "--", "true"], "nowhere.yaml: no such file"),
+        (["check", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["report", "nowhere.json"], "wanted the result.json of a campaign"),
     ],
 )
