@@ -11,14 +11,16 @@ BENCH ?=
 DEMO_ARGS ?=
 MATRIX_ARGS ?=
 PAIRS_ARGS ?=
+FLAKY_ARGS ?=
 FUZZ_ARGS ?=
 
-.PHONY: demo test check unit chaos bench soak mutants proto docs clean help
+.PHONY: demo test check unit chaos flaky bench soak mutants proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
+	@echo "make flaky [FLAKY_ARGS='--minutes 60']  every test with real processes ten times beside two busy ones; goes on where it was"
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
@@ -49,6 +51,9 @@ chaos: $(STAMP)
 	$(PY) -m pytest tests -m long
 	@$(PY) -m ttp.chaos.kills $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 	@$(PY) -m ttp.cli chaos matrix $(MATRIX_ARGS)
+
+flaky: $(STAMP)
+	@$(PY) -m tests.flaky $(FLAKY_ARGS)
 
 bench: $(STAMP)
 	@$(PY) -m benchmarks $(BENCH)
