@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.waiting import until
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.launching import Launching
 from ttp.launch.rendezvous import JobStore
@@ -93,18 +93,12 @@ class Start:
         self.held = threading.Thread(target=self.round.hold)
 
     def until_led(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.round.has_controller:
-            assert time.monotonic() < deadline, "the controller was not found"
-            time.sleep(0.005)
+        until(lambda: self.round.has_controller, "a controller")
 
     def fail_one(self) -> None:
         """Kill rank 1 and hold rank 0 from then on."""
         self.workers[1].send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.round.failed():
-            assert time.monotonic() < deadline, "the death was not seen"
-            time.sleep(0.005)
+        until(self.round.failed, "the death to be seen")
         self.held.start()
 
     def leave(self, status: int, rank: int = 0) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.waiting import until
 from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
@@ -83,14 +84,6 @@ def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
 
 def death(text: str) -> Death:
     return Death(1, 71, 1.0, 1.0, text, None, False)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition; fail after a generous time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:

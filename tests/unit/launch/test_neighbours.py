@@ -10,18 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
+from tests.waiting import until
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
 
 DEADLINE_S = 60.0
 LOOK_S = 0.02
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.005)
 
 
 class Launchers:

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from ttp.launch import controllers
 from ttp.launch.controllers import START_VARIABLE, controllers_of, end_controllers, is_controller
 from ttp.launch.courier import ControllerEntry
@@ -216,10 +216,7 @@ def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(
         assert other.stdin is not None
         other.stdin.write("go\n")
         other.stdin.flush()
-        deadline = time.monotonic() + 20.0
-        while is_controller(other.pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: not is_controller(other.pid), "another program in its place")
 
     if when == "after it was asked":
         published = ControllerEntry("h:1", other.pid)

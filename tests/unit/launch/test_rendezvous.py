@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from tests.unit.launch.test_neighbours import until
+from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.launch import rendezvous
 from ttp.launch.neighbours import Neighbours

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start
+from tests.waiting import until
 from ttp.launch import deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
@@ -75,10 +76,8 @@ def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
 
     def looked() -> None:
         """The launcher has looked, and has drawn its conclusion: it looks again."""
-        seen, deadline = led.line.looks, time.monotonic() + DEADLINE_S
-        while led.line.looks < seen + 2 and led.held.is_alive():
-            assert time.monotonic() < deadline, "the launcher does not look for the controller"
-            time.sleep(0.005)
+        seen = led.line.looks
+        until(lambda: led.line.looks >= seen + 2 or not led.held.is_alive(), "the launcher to look for the controller")
 
     led.fail_one()
     for _ in range(4):
@@ -133,12 +132,10 @@ def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
     start = Start(60.0, controller=True)
     try:
         monkeypatch.setattr(deathwatch, "exit_status", lambda pid: LOST)
-        deadline = time.monotonic() + DEADLINE_S
-        for rank in (0, 1):  # one after the other: they are told in the order seen
-            start.workers[rank].kill()
-            while rank in start.round.living():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+        start.workers[0].kill()
+        until(lambda: start.round.living() == [1], "the death of rank 0")  # one after the other: told in the order seen
+        start.workers[1].kill()
+        until(lambda: start.round.living() == [], "the death of rank 1")
         assert not start.round.failed() and not start.round.succeeded()
         start.round.learn({1: -9}, failed=True)
         assert start.round.failed() and not start.round.succeeded()
@@ -160,10 +157,7 @@ def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
         assert not start.round.settling()
         monkeypatch.setattr(deathwatch, "exit_status", lambda pid: None)
         start.workers[1].kill()
-        deadline = time.monotonic() + DEADLINE_S
-        while 1 not in start.round.deaths():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: 1 in start.round.deaths(), "the death of rank 1")
         assert start.round.settling()
         monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
         assert not start.round.settling()
@@ -185,9 +179,7 @@ def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse
     start = Start(60.0, controller=False)
     try:
         start.leave(status, rank=1)
-        while not start.round.failed():
-            assert start.round.lasted_s() < DEADLINE_S
-            time.sleep(0.005)
+        until(start.round.failed, "the end to be seen")
         start.held.start()
         start.held.join(DEADLINE_S)
         assert start.round.living() == [0] and start.round.grace_s() == rounds.SHUTDOWN_S
@@ -229,10 +221,7 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
         other.tell_fault(time.monotonic() - 99.0)
         neighbours = start.round.neighbours
         assert neighbours is not None
-        deadline = time.monotonic() + DEADLINE_S
-        while neighbours.fault_begun_monotonic_s is None:
-            assert time.monotonic() < deadline, "nothing was heard of the fault"
-            time.sleep(0.005)
+        until(lambda: neighbours.fault_begun_monotonic_s is not None, "the other node's report of a fault")
         other.close()
         held = threading.Thread(target=start.round.hold, args=("the set of nodes changes",))
         held.start()
@@ -255,10 +244,7 @@ def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(monkeypa
     monkeypatch.setattr(neighbours_module, "LOST_S", 2.0)
     start = Start(60.0, controller=False, nodes=2)
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not start.round.lost_node:
-            assert time.monotonic() < deadline, "the silent node is not missed"
-            time.sleep(0.005)
+        until(lambda: start.round.lost_node, "the silent node to be missed")
         assert "node 1 of 2" in start.round.lost_node and start.round.unreached_store == ""
         monkeypatch.setattr(rounds, "MEETING_S", 0.0)
         assert start.round.lost_node == ""

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.unit.launch.start import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
+from tests.waiting import until
 from ttp.launch import chronicle as started
 from ttp.launch import controllers
 from ttp.launch.chronicle import Chronicle, Ending
@@ -43,14 +44,12 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
     start = Start(60.0, controller=False, chronicle=chronicle, nodes=2)
     other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
     try:
-        assert start.round.neighbours is not None
+        neighbours = start.round.neighbours
+        assert neighbours is not None
         other.start()
         if words:
             other.tell_restart(words)
-        deadline = time.monotonic() + DEADLINE_S
-        while start.round.neighbours.failure != words:
-            assert time.monotonic() < deadline, "it was not heard"
-            time.sleep(0.005)
+        until(lambda: neighbours.failure == words, "the other node's report")
         start.leave(75, rank=0)
         start.leave(75, rank=1)
         start.held.start()
@@ -113,9 +112,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
     before = signal.signal(signal.SIGTERM, raise_signal)
 
     def tell_to_end() -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while "waiting up to" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: "waiting up to" in caplog.text, "the line that a controller is waited for")
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:

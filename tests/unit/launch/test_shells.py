@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.start import DEADLINE_S, LineToController
+from tests.waiting import until
 from ttp.launch import given_up
 from ttp.launch import round as rounds
 from ttp.launch.launching import Launching
@@ -70,10 +70,10 @@ class Shells:
             hosts_rank_zero=False,
         )
         self.thread = threading.current_thread()
-        deadline = time.monotonic() + DEADLINE_S
-        while self.round.processes != dict(enumerate(self.ranks)) or not self.round.has_controller:
-            assert time.monotonic() < deadline, "the ranks' processes were not found"
-            time.sleep(0.005)
+        until(
+            lambda: self.round.processes == dict(enumerate(self.ranks)) and self.round.has_controller,
+            "the ranks' processes and a controller",
+        )
 
     def line(self, rank: int) -> str:
         stdout = self.workers[rank].stdout
@@ -97,10 +97,7 @@ class Shells:
     def hold_to_the_end_when_one_has_left(self, rank: int) -> None:
         """Let a rank leave with status 75, and hold what is left until nobody is."""
         self.leave(rank, 75)
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.round.failed():
-            assert time.monotonic() < deadline, "the end was not seen"
-            time.sleep(0.005)
+        until(self.round.failed, "the end to be seen")
         self.run("hold")
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive() and self.round.living() == []
@@ -186,10 +183,7 @@ def test_a_survivor_whose_shell_is_gone_is_held(
     """The fault is told with the process of the rank that died, not with its shell's."""
     shells.kill_shell(0, signal.SIGKILL)
     os.kill(shells.ranks[1], signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_S
-    while not shells.round.failed():
-        assert time.monotonic() < deadline, "the death was not seen"
-        time.sleep(0.005)
+    until(shells.round.failed, "the death to be seen")
     assert shells.round.living() == [0]
     shells.run("hold")
     shells.thread.join(0.3)
@@ -222,10 +216,7 @@ def test_a_stopped_rank_behind_a_shell_is_ended_when_another_has_left_and_the_sh
     """The shell gets no signal: it may clean up, and tells how its rank ended."""
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
     os.kill(shells.ranks[0], signal.SIGSTOP)
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_stopped(shells.ranks[0]):
-        assert time.monotonic() < deadline, "the rank does not stop"
-        time.sleep(0.005)
+    until(lambda: is_stopped(shells.ranks[0]), "the rank to stop")
     shells.hold_to_the_end_when_one_has_left(1)
     assert exit_status(shells.workers[0].pid) == 137
     assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
@@ -237,10 +228,7 @@ def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
     """Somebody stopped the whole session: the shell would never see its rank's end."""
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
     os.killpg(shells.workers[0].pid, signal.SIGSTOP)
-    deadline = time.monotonic() + DEADLINE_S
-    while not (is_stopped(shells.ranks[0]) and is_stopped(shells.workers[0].pid)):
-        assert time.monotonic() < deadline, "they do not stop"
-        time.sleep(0.005)
+    until(lambda: is_stopped(shells.ranks[0]) and is_stopped(shells.workers[0].pid), "both to stop")
     shells.hold_to_the_end_when_one_has_left(1)
     assert exit_status(shells.workers[0].pid) == -signal.SIGKILL
 
@@ -266,20 +254,14 @@ def hold_with_one_left(shells: Shells, folder: Path) -> None:
     shells.controller.silent = frozenset({0})
     shells.leave(1, 75)
     let_go(shells, 1, folder)
-    deadline = time.monotonic() + DEADLINE_S
-    while not shells.round.failed():
-        assert time.monotonic() < deadline, "the end was not seen"
-        time.sleep(0.005)
+    until(shells.round.failed, "the end to be seen")
     shells.run("hold")
 
 
 def test_a_shell_that_cleans_up_after_its_silent_rank_is_left_to_it(tidy: Shells, tmp_path: Path) -> None:
     """The controller still names the rank, which has ended: the shell is not the one that was silent."""
     tidy.leave(0, 75)
-    deadline = time.monotonic() + DEADLINE_S
-    while here(tidy.ranks[:1]):
-        assert time.monotonic() < deadline, "the rank does not leave"
-        time.sleep(0.005)
+    until(lambda: not here(tidy.ranks[:1]), "the rank to leave")
     hold_with_one_left(tidy, tmp_path)
     tidy.thread.join(1.0)
     assert tidy.thread.is_alive() and exit_status(tidy.workers[0].pid) is None
@@ -296,9 +278,7 @@ def test_a_shell_whose_silent_rank_leaves_while_it_is_asked_for_its_stacks_is_le
 
     def leave_now(stragglers: Stragglers, ranks: Iterable[int]) -> None:
         tidy.leave(0, 75)
-        deadline = time.monotonic() + DEADLINE_S
-        while here(tidy.ranks[:1]) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: not here(tidy.ranks[:1]), "the rank to leave")
         asked.set()
 
     monkeypatch.setattr(Stragglers, "ask_for_stacks", leave_now)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.unit.launch.test_agent import make_agent
+from tests.waiting import until
 from ttp.launch.agent import HoldAgent
 from ttp.launch.signals import SAME_S, TAKEN_S, Notices, without_ignored
 
@@ -70,10 +71,7 @@ def given(notices: Notices, name: str) -> None:
 
 
 def await_words(caplog: pytest.LogCaptureFixture) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while "noted; the workers leave already" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: "noted; the workers leave already" in caplog.text, "the line of a second signal")
 
 
 @pytest.mark.parametrize("first", NAMES)

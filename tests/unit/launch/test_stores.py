@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.launch import handlers, moving, partings
 from ttp.launch import stores as stores_module
@@ -52,13 +53,6 @@ def serve(place: Endpoint) -> TCPStore:
 
 def agent(*places: Endpoint) -> Stores:
     return Stores(places, hosting=False)
-
-
-def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_endpoints_are_a_list_in_order() -> None:
@@ -420,7 +414,7 @@ def test_the_heartbeats_of_a_lost_store_end() -> None:
         assert len(heartbeats()) == 1
         keeper.kill()
     until(
-        lambda: not heartbeats(), 3 * ANSWER_S
+        lambda: not heartbeats(), within_s=3 * ANSWER_S
     )  # a question that was being asked at that moment is waited for so long
     assert moving.num_nodes_waiting() == 0 and not moving.shutdown()
 

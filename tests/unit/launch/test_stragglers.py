@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start
+from tests.waiting import until
 from ttp.launch import given_up, stragglers
 from ttp.launch import round as rounds
 from ttp.launch.neighbours import Neighbours
@@ -34,10 +35,7 @@ def await_stop(pid: int) -> None:
 def let_one_leave(start: Start) -> None:
     """Rank 1 leaves on the controller's word, and rank 0 is held."""
     start.leave(75, rank=1)
-    deadline = time.monotonic() + DEADLINE_S
-    while not start.round.failed():
-        assert time.monotonic() < deadline, "the end was not seen"
-        time.sleep(0.005)
+    until(start.round.failed, "the end to be seen")
     start.held.start()
 
 
@@ -61,11 +59,10 @@ def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_a
     patient.line.decided = False
     await_stop(patient.workers[0].pid)
     let_one_leave(patient)
-    deadline = time.monotonic() + DEADLINE_S
-    while patient.line.asked < 6:  # several graces
-        assert time.monotonic() < deadline, "the controller is not asked"
-        assert patient.held.is_alive()
-        time.sleep(0.005)
+    until(
+        lambda: patient.line.asked >= 6 or not patient.held.is_alive(), "the controller to be asked for several graces"
+    )
+    assert patient.held.is_alive()
     assert patient.round.living() == [0] and "killed" not in caplog.text
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
     patient.line.decided = True
@@ -127,13 +124,15 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     assert "killed" not in caplog.text
 
 
-def end_given_up(start: Start, until: Callable[[], bool]) -> None:
+def end_given_up(start: Start, done: Callable[[], bool]) -> None:
     """Look again and again, as the agent does."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not until():
-        assert time.monotonic() < deadline, "in vain"
-        start.round.end_given_up()
-        time.sleep(0.005)
+
+    def looked() -> bool:
+        if not done():
+            start.round.end_given_up()
+        return done()
+
+    until(looked, "the end of those that are given up")
 
 
 def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
@@ -145,7 +144,7 @@ def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
     patient.round.end_given_up()
     assert patient.round.living() == [0, 1] and patient.line.asked == 0, "nobody was sent away"
     patient.line.sent_away_monotonic_s = time.monotonic()
-    end_given_up(patient, until=lambda: patient.round.living() == [])
+    end_given_up(patient, done=lambda: patient.round.living() == [])
     assert "ranks 0-1: stopped, and can save nothing any more: killed" in caplog.text
 
 
@@ -154,13 +153,13 @@ def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) ->
     through, for the end of one is the end of all; the controller is asked about it once."""
     patient.line.sent_away_monotonic_s = time.monotonic()
     patient.line.silent = frozenset({1})
-    end_given_up(patient, until=lambda: patient.line.asked > 0)
+    end_given_up(patient, done=lambda: patient.line.asked > 0)
     asked = patient.line.asked
     for _ in range(50):
         patient.round.end_given_up()
     assert patient.line.asked == asked and patient.round.living() == [0, 1] and not patient.round.failed()
     patient.leave(0)
-    end_given_up(patient, until=lambda: patient.round.living() == [])
+    end_given_up(patient, done=lambda: patient.round.living() == [])
 
 
 def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
@@ -172,7 +171,7 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
     patient.line.sent_away_monotonic_s = time.monotonic()
     for worker in patient.workers:
         await_stop(worker.pid)
-    end_given_up(patient, until=lambda: patient.round.living() == [])
+    end_given_up(patient, done=lambda: patient.round.living() == [])
     assert time.monotonic() - patient.line.sent_away_monotonic_s > 0.3
 
 
@@ -203,7 +202,7 @@ def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_o
             time.sleep(0.01)
         assert start.round.living() == [0, 1], "the other one works"
         start.leave(0, rank=1)
-        end_given_up(start, until=lambda: start.round.living() == [])
+        end_given_up(start, done=lambda: start.round.living() == [])
     finally:
         start.close()
         other.close()

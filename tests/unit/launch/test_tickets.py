@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
-from tests.unit.launch.test_neighbours import until
+from tests.waiting import until
 from ttp.launch.tickets import Collected, answer, count_start, hand_in
 
 
