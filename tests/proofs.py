@@ -67,6 +67,7 @@ _COMMANDS = "tests/chaos/test_commands.py"
 _HARNESS = "tests/chaos/test_harness.py"
 _MAKE = "tests/chaos/test_make.py"
 _OTHERS = "tests/chaos/test_other_trainers.py"
+_LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits"
 _SLURM = "tests/chaos/test_slurm.py"
 _OWN = {"train.py": "own_trainer/train.py"}
 """For the reader's own trainer."""
@@ -103,6 +104,9 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --save output/megatron_style --train-iters 40":
         Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
     "ttprun --nproc-per-node 3 loop.py": Proof("tests/chaos/test_mindio.py::test_the_documents_loop_goes_on_bit_for_bit"),
+    "ttprun --nproc-per-node 2 examples/your_trainer/nanogpt.py": Proof(_LOOPS),
+    "ttprun --nproc-per-node 2 examples/your_trainer/accelerate_loop.py": Proof(_LOOPS),
+    "ttprun --nproc-per-node 2 examples/your_trainer/ddp_sampler.py": Proof(_LOOPS),
     "ttprun --nproc-per-node 2 examples/ddp/shortest.py":
         Proof(f"{_OTHERS}::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp"),
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),

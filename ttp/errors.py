@@ -8,6 +8,7 @@
     │   │   └── TornShare          files that are not what their writers told
     │   ├── CheckpointMismatch     it belongs to another model or optimizer
     │   └── NotWritable            the directory cannot take a checkpoint
+    ├── DataMismatch       after a restart the trainer has other batches or learning rates   (also a ValueError)
     ├── DatasetError       the training text cannot be read or is too small
     ├── ControllerError    the controller could not be started, or was lost: a fault
     ├── ProtocolError      an event that the protocol's state does not allow
@@ -67,6 +68,10 @@ class NotWritable(CheckpointError):
     """A directory cannot take a checkpoint."""
 
 
+class DataMismatch(TTPError, ValueError):
+    """After a restart the trainer has other batches, or other learning rates, than the run had in the same place."""
+
+
 class DatasetError(TTPError):
     """The training text cannot be read or is too small."""
 
@@ -79,7 +84,7 @@ class NonFinite(TTPError):
     """A loss or a gradient is NaN or infinite, and `on_nonfinite="stop"` was given; no update was made with it."""
 
 
-STAY_WRONG = (ConfigError, LayoutError, DatasetError, CheckpointMismatch, NonFinite)
+STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite)
 """Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
 STAY_WRONG_AT_FIRST = (NotWritable,)
 """The same at the job's first start. Later a disk may have failed, and may come back."""

@@ -57,6 +57,8 @@ class StepStates:
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
         self._lock = threading.Lock()
+        self.late: Callable[[], Mapping[str, Any]] = dict
+        """Returns what is added to any state when it is written: what is known by then, of later steps too. Called by any thread."""
 
     def put(self, step: int, state: Mapping[str, Any]) -> None:
         """Keep a copy of `state` as what step + 1 needs to go on, if step is committed. Raises ConfigError unless it is JSON:
@@ -73,8 +75,11 @@ class StepStates:
             for old in sorted(self._states)[:-KEPT_STEPS]:
                 del self._states[old]
 
-    def get(self, step: int) -> Any:
+    def get(self, step: int) -> dict[str, Any]:
         """Return the state after `step`, or an empty mapping when the trainer never set one."""
+        return {**self._kept(step), **self.late()}
+
+    def _kept(self, step: int) -> Any:
         with self._lock:
             if step in self._states or not self._states:
                 return json.loads(self._states.get(step, "{}"))

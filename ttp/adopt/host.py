@@ -8,7 +8,6 @@ the trainer does between that update and the next step is done again on resume f
 from __future__ import annotations
 
 import base64
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ttp import checked
+from ttp.adopt.ticks import MAX_TICKS, Ticks
 from ttp.errors import CheckpointMismatch, ConfigError
 
 MAX_TENSOR_BYTES = 1 << 16
@@ -38,7 +38,7 @@ class HostObjects:
 
     def __init__(self, schedulers: Sequence[Any], state: Mapping[str, Stateful]) -> None:
         """`schedulers`: `step()` follows every update. Raises ConfigError for an object without the two methods."""
-        self._schedulers = list(schedulers)
+        self._schedulers = [Ticks(scheduler) for scheduler in schedulers]
         self._state = dict(state)
         for name, each in [*((f"schedulers[{i}]", s) for i, s in enumerate(schedulers)), *state.items()]:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
@@ -56,10 +56,16 @@ class HostObjects:
         """True when there is more than schedulers."""
         return bool(self._state)
 
-    def take(self) -> dict[str, Any]:
-        """Return everything as JSON values. Raises ConfigError for what JSON cannot carry."""
+    def take(self, step: int) -> dict[str, Any]:
+        """Return everything as JSON values, `step` being READY (0: before the first). Raises ConfigError for what JSON cannot carry."""
+        if step:
+            for each in self._schedulers:
+                each.count()
         return {
-            "schedulers": [to_json(s.state_dict(), f"schedulers[{i}]") for i, s in enumerate(self._schedulers)],
+            "schedulers": [
+                to_json(t.scheduler.state_dict(), f"schedulers[{i}]") for i, t in enumerate(self._schedulers)
+            ],
+            "ticks": [each.ticks for each in self._schedulers],
             "state": {name: to_json(each.state_dict(), name) for name, each in self._state.items()},
         }
 
@@ -74,14 +80,12 @@ class HostObjects:
                 f"the checkpoint has {len(saved)} schedulers and state of {sorted(taken.get('state', {}))}; this run has {wanted}"
                 f" and {sorted(self._state)}: give ttp.protect the objects of the run that wrote it"
             )
-        for scheduler, value in zip(self._schedulers, saved, strict=True):
-            scheduler.load_state_dict(from_json(value))
+        ticks = taken.get("ticks", [None] * wanted)  # older checkpoints have none
+        for tick, value, count in zip(self._schedulers, saved, ticks, strict=True):
+            tick.scheduler.load_state_dict(from_json(value))
+            tick.ticks = count
             if updated:
-                with warnings.catch_warnings():
-                    warnings.simplefilter(
-                        "ignore", UserWarning
-                    )  # that no optimizer.step() came before it in this process
-                    scheduler.step()
+                tick.repeat()
         for name, each in self._state.items():
             each.load_state_dict(from_json(taken["state"][name]))
 
@@ -90,6 +94,11 @@ def check_taken(taken: Mapping[str, Any]) -> None:
     """Judge what a checkpoint has of `HostObjects.take`. Raises ValueError naming the key."""
     schedulers = checked.items(taken.get("schedulers", []), "schedulers")
     state = checked.mapping(taken.get("state", {}), "state")
+    for count, path in checked.items(taken.get("ticks", []), "ticks"):
+        if count is not None:
+            checked.integer(count, path, 0, MAX_TICKS)
+    if "ticks" in taken and len(taken["ticks"]) != len(taken.get("schedulers", [])):
+        raise checked.Invalid("ticks", taken["ticks"], "one count for each scheduler")
     for value, path in [*schedulers, *((value, f"state.{name}") for name, value in state.items())]:
         try:
             from_json(value)

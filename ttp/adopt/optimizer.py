@@ -164,6 +164,12 @@ class AdoptedOptimizer:
                 found.append(f"{told[same[0]][1][group]} has other bits on ranks {same} than on ranks {others}")
         return found
 
+    def learning_rates(self) -> list[float]:
+        """Return each param group's learning rate as it is now; none where a device has one, which would have to be waited for."""
+        rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+        on_host = all(not torch.is_tensor(rate) or rate.device.type == "cpu" for rate in rates)
+        return [float(rate) for rate in rates] if on_host else []
+
     def close(self) -> None:
         """Take the hooks off the optimizer."""
         for hook in self._hooks:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from ttp.errors import ConfigError
 
 T = TypeVar("T")
 
 
+class Watch(Protocol):
+    """What is called around the fetching of batches, of those too that are dropped."""
+
+    def begin(self, loader: object, epoch: int) -> None:
+        """The loader is about to be asked for an epoch's batches."""
+
+    def before_fetch(self, epoch: int, index: int) -> None: ...
+
+    def fetched(self, epoch: int, index: int, batch: object) -> None: ...
+
+
 class DataPosition:
     """Counts batches, and skips on resume those that were trained on."""
 
-    def __init__(self, before_fetch: Callable[[int, int], None]) -> None:
-        """`before_fetch(epoch, index)` is called before each batch is fetched, with -1 before the loader is asked to begin."""
+    def __init__(self, watch: Watch) -> None:
         self.epoch = 0
         self.batch = 0
         """Batches of `epoch` that were handed out."""
         self._over = -1
         """The epoch whose end was reached."""
-        self._before_fetch = before_fetch
+        self._watch = watch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`, the first where the checkpoint stood."""
@@ -38,15 +48,16 @@ class DataPosition:
                 " `for epoch in guard.epochs(count)` counts, for the training data; iterate over other loaders themselves"
             )
         skipped = self.batch
-        self._before_fetch(self.epoch, -1)
+        self._watch.begin(loader, self.epoch)
         batches = iter(loader)
         for index in itertools.count():
-            self._before_fetch(self.epoch, index)
+            self._watch.before_fetch(self.epoch, index)
             try:
                 batch = next(batches)
             except StopIteration:
                 self._over = self.epoch
                 return
+            self._watch.fetched(self.epoch, index, batch)
             if index >= skipped:
                 self.batch = index + 1
                 yield index, batch

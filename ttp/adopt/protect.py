@@ -14,11 +14,11 @@ checkpoints as `ttp.start`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +26,12 @@ from torch.optim import Optimizer
 
 from ttp import checked
 from ttp.adopt.averages import Average
+from ttp.adopt.feed import Feed
 from ttp.adopt.host import HostObjects, Stateful, check_taken
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
 from ttp.adopt.seeds import Seeds
+from ttp.adopt.seen import CHOICES, Seen, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
@@ -65,6 +67,7 @@ def protect(
     compare_every: int = 100,
     on_nonfinite: str = "warn",
     reseed: bool = True,
+    on_data_mismatch: str = "error",
     resume: str = "auto",
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
@@ -82,6 +85,7 @@ def protect(
     replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
     on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
     (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
+    on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
@@ -93,6 +97,10 @@ def protect(
         raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
     if on_nonfinite not in ("warn", "skip", "stop"):
         raise ConfigError(f"invalid on_nonfinite: got {on_nonfinite!r}, expected 'warn', 'skip' or 'stop'")
+    if on_data_mismatch not in CHOICES:
+        raise ConfigError(
+            f"invalid on_data_mismatch: got {on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
+        )
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
@@ -103,7 +111,8 @@ def protect(
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
         try:
             seeds = Seeds(adopted.device, enabled=reseed)
-            return Guard(model, adopted, host, session, resume, save_interval, compare_every, seeds)
+            seen = Seen(session.rank, session.world_size, on_data_mismatch)
+            return Guard(model, adopted, host, session, resume, save_interval, compare_every, seeds, seen)
         except BaseException:
             session.close()
             raise
@@ -125,6 +134,7 @@ class Guard:
         save_interval: int,
         compare_every: int,
         seeds: Seeds,
+        seen: Seen,
     ) -> None:
         self.session = session
         self._adopted = adopted
@@ -133,8 +143,13 @@ class Guard:
         self._compare_every = compare_every
         self._passes = 0
         """Forward passes of the step in flight."""
+        self._recomputed = False
+        """The step in flight has had a forward pass within its backward pass."""
         self._seeds = seeds
-        self._position = DataPosition(self._seeds.seed_fetch)
+        self._seen = seen
+        self._feed = Feed(seeds, seen)
+        self._position = DataPosition(self._feed)
+        session.holder.step_states.late = lambda: {"seen": seen.record()}
         if self.session.rank == 0:
             show(logging.INFO, f"{adopted.mode} mode: {_MODES[adopted.mode]}")
             if _rounds_anew(model, self.session.world_size):
@@ -155,7 +170,7 @@ class Guard:
         # torch.compile would trace hooks of a module that it compiles, and compile anew at every step.
         untraced: Any = torch.compiler.disable
         self._hooks = [
-            model.register_forward_pre_hook(untraced(self._before_forward)),
+            model.register_forward_pre_hook(untraced(self._before_forward), with_kwargs=True),
             model.register_forward_hook(untraced(self._after_forward)),
         ]
         session.warns_unsaved = False  # Usage knows of a trainer that saves by itself
@@ -208,9 +223,12 @@ class Guard:
         """Write a checkpoint of the current step (all ranks call, between two steps); return its path."""
         return self.session.save()
 
-    def pause(self, at_most_s: float = 3600.0) -> AbstractContextManager[None]:
-        """Say that this rank does something else than steps for a while (an evaluation): no hang."""
-        return self.session.pause(at_most_s)
+    @contextlib.contextmanager
+    def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:
+        """Say that this rank does something else than steps for a while (an evaluation): no hang. Training draws the random numbers that
+        it would draw without."""
+        with self.session.pause(at_most_s), self._seeds.kept():
+            yield
 
     def close(self) -> None:
         """Stop protecting; the model and the optimizer are as they were found. Says when ttp has saved nothing."""
@@ -225,28 +243,42 @@ class Guard:
 
     def _take(self, step: int) -> None:
         """Keep what the run needs to go on after `step`."""
-        position = self._position.state_dict()
-        self.session.set_step_state(step, {**self._host.take(), "position": position, "seed": self._seeds.base})
+        if self._recomputed:  # as if the pass had not been repeated
+            self._seeds.seed_after(step, self._passes - 1)
+        data = {"position": self._position.state_dict(), "fed": self._feed.used}
+        random = {"seed": self._seeds.base, "passes": self._passes}
+        self.session.set_step_state(step, {**self._host.take(step), **data, **random})
 
     def _give_back(self, point: ResumePoint) -> None:
         self._host.give_back(point.state, updated=point.step > 0)
         self._position.load_state_dict(point.state["position"])
         self._seeds.base = point.state["seed"]
+        self._seen.expect(point.state.get("seen", {}))
+        self._feed.used = bool(point.state.get("fed"))
+        if point.step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
+            self._seeds.seed_after(point.step, int(point.state.get("passes", 0)) - 1)
 
-    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training:
             return
-        if not _in_backward():
+        step = self._adopted.current_step + 1
+        if _in_backward():
+            self._recomputed = True
+        else:
             self._adopted.begin_pass()
             self._passes += 1
-        self._seeds.seed_pass(self._adopted.current_step + 1, self._passes - 1)
+            if self._passes == 1:
+                self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
+        self._seeds.seed_pass(step, self._passes - 1)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if module.training:
             self._adopted.begin_backward(output)
+            if not _in_backward():
+                self._seeds.seed_after(self._adopted.current_step + 1, self._passes - 1)
 
     def _step_ended(self, step: int) -> None:
-        self._passes = 0
+        self._passes, self._recomputed = 0, False
         self._usage.step_ended(step)
         if self._compare_every and step % self._compare_every == 0:
             for text in self._adopted.differing():
@@ -268,6 +300,10 @@ def _check_state(state: Mapping[str, Any]) -> None:
         checked.integer(*checked.field(position, name, "position"))
     seed, path = checked.field(dict(state), "seed", "")
     checked.integer(seed, path, -(2**63), 2**64 - 1)
+    if "seen" in state:  # older checkpoints have none of these
+        check_record(state["seen"], "seen")
+        checked.boolean(*checked.field(dict(state), "fed", ""))
+        checked.integer(*checked.field(dict(state), "passes", ""))
 
 
 def _rounds_anew(model: torch.nn.Module, world_size: int) -> bool:

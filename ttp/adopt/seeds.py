@@ -1,13 +1,17 @@
 """Random numbers as a function of the place in the run: what a dead rank drew last need not be known to anybody.
 
-Every rank's generators (torch's on the host and on the rank's device, Python's, numpy's) are seeded before each forward pass from (rank, step, pass),
-and before each batch is fetched from (rank, epoch, batch). So a resumed run draws what an unbroken one draws.
+Every rank's generators (torch's on the host and on the rank's device, Python's, numpy's) are seeded before and after each forward pass from
+(rank, step, pass), and before each batch is fetched from (rank, epoch, batch). So a resumed run draws what an unbroken one draws: also a
+batch that a trainer draws by itself, behind the last forward pass of a step, for the next step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +35,45 @@ class Seeds:
         """A forward pass begins: dropout and the like."""
         self._seed("pass", step, index)
 
+    def seed_after(self, step: int, index: int) -> None:
+        """A forward pass has ended: what is drawn from here on is for later. `index`: -1 without a pass."""
+        self._seed("after", step, index)
+
     def seed_fetch(self, epoch: int, index: int) -> None:
         """A batch is fetched: shuffling, augmentation, masking."""
         self._seed("fetch", epoch, index)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give the generators back as they were: what is drawn meanwhile (an evaluation) has no part in training."""
+        if not self._enabled:
+            yield
+            return
+        module: Any = None if self._device.type == "cpu" else torch.get_device_module(self._device)
+        here, python, numpy = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+        there = None if module is None else module.get_rng_state(self._device)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(here)
+            if module is not None:
+                module.set_rng_state(there, self._device)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    def number(self, *place: str | int) -> int:
+        """Return the seed for a place in the run, the same on every rank, at any start."""
+        digest = hashlib.sha256(repr((self.base, *place)).encode()).digest()
+        return int.from_bytes(digest[:7], "little")  # below 2**63 and the same for every generator
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
     def _seed(self, *place: str | int) -> None:
         if not self._enabled:
             return
-        digest = hashlib.sha256(repr((self.base, self._rank, *place)).encode()).digest()
-        number = int.from_bytes(digest[:7], "little")  # below 2**63 and the same for every generator
+        number = self.number(self._rank, *place)
         # Not torch.manual_seed, which takes 20 times as long: it prepares devices that this process does not use.
         torch.default_generator.manual_seed(number)
         if self._device.type != "cpu":

@@ -27,9 +27,22 @@ from ttp.session import Session, find_session
 OFF = Settings(enable=False)
 
 
+class Unwatched:
+    """Fetches that nothing surrounds."""
+
+    def begin(self, loader: object, epoch: int) -> None:
+        pass
+
+    def before_fetch(self, epoch: int, index: int) -> None:
+        pass
+
+    def fetched(self, epoch: int, index: int, batch: object) -> None:
+        pass
+
+
 def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
     """A loop over range(epochs) would get no batch from its second epoch on, and say nothing."""
-    position = DataPosition(lambda epoch, index: None)
+    position = DataPosition(Unwatched())
     assert list(position.batches([1, 2])) == [(0, 1), (1, 2)]
     with pytest.raises(ConfigError, match=r"again after the end of epoch 0: wanted once in each epoch"):
         list(position.batches([1, 2]))
@@ -37,7 +50,7 @@ def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
 
 def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
     """A break is no end; the next epoch begins anew, and so does one after a load."""
-    position = DataPosition(lambda epoch, index: None)
+    position = DataPosition(Unwatched())
     told = []
     for epoch in position.epochs(2):
         for _, batch in position.batches("abc"):
@@ -62,7 +75,7 @@ def test_what_reads_ahead_goes_within() -> None:
         if kept is not None:
             yield kept
 
-    within, around = DataPosition(lambda epoch, index: None), DataPosition(lambda epoch, index: None)
+    within, around = DataPosition(Unwatched()), DataPosition(Unwatched())
     assert next(within.batches(prefetched("abc"))) == (0, "a") and within.batch == 1
     assert next(prefetched(batch for _, batch in around.batches("abc"))) == "a" and around.batch == 2
 

@@ -7,7 +7,7 @@ import re
 
 import ttp
 from tests.shown import ROOT
-from ttp.adopt import usage
+from ttp.adopt import seen, usage
 from ttp.adopt.transformers_callback import TTPCallback
 
 TEXT = (ROOT / "docs" / "your_trainer.md").read_text(encoding="utf-8")
@@ -53,6 +53,18 @@ def test_what_the_callback_hands_on_are_arguments() -> None:
 
 def test_quoted_warnings_are_said_by_the_code() -> None:
     """A message that changes has to change here, too."""
-    code = inspect.getsource(usage)
-    words = [piece.strip() for row in part("words") for piece in row[0].strip("`").split("...") if piece.strip()]
-    assert len(words) == 2 and all(word in code for word in words), words
+    for table, module, count in (("words", usage, 2), ("mismatches", seen, 4)):
+        code = inspect.getsource(module)
+        words = [piece.strip() for row in part(table) for piece in row[0].strip("`").split("...") if piece.strip()]
+        assert len(words) == count and all(word in code for word in words), words
+
+
+def test_the_document_begins_with_three_whole_loops() -> None:
+    """They are the examples, which a test runs: every line but the docstring."""
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    folder = ROOT / "examples" / "your_trainer"
+    names = ["nanogpt.py", "accelerate_loop.py", "ddp_sampler.py"]
+    assert {path.name for path in folder.glob("*.py")} == set(names)
+    for block, name in zip(blocks, names, strict=False):
+        _, _, code = (folder / name).read_text(encoding="utf-8").partition('"""\n\n')
+        assert block == code, f"the document does not show {name}"

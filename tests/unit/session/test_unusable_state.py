@@ -87,6 +87,33 @@ def test_the_bundled_trainers_state_is_judged(change: dict[str, Any], message: s
 GUARDED = {"schedulers": [], "state": {}, "position": {"epoch": 0, "batch": 3}, "seed": 2**64 - 1}
 
 
+SEEN = {"rank": 0, "world_size": 2, "first": "", "batches": [[0, 1, "ab"]], "passes": [[3, "cd", [0.5]]]}
+WATCHED = {**GUARDED, "schedulers": [{}], "ticks": [2], "seen": SEEN, "fed": True, "passes": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ticks": [10**18]}, r"ticks\[0\]: got 10+, expected an integer from 0 to 1000000"),
+        ({"ticks": []}, r"ticks: got \[\], expected one count for each scheduler"),
+        ({"fed": 1}, "fed: got 1, expected true or false"),
+        ({"passes": -1}, "passes: got -1, expected an integer >= 0"),
+        ({"seen": {**SEEN, "rank": None}}, r"seen\.rank: got None, expected an integer >= 0"),
+        ({"seen": {**SEEN, "batches": [[0, 1]]}}, r"seen\.batches\[0\]: got \[0, 1\], expected a list of three values"),
+        ({"seen": {**SEEN, "passes": [[3, 4, []]]}}, r"seen\.passes\[0\]: got 4, expected a string"),
+        (
+            {"seen": {**SEEN, "passes": [[3, "", ["x"]]]}},
+            r"seen\.passes\[0\]: got \['x'\], expected a list of learning rates",
+        ),
+    ],
+)
+def test_the_guards_record_of_its_data_is_judged(change: dict[str, Any], message: str) -> None:
+    """An older checkpoint has none."""
+    check_guard_state(WATCHED)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_guard_state({**WATCHED, **change})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
