@@ -31,8 +31,9 @@ class PassNumbers:
             elif value.requires_grad:
                 value.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
 
-    def _look_at_gradient(self, gradient: torch.Tensor) -> None:
-        self._gradients.append(_local(gradient).detach().sum(dtype=torch.float32))
+    def _look_at_gradient(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # DDP's own functions give none for an output that the loss does not use
+            self._gradients.append(_local(gradient).detach().sum(dtype=torch.float32))
 
     def zero_or_nan(self, device: torch.device) -> torch.Tensor:
         """Return 0.0, or NaN if a number is not finite (FP64, 0-d)."""

@@ -132,3 +132,26 @@ def test_a_rank_names_what_it_knows() -> None:
     assert math.isnan(float(numbers.zero_or_nan(torch.device("cpu")))) and "loss of rank 3" in numbers.where(3)
     numbers.forget()
     assert numbers.are_finite()
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Gives none for an output that is not used, as DDP's own function with find_unused_parameters does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return value * 2, value * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> Any:
+        return None if first is None else first * 2
+
+
+def test_an_output_that_the_loss_does_not_use_has_no_gradient() -> None:
+    """The loss is computed within the model as a rule, and the logits are returned beside it."""
+    numbers = PassNumbers()
+    value = torch.ones(3, requires_grad=True)
+    used, unused = TwoOutputs.apply(value)  # type: ignore[no-untyped-call]
+    numbers.look_at((used, unused))
+    used.sum().backward()
+    assert value.grad is not None and numbers.are_finite()
