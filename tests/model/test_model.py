@@ -20,7 +20,8 @@ from tests.model.search import Found, Search
 from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
 from tests.shown import ROOT
-from ttp.controller import decision, publishing, rolling, rounds, settling, transitions, writing
+from tests.simulation.repetition import repeats_nothing
+from ttp.controller import decision, publishing, rolling, rounds, settling, writing
 from ttp.controller.events import Effect, Send
 from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import StateReport, Thaw
@@ -167,7 +168,7 @@ def _thaws_only_the_first(patch: pytest.MonkeyPatch) -> None:
         return state
 
     patch.setattr(settling, "thaw", thaw)
-    patch.setattr(transitions, "repeat_lost", lambda state, beats, now, out: state)  # it would thaw the others
+    repeats_nothing(patch)  # it would thaw the others
 
 
 def _drops_the_parts_of_a_lost_writer(patch: pytest.MonkeyPatch) -> None:

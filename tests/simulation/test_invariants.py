@@ -11,11 +11,11 @@ import pytest
 from tests.simulation.checks import violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
+from tests.simulation.repetition import repeats_nothing
 from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
 from tests.simulation.work import Worker
-from tests.simulation.wrong_controllers import repeats_nothing
 from ttp.controller import decision, leaving, presence, rolling, writing
 from ttp.proto.messages import Cause, CauseKind, Phase
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.controllers import Controller
+from tests.simulation.repetition import repeats_nothing
 from tests.simulation.standbys import Standbys
 from ttp.controller import (
     hangs,
@@ -370,11 +371,6 @@ def decides_without_all_reports(patch: Patch) -> None:
         return replace(state, fault=replace(state.fault, awaiting=min(1, state.fault.awaiting)))
 
     patch.setattr(rounds, "_ask", wrong)
-
-
-def repeats_nothing(patch: Patch) -> None:
-    """What a rank has lost is not sent again: it would heal what is wrong."""
-    patch.setattr(tables, "repeat_lost", lambda state, beats, now, out: state)
 
 
 def thaws_some(patch: Patch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.wrong_controllers import Reports, Verdict, repeats_nothing, with_decide
+from tests.simulation.wrong_controllers import Reports, Verdict, with_decide
 from ttp.controller import patience, presence, publishing, rolling, rounds, settling, takeover, writing
 from ttp.controller import transitions as controller_tables
 from ttp.controller.decision import decide
@@ -118,12 +118,6 @@ def _takes_over_knowing(patch: Patch, known: Any) -> None:
         return rounds.begin_fault(state, tuple(cause for cause in causes if known(state, cause)), *rest, **options)
 
     patch.setattr(takeover, "begin_fault", wrong)
-
-
-def faults_told_before_a_takeover_are_forgotten(patch: Patch) -> None:
-    """A rank that raised is thawed with the others, and nobody can train with it."""
-    repeats_nothing(patch)
-    _takes_over_knowing(patch, lambda state, cause: cause not in state.early)
 
 
 def ranks_that_never_came_are_no_cause(patch: Patch) -> None:

@@ -107,7 +107,8 @@ def test_torch_alone_loads_a_checkpoint_and_trains_on(job: Job, tmp_path: Path) 
     train(model, optimizer, 5, 9)
     torch.save(kept | {"later": model.state_dict()}, tmp_path / "wanted.pt")
     script = tmp_path / "reader.py"
-    script.write_text(MODEL + READER)
+    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"  # the bits depend on it
+    script.write_text(threads + MODEL + READER)
     done = subprocess.run(
         [sys.executable, "-I", str(script), str(path), str(tmp_path / "wanted.pt"), str(tmp_path / "out.pt")],
         capture_output=True,
