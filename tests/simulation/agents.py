@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tests.simulation.controllers import AgentLink
 from tests.simulation.network import DOWN, UP
+from ttp.controller import events as ev
 from ttp.proto.messages import AgentHello, Downward, Successors, Upward, Vouch, WorkerExit
 
 if TYPE_CHECKING:
@@ -123,11 +124,18 @@ class Agent:
             self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)
 
     def not_told_of(self) -> tuple[str, ...]:
-        """Return the standbys of which the first controller must have told it, and has not."""
+        """Return the standbys that the first controller knew a while before its last line, and that this launcher does not know."""
         first = self.job.controllers[0]
-        assembled = next((at for at, line in first.story if line.event == "assembled"), inf)
-        known_s = max(assembled, self.came_s) + TOLD_WITHIN_S
-        if self.lost or first.absences or not first.story or first.story[-1][0] < known_s:
+        if self.lost or first.absences or not first.story:
             return ()
-        at_the_start = first.state.successors[: self.job.first_standbys]
-        return tuple(address for address in at_the_start if address not in self.addresses)
+        known_until_s = first.story[-1][0] - TOLD_WITHIN_S
+        lines = [line for at, line in first.story if max(at, self.came_s) <= known_until_s]
+        known = [address for line in lines for address in _standbys_in(line)]
+        return tuple(address for address in known if address not in self.addresses)
+
+
+def _standbys_in(line: ev.Journal) -> tuple[str, ...]:
+    """Return the standbys that are known from a line of a journal on."""
+    if line.event == "assembled":
+        return tuple(map(str, cast("tuple[str, ...]", line.fields["standbys"])))
+    return (str(line.fields["address"]),) if line.event == "standby_started" else ()

@@ -11,6 +11,7 @@ from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.held import Hold
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.lost import lose_something
+from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers, loses_in_turn
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
@@ -80,6 +81,9 @@ def build(
     handed_on = faults and not steps and layout is None and in_turn.random() < HANDED_ON
     if handed_on:
         training = Training(in_turn.choice(THREE_REPLICAS), training.steps, training.local_copy)
+    losses = loses_in_turn(seed) if faults and not (steps or layout or watched or handed_on) else None
+    if losses is not None:
+        training, standbys = Training(training.layout, LONG_STEPS, training.local_copy), max(1, standbys)
     apart = random.Random(f"own directories {seed}")
     if own is None and faults:
         own = _own_directories(apart, training.layout)
@@ -87,7 +91,6 @@ def build(
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if faults:
-        job.standbys.judged = False
         inputs = random.Random(f"inputs {seed}")
         job.beats_relayed = inputs.random() < RELAYED
         aborted = random.Random(f"aborted {seed}")
@@ -99,6 +102,9 @@ def build(
         else:
             _slow_down(scenario, inputs)
     if not faults:
+        return scenario
+    if losses is not None:
+        scenario.faults += lose_controllers(job, losses)
         return scenario
     scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
     if handed_on:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.controllers import Controller
+from tests.simulation.network import DOWN, UP
 from ttp.processor import events as ev
+from ttp.processor.state import Standing
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
     from tests.simulation.rank import Rank
 
 RESTORED_S = 3.0
-"""After the loss of a controller in a job that goes on undisturbed: a lease, the takeover, and one rank that cannot start a standby."""
+"""So long a job must have trained undisturbed: a lease, the takeover, and one rank that cannot start a standby."""
 
 
 class Standbys:
@@ -34,13 +37,15 @@ class Standbys:
         self.listed = [f"c{place}" for place in range(1, 1 + count)]
         """Addresses, as ranks and launchers find them."""
         self._starters = {place: min(place, job.training.layout.world_size - 1) for place in range(1, 1 + count)}
+        self._review_at = 0.0
+        """When it is looked next whether there are as many as there must be; those that were asked for earlier are void."""
+        self.judged = 0
+        """How often there had to be as many as at the start."""
+        self._review_after(RESTORED_S)
 
     def first_of(self, rank: int) -> str:
         """Return the standby that a rank starts at the beginning: ranks from 1 on do, in order; empty: none."""
         return f"c{rank}" if 1 <= rank <= self.count else ""
-
-    judged = True
-    """Random jobs are not judged yet: some of their faults keep a standby from coming in time (docs/limits.md)."""
 
     def carry_out(self, process: Rank, order: ev.StartController | ev.LookForControllers) -> None:
         if isinstance(order, ev.StartController):
@@ -82,23 +87,50 @@ class Standbys:
             process.later(
                 self._rng.uniform(0.001, 0.02), partial(process.put, ev.ControllerEnded(f"c{controller.place}"))
             )
-        self.job.scheduler.after(RESTORED_S, partial(self._must_be_restored, self.job.now))
+        self._review_after(RESTORED_S)
 
-    def _must_be_restored(self, lost_s: float) -> None:
+    def _review_after(self, seconds: float) -> None:
+        moment = self._review_at = self.job.now + seconds
+        self.job.scheduler.at(moment, partial(self._review, moment))
+
+    def _review(self, asked_for: float) -> None:
+        """Judge the job once it has trained undisturbed for long enough; wait until it has, unless it never will."""
+        job = self.job
+        if asked_for != self._review_at or not self.count or len(self.unable | self.mute) >= len(job.ranks):
+            return
+        if not all(rank.alive and not rank.state.finished for rank in job.ranks):
+            return
+        waits_s = max(0.0, self._calm_since() + RESTORED_S - job.now)
+        if waits_s > 0.0:
+            self._review_after(min(waits_s, RESTORED_S))
+        else:
+            self._must_be_restored()
+
+    def _calm_since(self) -> float:
+        """Return since when nothing keeps the job from restoring its standbys; inf: something does. What is never asked for is a
+        standby during a fault, from the first freeze to the last thaw."""
+        job = self.job
+        standing = (
+            rank.state.standing is Standing.TRAINING and not rank.stopped and not rank.hogged for rank in job.ranks
+        )
+        if not all(standing):
+            return inf
+        moments = [job.last_loss_s, *(rank.started_s for rank in job.ranks)]
+        moments += [strike.at_s for strike in job.strikes]
+        moments += [at for at, line in job.story if line.event in ("thawed", "assembled")]
+        for controller in job.controllers:
+            moments += [controller.paused_until, controller.cut_until, *controller.route.held_until.values()]
+        for rank in job.ranks:
+            moments += [rank.route.twice_until, *rank.route.held_until.values()]
+            moments += [rank.stream.held(way) for way in (UP, DOWN)] if rank.stream is not None else []
+        return max(moments)
+
+    def _must_be_restored(self) -> None:
         """I13: in a job that trains on undisturbed, as many standbys as before take over from its controller, and every rank knows them."""
         job, leader = self.job, self.job.controller
-        disturbed = any(strike.at_s > lost_s for strike in job.strikes) or job.killed or job.last_loss_s > lost_s
-        training = all(rank.alive and rank.started_s < lost_s and not rank.state.finished for rank in job.ranks)
-        if (
-            not self.judged
-            or not self.count
-            or disturbed
-            or not training
-            or len(self.unable | self.mute) >= len(job.ranks)
-        ):
-            return
+        self.judged += 1
         behind = {f"c{c.place}" for c in job.controllers if c.place > leader.place and c.idle and not c.gone}
         known = [rank.rank for rank in job.ranks if len(behind.intersection(rank.state.successors)) < self.count]
         if leader.gone or known:
             standing = "no controller leads" if leader.gone else f"c{leader.place} leads, {sorted(behind)} stand by"
-            job.broken(f"I13: {RESTORED_S:g} s after a controller was lost {standing}; too few for ranks {known}")
+            job.broken(f"I13: after {RESTORED_S:g} s of undisturbed training {standing}; too few for ranks {known}")
