@@ -1,7 +1,7 @@
 """What surrounds the fetching of every batch that `guard.batches` hands out: seeds, the loader's own generators, and the record of what was seen.
 
 Owns what has to be put into a loader so that its epoch is a function of the run's seed and the epoch: torch's, numpy's and Python's generators that
-the loader, its samplers or its data set have as attributes, and accelerate's count of epochs. Never iterates over a loader.
+the loader, its samplers or its data set have as attributes, and accelerate's and Fabric's count of epochs. Never iterates over a loader.
 """
 
 from __future__ import annotations
@@ -14,42 +14,47 @@ from typing import Any
 import numpy as np
 import torch
 
+from ttp.adopt.loader_parts import parts
+from ttp.adopt.loader_states import LoaderStates
 from ttp.adopt.seeds import Seeds
 from ttp.adopt.seen import Seen
-
-_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
-"""Attributes of loaders and samplers that are looked into."""
 
 
 class Feed:
     """Implements `position.Watch` for one trainer."""
 
-    def __init__(self, seeds: Seeds, seen: Seen) -> None:
+    def __init__(self, seeds: Seeds, seen: Seen, states: LoaderStates) -> None:
         self._seeds = seeds
         self._seen = seen
+        self._states = states
         self._origins: dict[int, tuple[Any, str]] = {}
         """By id: a generator, kept alive, and the hash of its state when it was first met."""
         self.used = False
         """The trainer takes its batches from the guard, in this start or in an earlier one."""
 
-    def begin(self, loader: object, epoch: int) -> None:
-        """The loader is about to be asked for an epoch's batches."""
+    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
+        """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes first."""
         self.used = True
+        # accelerate's loaders and Fabric's count the epochs of this process.
         if isinstance(getattr(loader, "iteration", None), int) and hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)  # accelerate's loaders count the epochs of this process
+            loader.set_epoch(epoch)
+        elif isinstance(getattr(loader, "_num_iter_calls", None), int):
+            loader._num_iter_calls = epoch
         if self._seeds.enabled:
             shared = getattr(loader, "synchronized_generator", None)
             for path, generator in _generators(loader):
                 origin = "shared" if generator is shared else self._origin(generator)
                 _seed(generator, self._seeds.number("loader", path, origin, epoch))
+        first = self._states.begin(loader, epoch, done, refetch=refetch)
         self._seeds.seed_fetch(epoch, -1)
+        return first
 
     def before_fetch(self, epoch: int, index: int) -> None:
         self._seeds.seed_fetch(epoch, index)
 
     def fetched(self, epoch: int, index: int, batch: object) -> None:
         """Raises DataMismatch if the run had another batch there."""
-        self._seen.batch(epoch, index, batch)
+        self._seen.batch(epoch, index, batch, from_state=self._states.loaded)
 
     def _origin(self, generator: Any) -> str:
         """Return what the trainer has seeded a generator with: another on each rank, or the same."""
@@ -61,20 +66,11 @@ class Feed:
 def _generators(loader: object) -> Iterator[tuple[str, Any]]:
     """Yield every generator of a loader once, with where it was found."""
     met: set[int] = set()
-
-    def walk(value: object, path: str) -> Iterator[tuple[str, Any]]:
-        if id(value) in met:
-            return
-        met.add(id(value))
-        for name, each in sorted(getattr(value, "__dict__", {}).items()):
+    for path, part in parts(loader):
+        for name, each in sorted(getattr(part, "__dict__", {}).items()):
             if isinstance(each, torch.Generator | np.random.Generator | random.Random) and id(each) not in met:
                 met.add(id(each))
                 yield f"{path}.{name}", each
-        for name in _PARTS:
-            if (part := getattr(value, name, None)) is not None:
-                yield from walk(part, f"{path}.{name}")
-
-    yield from walk(loader, "loader")
 
 
 def _seed(generator: Any, number: int) -> None:

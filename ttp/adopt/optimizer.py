@@ -154,8 +154,7 @@ class AdoptedOptimizer:
         """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
         labels = {group.group_id: group.label for group in self._state.shard_groups()}
         bits = self._state.bits()
-        with self._in_collective():
-            told = exchange_json([bits, labels], self.device)
+        told = self.exchange([bits, labels])
         found = []
         for group, bits in sorted({pair for sums, _ in told for pair in sums.items()}):
             others = [rank for rank, (sums, _) in enumerate(told) if sums.get(group, bits) != bits]
@@ -169,6 +168,11 @@ class AdoptedOptimizer:
         rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
         on_host = all(not torch.is_tensor(rate) or rate.device.type == "cpu" for rate in rates)
         return [float(rate) for rate in rates] if on_host else []
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value (a collective over WORLD)."""
+        with self._in_collective():
+            return exchange_json(value, self.device)
 
     def close(self) -> None:
         """Take the hooks off the optimizer."""

@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Watch(Protocol):
     """What is called around the fetching of batches, of those too that are dropped."""
 
-    def begin(self, loader: object, epoch: int) -> None:
-        """The loader is about to be asked for an epoch's batches."""
+    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
+        """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes
+        first, 0 unless it goes on from a state of its own (never with `refetch`)."""
 
     def before_fetch(self, epoch: int, index: int) -> None: ...
 
@@ -39,18 +40,18 @@ class DataPosition:
             yield self.epoch
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def batches(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """Yield the batches that are left of this epoch, each with its number in it; those before are fetched and dropped, so the loader must give the same
-        ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
+    def batches(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[tuple[int, T]]:
+        """Yield the batches that are left of this epoch, each with its number in it; those before are fetched and dropped, from the epoch's first or from
+        the newest state that the loader has of its own (not with `refetch`). So it must give the same ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
         if self._over == self.epoch:
             raise ConfigError(
                 f"batches() was called again after the end of epoch {self.epoch}: wanted once in each epoch that"
                 " `for epoch in guard.epochs(count)` counts, for the training data; iterate over other loaders themselves"
             )
         skipped = self.batch
-        self._watch.begin(loader, self.epoch)
+        first = self._watch.begin(loader, self.epoch, skipped, refetch=refetch)
         batches = iter(loader)
-        for index in itertools.count():
+        for index in itertools.count(first):
             self._watch.before_fetch(self.epoch, index)
             try:
                 batch = next(batches)

@@ -15,10 +15,11 @@ checkpoints as `ttp.start`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from ttp import checked
 from ttp.adopt.averages import Average
 from ttp.adopt.feed import Feed
 from ttp.adopt.host import HostObjects, Stateful, check_taken
+from ttp.adopt.loader_states import LoaderStates, check_kept
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.position import DataPosition
 from ttp.adopt.seeds import Seeds
@@ -143,13 +145,19 @@ class Guard:
         self._compare_every = compare_every
         self._passes = 0
         """Forward passes of the step in flight."""
+        self._all_passes = 0
+        """Those of all steps, over all starts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
         self._seeds = seeds
         self._seen = seen
-        self._feed = Feed(seeds, seen)
+        self._loader_states = LoaderStates(session.rank, session.world_size, adopted.exchange)
+        self._feed = Feed(seeds, seen, self._loader_states)
         self._position = DataPosition(self._feed)
-        session.holder.step_states.late = lambda: {"seen": seen.record()}
+        session.holder.step_states.late = lambda: {
+            "seen": seen.record(),
+            "loaders": list(self._loader_states.kept),
+        }
         if self.session.rank == 0:
             show(logging.INFO, f"{adopted.mode} mode: {_MODES[adopted.mode]}")
             if _rounds_anew(model, self.session.world_size):
@@ -205,17 +213,18 @@ class Guard:
         self._usage.asks_for_epochs()
         return self._position.epochs(count)
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def batches(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[T]:
         """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
-        run (a function of seed and epoch, as DistributedSampler is)."""
+        run (a function of seed and epoch, as DistributedSampler is). A loader with a `state_dict` of its own goes on from it; `refetch`:
+        its batches are fetched again from the epoch's first, as those of any other."""
         self._usage.asks_for_batches()
-        return (batch for _, batch in self._position.batches(loader))
+        return (batch for _, batch in self._position.batches(loader, refetch=refetch))
 
-    def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
+    def enumerate(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
         depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
         self._usage.asks_for_batches()
-        return self._position.batches(loader)
+        return self._position.batches(loader, refetch=refetch)
 
     # --- beside the steps ---
 
@@ -229,6 +238,17 @@ class Guard:
         it would draw without."""
         with self.session.pause(at_most_s), self._seeds.kept():
             yield
+
+    def seeded_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a loader's `collate_fn` that draws the same for the same batch in every start, where a trainer skips batches without putting them
+        together: each batch is one forward pass."""
+        numbers = itertools.count(self._all_passes)
+
+        def seeded(samples: Any) -> Any:
+            self._seeds.seed_collate(next(numbers))
+            return collate(samples)
+
+        return seeded
 
     def close(self) -> None:
         """Stop protecting; the model and the optimizer are as they were found. Says when ttp has saved nothing."""
@@ -245,15 +265,19 @@ class Guard:
         """Keep what the run needs to go on after `step`."""
         if self._recomputed:  # as if the pass had not been repeated
             self._seeds.seed_after(step, self._passes - 1)
+        if step:
+            self._loader_states.take(step, self._position.epoch, self._position.batch)
         data = {"position": self._position.state_dict(), "fed": self._feed.used}
-        random = {"seed": self._seeds.base, "passes": self._passes}
+        random = {"seed": self._seeds.base, "passes": self._passes, "all_passes": self._all_passes}
         self.session.set_step_state(step, {**self._host.take(step), **data, **random})
 
     def _give_back(self, point: ResumePoint) -> None:
         self._host.give_back(point.state, updated=point.step > 0)
         self._position.load_state_dict(point.state["position"])
         self._seeds.base = point.state["seed"]
+        self._all_passes = int(point.state.get("all_passes", 0))
         self._seen.expect(point.state.get("seen", {}))
+        self._loader_states.give_back(point.state.get("loaders", []))
         self._feed.used = bool(point.state.get("fed"))
         if point.step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
             self._seeds.seed_after(point.step, int(point.state.get("passes", 0)) - 1)
@@ -266,7 +290,7 @@ class Guard:
             self._recomputed = True
         else:
             self._adopted.begin_pass()
-            self._passes += 1
+            self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
         self._seeds.seed_pass(step, self._passes - 1)
@@ -302,8 +326,10 @@ def _check_state(state: Mapping[str, Any]) -> None:
     checked.integer(seed, path, -(2**63), 2**64 - 1)
     if "seen" in state:  # older checkpoints have none of these
         check_record(state["seen"], "seen")
+        check_kept(*checked.field(dict(state), "loaders", ""))
         checked.boolean(*checked.field(dict(state), "fed", ""))
-        checked.integer(*checked.field(dict(state), "passes", ""))
+        for name in ("passes", "all_passes"):
+            checked.integer(*checked.field(dict(state), name, ""))
 
 
 def _rounds_anew(model: torch.nn.Module, world_size: int) -> bool:

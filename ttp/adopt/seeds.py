@@ -43,6 +43,10 @@ class Seeds:
         """A batch is fetched: shuffling, augmentation, masking."""
         self._seed("fetch", epoch, index)
 
+    def seed_collate(self, number: int) -> None:
+        """The samples of a run's batch are put together."""
+        self._seed("collate", number)
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Give the generators back as they were: what is drawn meanwhile (an evaluation) has no part in training."""

@@ -22,6 +22,15 @@ KEPT = 8
 
 CHOICES = ("error", "warn")
 
+_FROM_FIRST = (
+    "Let the loader give the same batches in every start: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
+    " from torch's, numpy's or Python's generator without persistent_workers, set up data before ttp.protect"
+)
+_FROM_STATE = (
+    "The loader went on from its own state_dict. Where that does not lead to the same batches, have them fetched again by"
+    " guard.batches(loader, refetch=True)"
+)
+
 
 class Seen:
     """The record of one rank. Written by the training thread; `record` may be called by any."""
@@ -42,8 +51,8 @@ class Seen:
         self._newest_expected = ""
         self._begun = False
 
-    def batch(self, epoch: int, index: int, batch: object) -> None:
-        """A batch was fetched. Raises DataMismatch if the run had another one there."""
+    def batch(self, epoch: int, index: int, batch: object, *, from_state: bool = False) -> None:
+        """A batch was fetched. Raises DataMismatch if the run had another one there. `from_state`: the loader goes on from its own state_dict."""
         found = Fingerprint(batch)
         kept = [entry for entry in self._batches if entry[0] == epoch]
         first, newest = [entry for entry in kept if entry[1] == 0], [entry for entry in kept if entry[1]]
@@ -52,8 +61,7 @@ class Seen:
         if wanted and (got := found.value()) != wanted:
             self._differs(
                 f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
-                f" fingerprint {got}, expected {wanted}. Let the loader give the same batches in every start: seed what shuffles it,"
-                " call sampler.set_epoch(epoch), set up data before ttp.protect"
+                f" fingerprint {got}, expected {wanted}. {_FROM_STATE if from_state else _FROM_FIRST}"
             )
 
     def forward(self, step: int, inputs: object, rates: Sequence[float], *, counted: bool) -> None:

@@ -111,6 +111,11 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
                 " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
             )
 
+        loader: Any = objects.get("train_dataloader")
+        loader = getattr(loader, "base_dataloader", loader)  # what accelerate has wrapped
+        if getattr(loader, "batch_sampler", None) is not None and loader.num_workers == 0:
+            loader.collate_fn = self.guard.seeded_collate(loader.collate_fn)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self._pause.close()
 

@@ -216,12 +216,13 @@ class Fed:
         self.loader = loader
         self.guard = ttp.protect(self.model, self.optimizer, save_dirs=[folder], settings=OFF, **options)
 
-    def train(self, until: int = 12) -> list[list[float]]:
-        """Return every batch; save the step `until`."""
+    def train(self, until: int = 12, **options: Any) -> list[list[float]]:
+        """Return every batch; save the step `until`. `options`: of guard.batches."""
         told: list[list[float]] = []
         for _ in self.guard.epochs(3):
-            for batch in self.guard.batches(self.loader):
-                values = torch.as_tensor(batch if torch.is_tensor(batch) else batch[0])
+            for batch in self.guard.batches(self.loader, **options):
+                first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+                values = torch.as_tensor(batch if torch.is_tensor(batch) else first, dtype=torch.float32)
                 told.append(values.view(-1).tolist())
                 self.model(values.view(-1, 1)).square().mean().backward()
                 self.optimizer.step()

@@ -30,8 +30,8 @@ OFF = Settings(enable=False)
 class Unwatched:
     """Fetches that nothing surrounds."""
 
-    def begin(self, loader: object, epoch: int) -> None:
-        pass
+    def begin(self, loader: object, epoch: int, done: int, *, refetch: bool) -> int:
+        return 0
 
     def before_fetch(self, epoch: int, index: int) -> None:
         pass

@@ -88,7 +88,16 @@ GUARDED = {"schedulers": [], "state": {}, "position": {"epoch": 0, "batch": 3}, 
 
 
 SEEN = {"rank": 0, "world_size": 2, "first": "", "batches": [[0, 1, "ab"]], "passes": [[3, "cd", [0.5]]]}
-WATCHED = {**GUARDED, "schedulers": [{}], "ticks": [2], "seen": SEEN, "fed": True, "passes": 1}
+WATCHED = {
+    **GUARDED,
+    "schedulers": [{}],
+    "ticks": [2],
+    "seen": SEEN,
+    "loaders": [],
+    "fed": True,
+    "passes": 1,
+    "all_passes": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,11 @@ WATCHED = {**GUARDED, "schedulers": [{}], "ticks": [2], "seen": SEEN, "fed": Tru
     [
         ({"ticks": [10**18]}, r"ticks\[0\]: got 10+, expected an integer from 0 to 1000000"),
         ({"ticks": []}, r"ticks: got \[\], expected one count for each scheduler"),
+        ({"loaders": [{"epoch": 0, "batch": 1}]}, r"loaders\[0\]\.states: is missing, expected a value"),
+        (
+            {"loaders": [{"epoch": 0, "batch": 1, "states": [{"__ttp__": "tensor"}]}]},
+            r"loaders\[0\]\.states\[0\]: cannot be read: KeyError",
+        ),
         ({"fed": 1}, "fed: got 1, expected true or false"),
         ({"passes": -1}, "passes: got -1, expected an integer >= 0"),
         ({"seen": {**SEEN, "rank": None}}, r"seen\.rank: got None, expected an integer >= 0"),
