@@ -13,6 +13,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.limits import check_upward
 from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, Vouch, WorkerExit
 
+from .answers import check_answer
 from .events import Beats, ControllerSettings, Effect, Event, Journal, Received, Send
 from .hangs import look, rest
 from .leaving import orphaned, over
@@ -85,6 +86,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     state = _excuse_own_absence(state, now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
+        check_answer(state, event.message)
         state = _hear(state, event.message, now, out)
     elif isinstance(event, Beats):
         for message in event.messages:

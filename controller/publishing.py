@@ -133,6 +133,7 @@ def _order_publish(state: ControllerState, able: list[int], now: float, out: lis
     ordered = replace(
         dump,
         publishers=dump.publishers | {rank},
+        asked=dump.asked | {(rank, dump.order.tmp_name)},
         progress_by=now + state.settings.progress_timeout_s,
         patience_until=half_of_the_rest(state, now),
     )

@@ -88,6 +88,8 @@ class Work:
     orders: tuple[WriteOrder, ...] = ()
     """Sent and not answered."""
     results: tuple[ShareResult, ...] = ()
+    given: tuple[WriteOrder, ...] = ()
+    """All that were sent in this freeze, in whatever directory, answered and taken back ones included."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class Dump:
     order: PublishOrder | None = None
     publishers: frozenset[int] = frozenset()
     """Ranks that were told to publish and have not answered: one for each place that is not published yet."""
+    asked: frozenset[tuple[int, str]] = frozenset()
+    """(rank, staging directory): who was ordered to publish in this freeze, whatever became of it."""
     published_places: frozenset[str] = frozenset()
     failed_publishers: frozenset[int] = frozenset()
     doubted: frozenset[int] = frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Part, ShareResult, WriteOrder, Written
+from ttp.proto.names import StagingName
 
 from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
@@ -26,7 +27,7 @@ def tmp_name(state: ControllerState) -> str:
     """Return this attempt's directory name: no other attempt of any controller has it."""
     assert state.dump is not None
     step, attempt = state.dump.decision.step, state.dump.attempt + 1
-    return f"iter_{step:07d}_tmp_{state.settings.term}_{state.freeze_id}_{attempt}"
+    return str(StagingName(step, state.settings.term, state.freeze_id, attempt))
 
 
 def start_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -60,7 +61,7 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
         order = WriteOrder(state.freeze_id, step, directory, name, parts)
         out.append(Send((rank,), order))
         mine = known[rank]
-        changed[rank] = Work((*mine.orders, order), mine.results)
+        changed[rank] = Work((*mine.orders, order), mine.results, (*mine.given, order))
     work = known.put_all(changed)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
     dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
@@ -93,7 +94,7 @@ def written(state: ControllerState, answer: Written, now: float, out: list[Effec
     out.append(Journal("written", {"rank": answer.rank, "parts": len(answer.parts), "bytes": nbytes}))
     dump = replace(
         dump,
-        work=dump.work.put(answer.rank, Work(left, (*mine.results, answer.result))),
+        work=dump.work.put(answer.rank, Work(left, (*mine.results, answer.result), mine.given)),
         pending=dump.pending - 1,
         progress_by=max(dump.progress_by, now + state.settings.progress_timeout_s),
     )
@@ -132,7 +133,7 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     for rank in lost:
         parts += [part for order in dump.work[rank].orders for part in order.parts]
         pending -= len(dump.work[rank].orders)
-    work = dump.work.put_all({rank: Work((), dump.work[rank].results) for rank in lost})
+    work = dump.work.put_all({rank: replace(dump.work[rank], orders=()) for rank in lost})
     groups, wanted = state.coverage.groups, {part.group_id for part in parts}
     state = replace(state, dump=replace(dump, work=work, pending=pending))
     if not parts:
@@ -170,10 +171,15 @@ def next_directory(state: ControllerState, now: float, out: list[Effect]) -> Con
         failed_here=frozenset(),
         failed_publishers=frozenset(),
         doubted=frozenset(),
-        work=RankTable.filled(state.settings.world_size, Work()),
+        work=_taken_back(dump.work),
         pending=0,
     )
     return start_writing(replace(state, dump=dump), now, out)
+
+
+def _taken_back(work: RankTable[Work]) -> RankTable[Work]:
+    """Nothing that was written counts, and no order is open: what was given is all that is known of it."""
+    return work.put_all({rank: Work(given=work[rank].given) for rank in work.ranks(lambda mine: bool(mine.given))})
 
 
 def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effect]) -> ControllerState:

@@ -23,6 +23,7 @@ from .events import (
     WriteDone,
     WriteShare,
 )
+from .refusals import why_no_order, why_no_roll_forward
 from .state import Order, ProcessorState, Standing
 
 
@@ -40,6 +41,9 @@ def roll_forward(state: ProcessorState, message: RollForward, now: float, out: l
         error = (
             f"the state is of step {state.state_step}, closed {state.closed}, torn {state.torn}; wanted step {wanted}"
         )
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
+        return state
+    if error := why_no_roll_forward(state, message.record):
         out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
         return state
     out.append(ApplyUpdate(state.freeze_id, message.record))
@@ -79,6 +83,11 @@ def _take_order(
             if known.answer is not None:
                 out.append(Send(known.answer))
             return state
+    if error := why_no_order(state, message):
+        stage = "write" if isinstance(message, WriteOrder) else "publish"
+        out.append(Log(f"{stage} refused: {error}"))
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, stage, message.tmp_name, error)))
+        return state
     out.append(effect)
     return replace(state, orders=(*state.orders, Order(message)), ordered=True)
 

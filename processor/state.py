@@ -79,6 +79,12 @@ class ProcessorState:
     torn: bool = False
     state_step: int = 0
     """FROZEN: the step that the optimizer state is known to have."""
+    records: tuple[CommitRecord, ...] = ()
+    """Commit records that this rank was found to hold when its gate was closed last."""
+    save_dirs: tuple[str, ...] = ()
+    """As registered: the only directories that orders may name."""
+    group_ids: frozenset[str] = frozenset()
+    """As registered: the shard groups whose parts may be ordered."""
     applying: CommitRecord | None = None
     """A roll-forward that is being done."""
     rolled: bool = False

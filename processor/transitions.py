@@ -72,6 +72,7 @@ from .orders import (
     write_done,
 )
 from .pace import TOLD
+from .refusals import why_no_exit
 from .state import Link, ProcessorState, Standing
 from .succession import (
     controller_ended,
@@ -119,7 +120,15 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     out.extend(Send(fault) for fault in state.faults)
     out.extend(Send(report) for report in state.standbys)
     return replace(
-        state, link=Link.UP, lost_since=inf, loss_logged=False, heard=now, refusals=0, steps_reported=state.steps
+        state,
+        link=Link.UP,
+        lost_since=inf,
+        loss_logged=False,
+        heard=now,
+        refusals=0,
+        steps_reported=state.steps,
+        save_dirs=registration.save_dirs,
+        group_ids=frozenset(group.group_id for group in registration.groups),
     )
 
 
@@ -312,7 +321,7 @@ def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[
     if state.applying is not None:
         return state  # taken before the roll-forward's end: its end asks again
     if report.closed:
-        state = replace(state, closed=True, torn=report.torn, state_step=report.state_step)
+        state = replace(state, closed=True, torn=report.torn, state_step=report.state_step, records=report.records)
     if state.link is Link.UP:
         out.append(Send(replace(report, final=report.final or state.ordered)))
     return state
@@ -342,6 +351,8 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
 
 def leave(state: ProcessorState, message: Exit, now: float, out: list[Effect]) -> ProcessorState:
     """The controller has no more use for this rank. One that was told to leave says so by its exit status."""
+    if why := why_no_exit(message):
+        raise ProtocolError(f"rank {state.settings.rank}, {state.standing.value}: {why}. This rank goes on")
     told = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
     return _exit(state, EXIT_CODE_PREEMPTED if told else message.code, message.reason, out)
 

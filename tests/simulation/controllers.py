@@ -84,7 +84,8 @@ class Journal:
 
     def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
         if event in ("protocol_error", "machine_failed", "not_sent"):  # no simulated fault is a reason for it
-            raise sys.exception() or AssertionError(str(fields))
+            self._controller.job.refused(str(fields), sys.exception() or AssertionError(str(fields)))
+            return
         self._controller.said(ev.Journal(event, fields))
 
 

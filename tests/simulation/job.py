@@ -129,6 +129,8 @@ class Job:
         self._story: list[tuple[float, ev.Journal]] = []
         self.snapshots: list[Snapshot] = []
         """What was true whenever a controller decided or refused."""
+        self.refusals: list[str] | None = None
+        """What machines have refused, in a job in which a message is sent that the protocol does not have; else it is a violation."""
         self.past: Past | None = None
         """What was said, where stale messages are to come."""
         self.said: list[tuple[Key, frozenset[str]]] = []
@@ -177,6 +179,12 @@ class Job:
     def broken(self, text: str) -> None:
         self.note(text)
         self.violations.append(text)
+
+    def refused(self, text: str, error: BaseException) -> None:
+        """A machine refuses an event. Raises `error` in every job but those in which a message is sent that the protocol does not have."""
+        if self.refusals is None:
+            raise error
+        self.refusals.append(text)
 
     def hook(self, name: str, count: int, action: Callable[[int], object]) -> None:
         """Call `action(rank)` the `count`-th time that `name` happens (from 1)."""

@@ -62,6 +62,13 @@ from tests.simulation.arranged import (
 from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.unasked import (
+    exit_with_another_status,
+    publish_another_steps_record,
+    published_by_another,
+    roll_forward_with_an_impossible_record,
+    write_into_a_published_checkpoint,
+)
 from tests.simulation.vouched import (
     held_for_longer_than_a_lease,
     host_lost,
@@ -165,6 +172,12 @@ MUTATIONS = (
     Mutation("an order that was lost is not given again", answers.orders_are_not_sent_again, ("I9",), partial(in_a_dump, kind=WriteOrder), within=20),
     Mutation("an exit that was lost is not sent again", answers.exit_is_not_sent_again, ("I11",), partial(in_a_dump, kind=Exit), within=20),
     Mutation("heartbeats of a rank that has finished finish no rank", answers.heartbeats_finish_no_rank, ("I11",), partial(in_training, kind=Finished), within=20),
+    # Answers and orders outside the protocol.
+    Mutation("an answer to an order that was never given is believed", answers.unasked_answers_are_believed, ("I4",), published_by_another, within=20),
+    Mutation("an exit with any status is obeyed", answers.any_exit_is_obeyed, ("I7", "I11"), exit_with_another_status, within=20),
+    Mutation("an update is done with any record", answers.any_record_is_applied, ("I3",), roll_forward_with_an_impossible_record, within=20),
+    Mutation("a share is written into any directory", answers.any_directory_is_written_into, ("I9",), write_into_a_published_checkpoint, within=20),
+    Mutation("a manifest takes any record", answers.any_record_is_published, ("I12",), publish_another_steps_record, within=20),
     # The gate.
     Mutation("a freeze is acknowledged, and the gate not closed", ranks.gate_stays_open, ("I7",)),
     Mutation("READY is not held up by the closed gate", ranks.ready_passes_a_closed_gate, ("I6",), preempted_on_a_slow_network, within=600),

@@ -289,7 +289,7 @@ class Rank:
     def say(self, level: int, text: str) -> None:
         """What the handler logs as an error is one of the protocol: no simulated fault is a reason for it."""
         if level >= logging.ERROR:
-            raise sys.exception() or AssertionError(text)
+            self.job.refused(text, sys.exception() or AssertionError(text))
 
     # --- the stream ---
 

@@ -8,6 +8,13 @@ from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_tra
 from tests.simulation.checks import run_and_check
 from tests.simulation.lost import LOSABLE
 from tests.simulation.truth import events
+from tests.simulation.unasked import (
+    exit_with_another_status,
+    publish_another_steps_record,
+    published_by_another,
+    roll_forward_with_an_impossible_record,
+    write_into_a_published_checkpoint,
+)
 
 
 @pytest.mark.parametrize("kind", LOSABLE, ids=lambda kind: kind.__name__)
@@ -23,3 +30,19 @@ def test_a_lost_message_is_sent_again(kind: type) -> None:
             lost += all(rank.route.loses is None for rank in job.ranks)
             assert events(job, "published" if arrange is in_a_dump else "finished"), arrange.__name__
     assert lost, f"no {kind.__name__} was ever sent"
+
+
+def test_an_answer_or_order_outside_the_protocol_changes_nothing() -> None:
+    """Jobs in which one is sent end as without it."""
+    for seed in range(8):
+        for arrange, end, refusals in (
+            (published_by_another, "published", 1),
+            (exit_with_another_status, "finished", 1),
+            (roll_forward_with_an_impossible_record, "published", 0),  # the rank answers that its order failed
+            (write_into_a_published_checkpoint, "published", 1),  # the controller never named that directory
+            (publish_another_steps_record, "published", 0),
+        ):
+            scenario = arrange(seed)
+            found = run_and_check(scenario)
+            assert not found and events(scenario.job, end), f"{arrange.__name__}({seed}): {found}"
+            assert len(scenario.job.refusals or ()) == refusals, f"{arrange.__name__}({seed}): {scenario.job.refusals}"

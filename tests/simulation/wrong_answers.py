@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from ttp.controller import machine
 from ttp.controller import transitions as controller_tables
 from ttp.controller.events import Effect, Send
 from ttp.controller.repeats import repeat_lost
 from ttp.controller.state import ControllerState
+from ttp.processor import orders as rank_orders
+from ttp.processor import transitions as rank_tables
+from ttp.processor.refusals import why_no_order
+from ttp.processor.state import ProcessorState
 from ttp.proto.messages import (
     Exit,
     Freeze,
@@ -60,3 +65,30 @@ def heartbeats_finish_no_rank(patch: Patch) -> None:
         return repeat_lost(state, [replace(beat, finished=False) for beat in beats], now, out)
 
     patch.setattr(controller_tables, "repeat_lost", wrong)
+
+
+# --- answers and orders outside the protocol ---
+
+
+def unasked_answers_are_believed(patch: Patch) -> None:
+    patch.setattr(machine, "check_answer", lambda state, message: None)
+
+
+def any_exit_is_obeyed(patch: Patch) -> None:
+    patch.setattr(rank_tables, "why_no_exit", lambda message: "")
+
+
+def any_record_is_applied(patch: Patch) -> None:
+    patch.setattr(rank_orders, "why_no_roll_forward", lambda state, record: "")
+
+
+def any_directory_is_written_into(patch: Patch) -> None:
+    patch.setattr(rank_orders, "why_no_order", lambda state, order: _checked(state, order, PublishOrder))
+
+
+def any_record_is_published(patch: Patch) -> None:
+    patch.setattr(rank_orders, "why_no_order", lambda state, order: _checked(state, order, WriteOrder))
+
+
+def _checked(state: ProcessorState, order: WriteOrder | PublishOrder, kind: type) -> str:
+    return why_no_order(state, order) if isinstance(order, kind) else ""

@@ -14,7 +14,6 @@ from ttp.processor.events import (
     ExitProcess,
     LocalFault,
     Log,
-    Noticed,
     ProcessorSettings,
     Release,
     Tick,
@@ -182,13 +181,6 @@ def test_training_returns_once() -> None:
     assert rank.said(Finished)
     with pytest.raises(ProtocolError, match="returned twice"):
         rank.take(TrainReturned())
-
-
-def test_a_rank_that_was_told_to_leave_keeps_an_exit_status_that_says_more() -> None:
-    """Only the dump's own status is replaced by the one of a preempted rank."""
-    rank = ProcessorBench()
-    rank.take(Noticed("SIGTERM"))
-    assert only(rank.hear(Exit(1, "another reason")), ExitProcess) == [ExitProcess(1, "another reason")]
 
 
 def test_a_rank_that_leaves_sends_no_heartbeats_any_more() -> None:

@@ -58,12 +58,12 @@ WELCOME = Welcome(1, 3, 1.0, 3.0, "any 1 of 4 ranks")
 ERROR = LocalFault(Cause(CauseKind.EXCEPTION, (1,), "ValueError: bad batch"), "traceback")
 
 
-def write_order(freeze_id: int = 1, tmp: str = "iter_0000005_tmp_3_1_1", index: int = 0) -> WriteOrder:
-    return WriteOrder(freeze_id, 5, "/a", tmp, (Part("g1", index, 2),))
+def write_order(freeze_id: int = 1, tmp: str = "", index: int = 0) -> WriteOrder:
+    return WriteOrder(freeze_id, 5, "/a", tmp or f"iter_0000005_tmp_3_{freeze_id}_1", (Part("g1", index, 2),))
 
 
 def publish_order(freeze_id: int = 1) -> PublishOrder:
-    return PublishOrder(freeze_id, 5, "/a", "iter_0000005_tmp_3_1_1", (share(1),), CAUSE, record(5), term=3)
+    return PublishOrder(freeze_id, 5, "/a", f"iter_0000005_tmp_3_{freeze_id}_1", (share(1),), CAUSE, record(5), term=3)
 
 
 # --- the stream ---

@@ -11,6 +11,7 @@ from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.events import Tick
 from ttp.controller.machine import next_deadline
 from ttp.controller.state import Stage
+from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,
     CommitRecord,
@@ -332,7 +333,8 @@ def test_another_steps_publish_is_not_this_ones() -> None:
     job.say(killed(3))
     job.all_report(7, ranks=(0, 1, 2))
     job.all_write(job.orders())
-    job.say(Published(0, 1, 5, "/a/iter_0000005"))
+    with pytest.raises(ProtocolError, match="expected step 6"):
+        job.say(Published(0, 1, 5, "/a/iter_0000005"))
     assert job.at(Stage.PUBLISHING) and not job.told("published")
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     assert job.at(Stage.EXITING)

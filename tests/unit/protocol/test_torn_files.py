@@ -79,7 +79,6 @@ def test_what_a_third_publisher_says_again_is_proven() -> None:
 def test_the_only_publisher_there_is_is_believed() -> None:
     """Partners 0 and 1 are left; rank 1 cannot publish, and rank 0 finds its file torn."""
     job = ControllerBench(((0, 1),))
-    job.say(report(0, 1, COMPUTE, 7))
     job.say(killed(1))
     job.say(report(0, 1, COMPUTE, 7))
     job.all_write(job.orders())

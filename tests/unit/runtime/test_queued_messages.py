@@ -54,13 +54,14 @@ def test_the_end_of_the_stream_before_does_not_end_the_one_of_now(rank: Rank) ->
     assert rank.stream is new
 
 
-def write_order(freeze_id: int, attempt: str) -> WriteOrder:
-    return WriteOrder(freeze_id, 3, "/nowhere", f"iter_0000003_tmp_{attempt}", (Part("g0", 0, 1),))
+def write_order(directory: str, freeze_id: int, attempt: int) -> WriteOrder:
+    name = f"iter_0000003_tmp_1_{freeze_id}_{attempt}"
+    return WriteOrder(freeze_id, 3, directory, name, (Part("g0", 0, 1),))
 
 
-def publish_order(freeze_id: int, attempt: str) -> PublishOrder:
-    name = f"iter_0000003_tmp_{attempt}"
-    return PublishOrder(freeze_id, 3, "/nowhere", name, (ShareResult((FileEntry("f", 1, "00", 0),)),), CAUSE, None, 1)
+def publish_order(directory: str, freeze_id: int, attempt: int) -> PublishOrder:
+    name = f"iter_0000003_tmp_1_{freeze_id}_{attempt}"
+    return PublishOrder(freeze_id, 3, directory, name, (ShareResult((FileEntry("f", 1, "00", 0),)),), CAUSE, None, 1)
 
 
 def test_an_order_of_an_older_freeze_that_is_still_queued_is_not_executed(rank: Rank) -> None:
@@ -76,14 +77,14 @@ def test_an_order_of_an_older_freeze_that_is_still_queued_is_not_executed(rank: 
 
     rank.holder.write = slow_write  # type: ignore[method-assign]
     rank.receive(Freeze(1, CAUSE))
-    rank.receive(write_order(1, "first"))
+    rank.receive(write_order(rank.holder.save_dir, 1, 1))
     assert begun.wait(LONG_S)
-    rank.receive(write_order(1, "second"))
-    rank.receive(publish_order(1, "first"))
+    rank.receive(write_order(rank.holder.save_dir, 1, 2))
+    rank.receive(publish_order(rank.holder.save_dir, 1, 1))
     rank.receive(Freeze(2, CAUSE))
     until(lambda: rank.gate.freeze_id == 2, "the second freeze")
-    rank.receive(write_order(2, "third"))
-    rank.receive(publish_order(2, "third"))
+    rank.receive(write_order(rank.holder.save_dir, 2, 1))
+    rank.receive(publish_order(rank.holder.save_dir, 2, 1))
     go_on.set()
     until(lambda: bool(rank.holder.published), "the publish order of the second freeze")
     assert [order.freeze_id for order in rank.holder.written] == [1, 2]
