@@ -37,13 +37,14 @@ from ttp.checkpoint.durable import (
 )
 from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest, to_bytes, write_manifest
 from ttp.checkpoint.share import write_share
+from ttp.checkpoint.staging import check_files, check_name, claim_of, names_of_attempt
 from ttp.errors import CheckpointError, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
 
 logger = logging.getLogger(__name__)
 
 SUPERSEDED = "_superseded_"
-_ASIDE = re.compile(rf"(iter_\d{{7,}}){SUPERSEDED}\d+")
+_ASIDE = re.compile(rf"(iter_[0-9]{{7,}}){SUPERSEDED}[0-9]+")
 
 
 def publish_piece(
@@ -72,6 +73,8 @@ def publish_piece(
     """
     root = Path(directory)
     final = root / step_directory_name(step)
+    check_name(tmp_name, step)
+    check_files(file for result in results for file in result.files)
     files = [file for result in results for file in result.files]
     mine = [file for file in files if hosts[file.rank] == hosts[rank]]
     fields = Manifest(
@@ -139,7 +142,7 @@ def pieces_behind(names: Sequence[str | os.PathLike[str]]) -> list[Path]:
     found = []
     for path in map(Path, names):
         beside = os.listdir(path.parent) if path.parent.is_dir() else []
-        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}\d+")
+        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}[0-9]+")
         found += [path] if path.is_dir() else []
         found += sorted(path.parent / name for name in beside if aside.fullmatch(name))
     return found
@@ -155,7 +158,7 @@ def remove_superseded(save_dirs: Sequence[str | os.PathLike[str]], below: int) -
     for path in list_pieces(save_dirs):
         if not path.is_dir() or (step_of_directory(path) or 0) >= below:
             continue
-        for aside in pieces_behind([path])[1:]:
+        for aside in (behind for behind in pieces_behind([path])[1:] if not behind.is_symlink()):
             # Under a name that the next start cleans away: half a piece must never pass for one.
             going = aside.with_name(f"{path.name}_tmp_superseded_{uuid.uuid4().hex[:12]}")
             try:
@@ -192,9 +195,8 @@ def _claim(root: Path, tmp_name: str, mine: Sequence[FileEntry]) -> Path:
     Of several (an earlier publisher died over its claim, and a late writer has made the directory anew) the one with the
     files.
     """
-    names = [name for name in os.listdir(root) if name == tmp_name or name.startswith(f"{tmp_name}_claim_")]
-    for name in sorted(names, key=lambda name: (_wrong_file(root / name, mine) != "", name)):
-        claim = root / f"{tmp_name}_claim_{uuid.uuid4().hex[:12]}"
+    for name in sorted(names_of_attempt(root, tmp_name), key=lambda name: (_wrong_file(root / name, mine) != "", name)):
+        claim = claim_of(root, tmp_name)
         try:
             os.rename(root / name, claim)
         except FileNotFoundError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -134,6 +134,8 @@ def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan
     for entry in listed:
         if entry.state is not State.COMPLETE:
             left.append(entry)
+        elif len(kept) == keep and entry.path.is_symlink():
+            left.append(replace(entry, error="a symbolic link, which is removed by hand"))
         elif len(kept) == keep:
             removed.append(entry)
         elif error := _problem(entry.path, check):

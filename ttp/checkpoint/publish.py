@@ -38,13 +38,14 @@ from ttp.checkpoint.durable import (
 from ttp.checkpoint.manifest import Manifest, TensorSpec, to_bytes, write_manifest
 from ttp.checkpoint.shards import tiling_error
 from ttp.checkpoint.share import write_share
+from ttp.checkpoint.staging import check_files, check_name, claim_of, discard_attempt, names_of_attempt
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
 
 logger = logging.getLogger(__name__)
 
-_STALE = re.compile(rf"iter_\d{{7,}}_tmp.*|\.{re.escape(TRACKER_NAME)}\..*|\.ttp_probe.*")
+_STALE = re.compile(rf"iter_[0-9]{{7,}}_tmp.*|\.{re.escape(TRACKER_NAME)}\..*|\.ttp_probe.*")
 _PUBLISH_TRIES = 5
 
 
@@ -78,6 +79,8 @@ def publish(
     """
     root = Path(directory)
     final = root / step_directory_name(step)
+    check_name(tmp_name, step)
+    check_files(file for result in results for file in result.files)
     fields = Manifest(
         step=step,
         cause=cause,
@@ -142,11 +145,12 @@ def _publish_once(attempt: _Attempt, final: Path, fields: Manifest, blobs: Mappi
 
 
 def claim_attempt(root: Path, tmp_name: str, files: Sequence[FileEntry], final: Path) -> Path | None:
-    """Give the attempt's directory a name that nobody else knows. None when it went away meanwhile."""
-    found = _names_of_attempt(root, tmp_name)
+    """Give the attempt's directory a name that no other process knows. None when it went away meanwhile. Raises CheckpointError for a
+    name that is no attempt's."""
+    found = names_of_attempt(root, tmp_name)
     for name in found:
         if _missing(root / name, files) is None:
-            claim = root / f"{tmp_name}_claim_{uuid.uuid4().hex[:12]}"
+            claim = claim_of(root, tmp_name)
             try:
                 os.rename(root / name, claim)
             except FileNotFoundError:
@@ -211,7 +215,7 @@ class _Attempt:
 
     def contents(self) -> Contents | None:
         """Return what the attempt holds; None when it is gone."""
-        for name in _names_of_attempt(self.root, self.tmp_name):
+        for name in names_of_attempt(self.root, self.tmp_name):
             try:
                 return read_contents(self.root / name, self.results, self.advance)
             except (OSError, CorruptCheckpoint):
@@ -268,18 +272,6 @@ def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
         fsync_directory(final.parent)
         logger.error("%s is broken and was moved to %s: %s", final, aside, reason)
         return
-
-
-def _names_of_attempt(root: Path, tmp_name: str) -> list[str]:
-    """Return what the attempt's directory is called now: its own name, or a claim's."""
-    return sorted(name for name in os.listdir(root) if name == tmp_name or name.startswith(f"{tmp_name}_claim_"))
-
-
-def discard_attempt(directory: str | os.PathLike[str], tmp_name: str) -> None:
-    """Remove what was written of an attempt that failed or is not needed; nobody may still be writing it."""
-    root = Path(directory)
-    for name in _names_of_attempt(root, tmp_name):
-        shutil.rmtree(root / name, ignore_errors=True)
 
 
 def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | None = None) -> dict[str, TensorSpec]:
@@ -348,7 +340,8 @@ def clean_stale(directory: str | os.PathLike[str]) -> list[str]:
         if not _STALE.fullmatch(name):
             continue
         try:
-            shutil.rmtree(root / name) if (root / name).is_dir() else os.unlink(root / name)
+            real = (root / name).is_dir() and not (root / name).is_symlink()
+            shutil.rmtree(root / name) if real else os.unlink(root / name)  # of a link the link alone
         except OSError as error:  # it only takes room
             logger.warning("%s, left by an interrupted attempt, cannot be removed: %s", root / name, error)
         else:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.checkpoint.durable import fsync_directory
+from ttp.checkpoint.staging import make_staging
 from ttp.proto.messages import Part, ShareResult
 
 
@@ -66,7 +67,7 @@ def _link(root: Path, share: WrittenShare, tmp_name: str) -> bool:
     """Give all files of a share a name in another attempt; False, with nothing left there, when one cannot have it."""
     linked: list[Path] = []
     try:
-        (root / tmp_name).mkdir(parents=True, exist_ok=True)
+        make_staging(root, tmp_name)
         for file in share.result.files:
             name = root / tmp_name / file.name
             os.link(root / share.tmp_name / file.name, name)

@@ -27,6 +27,7 @@ from ttp.checkpoint.dcp import BoxSavePlanner, HeldBox, dtype_name
 from ttp.checkpoint.durable import fsync_directory
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
+from ttp.checkpoint.staging import check_name, claimed, make_staging
 from ttp.errors import CheckpointError, NotWritable
 from ttp.proto.messages import FileEntry, ShareResult
 from ttp.wording import size_text
@@ -60,20 +61,23 @@ def write_share(
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
     a stream of their own, which never waits for a stuck collective.
     Raises NotWritable when the file system refuses (the share's files are removed again, so that a full disk gets its
-    space back), CheckpointError for a blob that is not plain.
+    space back), CheckpointError for a blob that is not plain, a name that is no attempt's, or a link in the directory's place.
     """
-    if Path(tmp_name).name != tmp_name or "_tmp" not in tmp_name:
-        raise ValueError(f"tmp_name is {tmp_name!r}: wanted a plain name with '_tmp' in it")
     if not re.fullmatch(r"[\w.-]*", suffix):
         raise ValueError(f"suffix is {suffix!r}: wanted letters, digits, '_', '-' and '.'")
-    path = Path(directory) / tmp_name
+    root = Path(directory)
+    if not make:
+        path = claimed(root, tmp_name)
+    else:
+        check_name(tmp_name)
+        path = root / tmp_name
     boxes = [HeldBox(held, box) for held in tensors for box in boxes_of(held, BOX_BYTES // held.values.element_size())]
     packed, aliases = _pack_blobs(blobs)
     written: list[_Target] = []
     files: list[FileEntry] = []
     try:
         if make:
-            path.mkdir(parents=True, exist_ok=True)
+            make_staging(root, tmp_name)
         copier = _DeviceCopier()
         for number, batch in enumerate(_batches(boxes) or [[]]):
             if batch or (packed and number == 0):

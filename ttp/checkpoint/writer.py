@@ -12,8 +12,9 @@ check_complete(...)            what `publish` asks first; the coordinator may as
 from __future__ import annotations
 
 from ttp.checkpoint.pieces import next_start, publish_piece
-from ttp.checkpoint.publish import check_complete, clean_stale, discard_attempt, probe_writable, publish
+from ttp.checkpoint.publish import check_complete, clean_stale, probe_writable, publish
 from ttp.checkpoint.share import write_share
+from ttp.checkpoint.staging import discard_attempt
 
 __all__ = [
     "check_complete",

@@ -20,6 +20,7 @@ from ttp.checkpoint import dcp
 from ttp.checkpoint.contents import read_contents
 from ttp.checkpoint.durable import fsync_directory, step_directory_name, write_durably
 from ttp.checkpoint.publish import check_complete, claim_attempt
+from ttp.checkpoint.staging import check_files, check_name
 from ttp.errors import CheckpointError
 from ttp.mindio.handlers import RenameHandler, SaveHandler
 from ttp.mindio.state import WholeState, read_whole
@@ -61,6 +62,7 @@ class HandlerPublisher:
     def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
         """See `ttp.holder.Publisher`."""
         root, step = Path(order.directory), order.step
+        check_name(order.tmp_name, step)
         note = root / f"{step_directory_name(step)}{_NOTE}"
         if note.exists():
             return note.read_text(encoding="utf-8")
@@ -71,6 +73,7 @@ class HandlerPublisher:
                 " ttp_register_rename_handler right after ttp_start_processor"
             )
         files = [file for result in order.results for file in result.files]
+        check_files(files)
         claim = claim_attempt(root, order.tmp_name, files, note)
         if claim is None:
             raise CheckpointError(f"step {step}: {root / order.tmp_name} was taken over by another publisher")

@@ -71,6 +71,11 @@ class Job:
 
 @pytest.fixture
 def job() -> Job:
+    return make_job()
+
+
+def make_job() -> Job:
+    """Return tensors of a small model and its optimizer."""
     g = torch.Generator().manual_seed(7)
     shapes = {
         "embed": (13, 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from ttp import mindio
 from ttp.errors import CheckpointError, ConfigError
 from ttp.mindio import handlers
-from ttp.mindio.job import forget_job
+from ttp.mindio.job import current_job, forget_job
 from ttp.mindio.modellink import TTPReplicaOptimizer
+from ttp.mindio.publisher import HandlerPublisher
 from ttp.mindio.step_args import StepArgs
+from ttp.proto.messages import Cause, CauseKind, FileEntry, PublishOrder, ShareResult
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,37 @@ def test_whatever_a_handler_raises_says_whose_it_is(error: BaseException) -> Non
         handlers.save_handler(fail)(0, 3, [0], None)
     with pytest.raises(CheckpointError, match="step 3: the rename handler raised"):
         handlers.newer_rename_handler(fail)(3, None)
+
+
+@pytest.mark.parametrize(
+    ("tmp_name", "file", "refusal"),
+    [
+        (
+            "iter_0000003",
+            "a",
+            "invalid name of a staging directory: got 'iter_0000003', expected iter_0000003_tmp_NAME",
+        ),
+        ("iter_0000002_tmp_1_1_1", "a", "expected iter_0000003_tmp_NAME"),
+        ("iter_0000003_tmp_1_1_1", "../iter_0000002/a", "invalid file of rank 0"),
+    ],
+)
+def test_an_order_to_publish_that_is_no_attempts_is_refused_before_any_handler_is_called(
+    tmp_path: Path, tmp_name: str, file: str, refusal: str
+) -> None:
+    job = current_job()
+    called: list[object] = []
+    job.save_handler = handlers.save_handler(lambda *given: called.append(given))
+    job.rename_handler = handlers.rename_handler(lambda *given: called.append(given))
+    for name in ("iter_0000003", "iter_0000002", "iter_0000002_tmp_1_1_1", "iter_0000003_tmp_1_1_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text("a")
+    share = ShareResult((FileEntry(file, 1, "0" * 64, 0),))
+    cause = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
+    order = PublishOrder(1, 3, str(tmp_path), tmp_name, (share,), cause, None, 1)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=refusal):
+        HandlerPublisher(0, new_optimizer()[1].core, job).publish(order, {}, lambda count: None)
+    assert sorted(tmp_path.rglob("*")) == before and not called
 
 
 def test_a_list_of_arguments_says_the_saved_step_as_well_as_a_tuple() -> None:
