@@ -177,7 +177,7 @@ class OptimizerHolder:
             "step": order.step,
             "results": order.results,
             "cause": order.cause,
-            "record": order.record,
+            "record": self._record_of(order),
             "state": self.host_state(order.step),
             "layout": self._layout,
             "blobs": param_group_blobs(self._param_groups(order.step)),
@@ -189,6 +189,11 @@ class OptimizerHolder:
             return writer.publish_piece(order.directory, order.tmp_name, **fields, hosts=self.hosts, start=self.start)
         expected = self.optimizer.expected_tensors()
         return writer.publish(order.directory, order.tmp_name, **fields, expected=expected, trusted=self._trusted)
+
+    def _record_of(self, order: PublishOrder) -> CommitRecord | None:
+        """Return the commit record of the ordered step: this rank's own where it has one, which no order can change."""
+        own = self.optimizer.last_record
+        return own if own is not None and own.step == order.step else order.record
 
     @property
     def work_done(self) -> int:

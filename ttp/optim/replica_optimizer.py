@@ -223,6 +223,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._tracker.waiting = True
         self._buckets.finish()
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+        self._rates = tuple(float(group["lr"]) for group in self._at_ready)
         self._divisor = self.gradient_divisor
         self.spanning.check_communicators(step)
         self._lane.mark_ready()
@@ -316,7 +317,7 @@ class TTPReplicaOptimizer(Optimizer):
     def roll_forward(self, record: CommitRecord) -> int:
         """Do the local update of `record.step` in place of the training thread; return the new state step.
 
-        Uses the hyper-parameters of the moment the gradients became ready, and the record's learning rates.
+        Of the record only what this rank cannot know by itself is used: the clip factor, and whether the step is skipped.
         Raises ProtocolError, with nothing changed, unless this rank stands READY at that step.
         """
         with self._lane.after_ready(), torch.no_grad():
@@ -441,8 +442,8 @@ class TTPReplicaOptimizer(Optimizer):
         scale = self._scale.scale
         norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
         factor = 1.0 if agreed.overflow else clip_factor(self.clip, norm)
-        rates = tuple(float(group["lr"]) for group in self._at_ready)
-        return CommitRecord(step, norm, factor, agreed.overflow, scale, rates, agreed.sums), agreed.told_to_leave
+        record = CommitRecord(step, norm, factor, agreed.overflow, scale, self._rates, agreed.sums)
+        return record, agreed.told_to_leave
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
@@ -459,20 +460,20 @@ class TTPReplicaOptimizer(Optimizer):
                 part.shards.copy_now()
             self._host_backup, self._backup_step = self._host_state, self.current_step
         if not record.skipped:
-            factor = record.clip_factor / (record.loss_scale * self._divisor)
+            factor = record.clip_factor / (self._scale.scale * self._divisor)
             clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
             self._torn = f"in the middle of the update of step {record.step}"
             with torch.autocast(self.device.type, enabled=False):
                 for number, part in enumerate(self._parts):
                     midway = functools.partial(self._point, "updating", record.step) if number == 0 else lambda: None
-                    part.shards.update(factor, clamp, self._at_ready, record.learning_rates, midway)
+                    part.shards.update(factor, clamp, self._at_ready, self._rates, midway)
             self._torn = ""
         else:
             self._point("updating", record.step)
         self._scale = self._scale.after(record.skipped, self._rule)
         self.current_step, self.last_record = record.step, record
         self._ready = 0
-        self._host_state = self._describe(record.learning_rates)
+        self._host_state = self._describe(self._rates)
 
     def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
         """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""

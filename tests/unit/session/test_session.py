@@ -96,6 +96,20 @@ def test_a_piece_carries_the_term_of_the_controller_that_ordered_it(tmp_path: Pa
     assert load.read_manifest(path).term == 2
 
 
+def test_a_publisher_puts_its_own_record_of_the_step_into_the_manifest(tmp_path: Path) -> None:
+    """An order with another record, or with none, changes nothing of what the rank knows by itself."""
+    model, optimizer, session = new_run(tmp_path, Settings(enable=False))
+    do_steps(model, optimizer, session, 3)
+    own = optimizer.last_record
+    assert own is not None and own.step == 3
+    parts = tuple(Part(group.group_id, 0, 1) for group in optimizer.shard_groups())
+    cause = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
+    write = WriteOrder(1, 3, str(tmp_path), "iter_0000003_tmp_1_1_1", parts)
+    foreign = dataclasses.replace(own, learning_rates=(7.0,), clip_factor=0.25)
+    order = PublishOrder(1, 3, str(tmp_path), write.tmp_name, (session.holder.write(write),), cause, foreign, 1)
+    assert load.read_manifest(session.holder.publish(order)).record == own
+
+
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
     """Even a lone rank is a whole holder when its own code raises: the next start loses nothing."""
     model, optimizer, session = new_run(tmp_path / "hurt", ON)
