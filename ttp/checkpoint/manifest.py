@@ -320,10 +320,10 @@ def _decode(value: Any, path: str) -> Any:
         case list():
             return [_decode(item, f"{path}[{i}]") for i, item in enumerate(value)]
         case dict():
-            if value.keys() != {_NON_FINITE}:
+            if _NON_FINITE not in value:
                 return {key: _decode(item, f"{path}.{key}") for key, item in value.items()}
-            if value[_NON_FINITE] not in ("nan", "inf", "-inf"):
-                raise checked.Invalid(path, value, f"{_NON_FINITE} of nan, inf or -inf")
+            if len(value) > 1 or value[_NON_FINITE] not in ("nan", "inf", "-inf"):
+                raise checked.Invalid(path, value, f"{_NON_FINITE} of nan, inf or -inf alone")
             return float(value[_NON_FINITE])
         case _:
             return value

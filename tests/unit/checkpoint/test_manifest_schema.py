@@ -49,6 +49,7 @@ VIOLATIONS: list[tuple[str, Any, str]] = [
     ("layout", {"k" * 5000: {"__float__": 1}}, "kkk...kkk"),
     ("layout", 3, "layout: got 3, expected a mapping"),
     ("layout", {"a": {"__float__": "1"}}, "layout.a: got {'__float__': '1'}, expected __float__ of nan, inf or -inf"),
+    ("layout", {"a": {"__float__": "nan", "b": 1}}, "layout.a: got {'__float__': 'nan', 'b': 1}, expected __float__ of nan, inf or -inf alone"),
     ("state", {"optimizer": {"param_groups": []}}, "state.trainer: is missing, expected a value"),
     ("state.trainer", "x", "state.trainer: got 'x', expected a mapping"),
     ("state.optimizer", [1], "state.optimizer: got [1], expected a mapping"),
