@@ -19,6 +19,7 @@
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one start |
+| TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
 | TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.hook) |
 
 A variable that is set to nothing counts as not set. Names that begin with `TTP_TEST_` are the tests' own.
@@ -40,7 +41,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_FAULTS", "TTP_START_ID", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -71,6 +72,7 @@ class Settings:
     launched: bool = False
     faults: str = ""
     chaos: str = ""
+    attempt_dir: str = ""
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
@@ -139,6 +141,7 @@ class Settings:
             launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=_text(environ, "TTP_FAULTS"),
             chaos=_text(environ, "TTP_CHAOS"),
+            attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=_text(environ, "MASTER_ADDR", "127.0.0.1"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp import error_file, meeting
+from ttp import controller_file, error_file, meeting
 from ttp.config import Settings
 from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.controller.journal import set_aside_later
@@ -110,6 +110,7 @@ class Protection:
                 f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
                 f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
+        self._write_controllers(address, *welcome.successors)
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
             self._first_step = FirstStep(self._store(), settings.round_number)
@@ -285,6 +286,7 @@ class Protection:
             self._publish_failure(error)
             raise
         address = self._controller.address
+        self._write_controllers(address)
         if self._tells_launcher:
             self._store().set(meeting.log_dir_key(settings.round_number), str(log_dir.resolve()))
         if self._world_size > 1:
@@ -309,7 +311,26 @@ class Protection:
         address = meeting.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
         if not self._settings.one_node:
             meeting.check_name(address, self._rank)
+        self._write_controllers(address)
         return address
+
+    def _write_controllers(self, *addresses: str) -> None:
+        """Have this node's agent find them, before this rank registers: the store may be slow when it matters."""
+        settings = self._settings
+        if not (settings.launched and settings.attempt_dir and settings.local_rank <= 0):
+            return
+        pid = self._controller.pid if self._controller is not None else 0
+        known = controller_file.Controllers(
+            addresses if self._world_size > 1 else (), pid, str(self._log_dir.resolve())
+        )
+        try:
+            controller_file.write(Path(settings.attempt_dir), known)
+        except OSError as error:
+            log.warning(
+                "TTP_ATTEMPT_DIR=%s cannot be written (%s): the agent finds the controllers through the workers' store alone, which may be"
+                " too late for a fault in the first seconds. Make the directory visible to the ranks",
+                settings.attempt_dir, error.strerror or error,
+            )  # fmt: skip
 
     def _store(self) -> TCPStore:
         """Return a client of the store that the ranks met in: one for the whole start, as making one may take seconds."""

@@ -105,7 +105,7 @@ if sys.argv[2] == "fail" and rank == 1:
         json.dumps({"message": {"message": "ValueError: boom", "extraInfo": extra}}))
     sys.exit(4)
 """
-OWN_VARIABLES = {"TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "GRPC_ENABLE_FORK_SUPPORT"}
+OWN_VARIABLES = {"TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "GRPC_ENABLE_FORK_SUPPORT"}
 MAY_DIFFER = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 

@@ -22,6 +22,7 @@ OWN_VARIABLES = {
     "TTP_LAUNCHED": "the rank's parent is the launcher: when it is gone, the rank leaves",
     "TTP_ROUND_ID": "number of the start, the same on all nodes (TORCHELASTIC_RESTART_COUNT is each node's own count)",
     "TTP_START_ID": "by which the launcher knows this start's controllers among all processes",
+    "TTP_ATTEMPT_DIR": "where the first rank of the node writes for its agent which controllers lead the ranks",
     "GRPC_ENABLE_FORK_SUPPORT": "0, else data loaders that fork crash or crawl once gRPC is loaded",
 }
 """What workers find in their environment beyond torchrun's, and why."""

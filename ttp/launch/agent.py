@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
+from ttp.launch.attempt_directory import AttemptDirectory
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.futility import FutileStarts
 from ttp.launch.launching import Launching
@@ -83,6 +84,7 @@ class HoldAgent(LocalElasticAgent):
         self._launching = launching
         self._round: Round | None = None
         self._notices = Notices()
+        self._attempt_directory = AttemptDirectory()
         self._lost_starts: list[tuple[str, str]] = []
         """Of each of the last starts in a row that a lost node has ended: which node, and whether its store was never reached
         from here."""
@@ -138,7 +140,9 @@ class HoldAgent(LocalElasticAgent):
         """Start the workers (after each rendezvous) and watch them."""
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
+        attempt_dir = self._attempt_directory.make()
         os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
+        os.environ["TTP_ATTEMPT_DIR"] = str(attempt_dir or "")
         if (
             signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         ):  # see __main__; torch's handler follows, unless told otherwise
@@ -156,6 +160,7 @@ class HoldAgent(LocalElasticAgent):
                 job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
                 job_store=job_store,
                 start_id=start_id,
+                attempt_dir=attempt_dir,
                 pids=pids,
                 nodes=nodes,
                 node=worker_group.group_rank or 0,
@@ -166,6 +171,7 @@ class HoldAgent(LocalElasticAgent):
         except BaseException:
             # torch forgets those that it had started before the one that failed; or a signal came before all were watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
+            self._attempt_directory.remove()
             raise
         log.info(
             "start %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
@@ -346,7 +352,10 @@ class HoldAgent(LocalElasticAgent):
             try:
                 super()._shutdown(death_sig, *args, **kwargs)
             finally:  # somebody may have insisted there too
-                round_.close(not (at_once or self._notices.insisted), lambda: self._notices.name)
+                try:
+                    round_.close(not (at_once or self._notices.insisted), lambda: self._notices.name)
+                finally:
+                    self._attempt_directory.remove()
         if came is not None and not noticed:
             raise came  # else it is lost: this was the end of one start, and the next would follow
 

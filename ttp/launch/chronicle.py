@@ -79,6 +79,8 @@ class Ending:
     """What follows, in words."""
     pids: Mapping[int, int]
     """Of this node's workers, by rank."""
+    left_saved: bool = False
+    """Workers here left as a controller ordered once the state was saved."""
     raised: Mapping[int, Recorded] = field(default_factory=dict)
     """The exceptions that some of them recorded."""
     one_node: bool = True
@@ -333,6 +335,7 @@ class Chronicle:
             pids=ending.pids,
             one_node=ending.one_node,
             elsewhere=ending.elsewhere or "",
+            left_saved=ending.left_saved,
         )
         if ending.at_once.ranks and lines:
             story = ended_at_once(start.number, story, lines, ending.at_once)

@@ -1,7 +1,9 @@
-"""The launcher's way to the job's controller: finds it in the workers' store, and tells it who dies.
+"""The agent's way to the job's controller: finds it in a file of this node's ranks or in the workers' store, and reports to it which
+processes ended.
 
-Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`. Owns one thread per start
-of the workers, so that neither the death watch nor the agent's loop ever waits for a store or a connection.
+Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`; the first rank of each node writes the same
+into a file for its agent (`ttp.controller_file`), which is there where the store is slow or gone. Owns two threads per attempt, one for
+each of the two, so that neither the death watch nor the agent's loop ever waits for a store or a connection.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from ttp import controller_file
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
@@ -38,7 +41,7 @@ NEWS_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ControllerEntry:
-    """What the store says of the active controller. `pid` counts on the host of rank 0 only."""
+    """What is known of the attempt's first controller. `pid` counts on the host of rank 0 only."""
 
     address: str
     pid: int
@@ -92,12 +95,15 @@ class Courier:
         pids: Mapping[int, int],
         open_link: OpenLink,
         *,
+        attempt_dir: Path | None = None,
         watch_log_dir: WatchLogDir | None = None,
         processes_known: ProcessesKnown = lambda pids: None,
         search_s: float = SEARCH_S,
         recheck_s: float = RECHECK_S,
     ) -> None:
+        """`attempt_dir`: where the first rank here writes the controllers' file; None: it has no place, and the store is all there is."""
         self._job_store = job_store
+        self._attempt_dir = attempt_dir
         self._pids = dict(pids)
         self._open_link = open_link
         self._watch_log_dir = watch_log_dir
@@ -107,23 +113,34 @@ class Courier:
         self._lock = threading.Condition()  # guards all below
         self._link: Link | None = None
         self._entry: ControllerEntry | None = None
+        self._standbys: tuple[str, ...] = ()
         self._log_dir: Path | None = None
         self._first_step: int | None = None
         self._skipped = ""
         self._told: list[Death] = []
         self._begun = self._done = 0
         """The number of the last look into the store that has begun, and of the last one that was answered."""
+        self._file_begun = self._file_done = 0
+        """The same of the file."""
+        self._in_store: ControllerEntry | None = None
+        self._in_file: controller_file.Controllers | None = None
+        """What the last look found there."""
+        self._refused = ""
         self._answered_s = float("-inf")
         self._trouble = ""
         """What the last call to the store has failed with."""
         self._gone = False
         """The store cannot be asked any more: its launcher has ended it."""
-        self._wake = threading.Event()
+        self._wake, self._file_wake = threading.Event(), threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)
+        self._threads = [threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)]
+        if attempt_dir is not None:
+            follow = threading.Thread(target=self._follow, args=(attempt_dir,), name="ttp-controller-file", daemon=True)
+            self._threads.append(follow)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def entry(self) -> ControllerEntry | None:
@@ -133,7 +150,7 @@ class Courier:
 
     @property
     def log_dir(self) -> Path | None:
-        """Where rank 0 said that this start's journals are, on its node."""
+        """Where this start's journals are: as the first rank here has written, or else as rank 0 has published."""
         with self._lock:
             return self._log_dir
 
@@ -171,11 +188,13 @@ class Courier:
             return f"the workers' store at {self._job_store.host}:{self._job_store.port} does not answer{error}"
 
     def look_now(self, timeout_s: float) -> None:
-        """Look into the store once more, and wait so long at most for what it says: the ranks may have told something just now."""
+        """Look into the file and the store once more, and wait so long at most for what they hold: the ranks may have written something
+        just now."""
         with self._lock:
-            wanted = self._begun + 1
+            asked, read = self._begun + 1, self._file_begun + (self._attempt_dir is not None)
             self._wake.set()
-            self._lock.wait_for(lambda: self._done >= wanted or self._gone, timeout_s)
+            self._file_wake.set()
+            self._lock.wait_for(lambda: self._file_done >= read and (self._done >= asked or self._gone), timeout_s)
 
     def report(self, death: Death) -> None:
         """Tell the controller, now or as soon as there is one."""
@@ -191,10 +210,12 @@ class Courier:
         return link.given_up() if link is not None else None
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the search, after a last look into the store, and the link."""
+        """End the search, after a last look into the file and the store, and the link."""
         self._stopping.set()
         self._wake.set()
-        self._thread.join(timeout_s)
+        self._file_wake.set()
+        for thread in reversed(self._threads):
+            thread.join(timeout_s)
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
@@ -268,29 +289,46 @@ class Courier:
                 "the store's entry %s is %r: wanted `host:port pid`; the controller cannot be told of deaths", key, text
             )
             return
-        if entry == self.entry:
-            return
-        link = self._call(entry) if open_link else None
+        if entry != self._in_store:
+            self._in_store = entry
+            self._take(entry, open_link)
+
+    def _take(self, entry: ControllerEntry, open_link: bool) -> None:
+        """Connect to a controller unless it is the one that is known already; it is known before the connection is there."""
         with self._lock:
-            old, self._link, self._entry = self._link, link, entry
-            if link is not None:
-                for death in self._told:
-                    self._tell(link, death)
+            if self._entry is not None and self._entry.address == entry.address:
+                self._entry = entry if entry.pid else self._entry
+                return
+            old, self._link, self._entry = self._link, None, entry
         if old is not None:
             old.close()
-
-    def _look_for_standbys(self, store: Store) -> None:
-        standbys = listed(store, self._job_store.round_number)
+        link = self._call(entry) if open_link else None
         with self._lock:
+            superseded = self._entry.address != entry.address
+            if link is not None and not superseded:
+                self._link = link
+                if self._standbys:
+                    link.add_controllers(self._standbys)
+                for death in self._told:
+                    self._tell(link, death)
+        if link is not None and superseded:
+            link.close()
+
+    def _learn_standbys(self, standbys: Sequence[str]) -> None:
+        with self._lock:
+            self._standbys += tuple(address for address in standbys if address not in self._standbys)
             if self._link is not None and standbys:
                 self._link.add_controllers(standbys)
+
+    def _look_for_standbys(self, store: Store) -> None:
+        self._learn_standbys(listed(store, self._job_store.round_number))
 
     def _look_for_log_dir(self, store: Store) -> None:
         key = log_dir_key(self._job_store.round_number)
         if self.log_dir is None and store.check([key]):
             found = Path(store.get(key).decode())
             with self._lock:
-                self._log_dir = found
+                self._log_dir = self._log_dir or found
         found_dir = self.log_dir
         if found_dir is not None and self._watch_log_dir is not None and self._watch_log_dir(found_dir):
             self._watch_log_dir = None
@@ -309,6 +347,44 @@ class Courier:
             step, _, skipped = store.get(key).decode().partition(" ")
             with self._lock:
                 self._first_step, self._skipped = (int(step), skipped) if step.isdecimal() else (None, "")
+
+    # --- the file of this node's ranks ---
+
+    def _follow(self, attempt_dir: Path) -> None:
+        """Read it again and again: it is there before the ranks train, and written anew with the standbys."""
+        while True:
+            last = self._stopping.is_set()
+            with self._lock:
+                self._file_begun += 1
+            self._read(attempt_dir, open_link=not last)
+            with self._lock:
+                self._file_done = self._file_begun
+                self._lock.notify_all()
+            if last:
+                return
+            self._file_wake.wait(self._search_s if self._in_file is None else self._recheck_s)
+            self._file_wake.clear()
+
+    def _read(self, attempt_dir: Path, open_link: bool) -> None:
+        try:
+            known = controller_file.read(attempt_dir)
+        except (OSError, ValueError) as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning(
+                    "the controllers' file in %s is refused: %s. The workers' store is asked alone", attempt_dir, error
+                )
+            return
+        if known is None or known == self._in_file:
+            return
+        self._in_file = known
+        with self._lock:
+            self._log_dir = Path(known.log_dir)
+        self._learn_standbys(known.addresses[1:])
+        if known.addresses:
+            self._take(ControllerEntry(known.addresses[0], known.pid), open_link)
+
+    # --- the link ---
 
     def _call(self, entry: ControllerEntry) -> Link | None:
         try:

@@ -22,6 +22,8 @@ STAGES = ("seen", "frozen", "decided", "written", "published")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
 _UNDECIDED = "not known on this node: its journal ends before a decision"
 _NEVER_DECIDED = "the controllers ended before a decision"
+_UNLED = "no controller on this node led the ranks"
+_SAVED_UNKNOWN = "not known on this node: ranks left as a controller orders once the state is saved, and no journal here records which step"
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover_began"})
 """A takeover after which training goes on ends, like any other false alarm, with a thaw."""
 _PEER = "peer_error"
@@ -123,12 +125,14 @@ def fault_of(
     pids: Mapping[int, int] | None = None,
     one_node: bool = False,
     elsewhere: str = "",
+    left_saved: bool = False,
 ) -> FaultStory | None:
     """Tell the fault of a start from all its controllers' lines; None if there was none.
 
     `exits`: how workers on this node ended that failed by themselves, as the launcher saw it; `first_exit_unix_s`: when it
     saw the first of them. raised: what they recorded. pids: of this node's workers. one_node: no other node has a
-    journal of this start. elsewhere: what ended it on another node, as that one's launcher said.
+    journal of this start. elsewhere: what ended it on another node, as that one's launcher said. left_saved: workers here left as a
+    controller ordered once the state was saved.
     """
     exits, raised = dict(exits), dict(raised or {})
     for rank in raised.keys() & exits.keys():
@@ -146,7 +150,7 @@ def fault_of(
             began_unix_s=first_exit_unix_s or 0.0,
             kind="unled" if exits else "elsewhere",
             culprits=culprits,
-            not_saved="the journal tells of no fault" if lines else "no controller on this node led the ranks",
+            not_saved=_SAVED_UNKNOWN if left_saved else "the journal tells of no fault" if lines else _UNLED,
             elsewhere="" if exits else elsewhere,
         )
     culprits = tuple(_quoted(culprit, raised) for culprit in _culprits(lines, fault, exits))

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -43,9 +44,8 @@ UNLED_S = 10.0
 when the controller died, and within two leases when it was only silent."""
 
 UNPROTECTED_S = 3.0
-"""How long workers are held that have never had a controller: nothing can be saved, but those that fail for the same reason
-do so soon, each with its own words. Where one has refused its command line they have UNLED_S, as they may start at different
-speeds, and only when all refuse is a restart known to be useless."""
+"""How long workers are held that have never had a controller: nothing can be saved, but those that fail for the same reason do so soon. Where
+one has refused its command line they have UNLED_S: they start at different speeds, and a restart is known to be useless when all refuse."""
 
 SHUTDOWN_S = 30.0
 """torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
@@ -55,8 +55,7 @@ EARLY_GRACE_S = 5.0
 library which swallows it, or that waits in one."""
 
 MEETING_S = 300.0
-"""So long after its beginning a start without a controller is taken for one whose ranks have yet to meet. Later its script may
-train without a session, and a launcher's silence is no reason to end it."""
+"""So long after its beginning a start without a controller is taken for one whose ranks have yet to meet; later for one without a session."""
 
 LOOK_S = 0.25
 """Between two looks whether the held workers have a controller."""
@@ -81,6 +80,7 @@ class Round:
         job_id: str,
         job_store: JobStore,
         start_id: str,
+        attempt_dir: Path | None = None,
         pids: Mapping[int, int],
         nodes: int,
         hosts_rank_zero: bool,
@@ -88,11 +88,8 @@ class Round:
         begun_unix_s: float = 0.0,
         world_size: int = 0,
     ) -> None:
-        """`pids` by global rank. `nodes`: how many nodes take part, this one is number `node`. `start_id`: TTP_START_ID of these
-        workers.
-
-        begun_unix_s: before the first of them was started: older lines in its journals are another job's.
-        """
+        """`pids` by global rank. `nodes`: how many nodes take part, this one is number `node`. `start_id`, `attempt_dir`: TTP_START_ID and
+        TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older lines in its journals are another job's."""
         self._launching = launching
         self._start_id = start_id
         self._pids = dict(pids)
@@ -120,6 +117,7 @@ class Round:
             job_store,
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks, lambda: self._watch.running()),
+            attempt_dir=attempt_dir,
             watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle and hosts_rank_zero else None,
             processes_known=self._follow,
         )
@@ -462,6 +460,7 @@ class Round:
         ending = Ending(
             log_dir=self._courier.log_dir,
             exits={death.rank: death.text for death in own},
+            left_saved=any(death.status in SAVED_EXIT_CODES for death in self.deaths().values()),
             raised=self.raised,
             first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
             next=self.next or (self._fault.cause if self._fault is not None else ""),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -55,6 +58,24 @@ class LineToController:
     def close(self) -> None: ...
 
 
+@contextlib.contextmanager
+def silent_store() -> Iterator[int]:
+    """Yield the port of a store that takes connections and never answers."""
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in taken:
+        connection.close()
+
+
 class Start:
     """Two workers on this node, and their round."""
 
@@ -65,8 +86,9 @@ class Start:
         chronicle: Chronicle | None = None,
         nodes: int = 1,
         port: int | None = None,
+        attempt_dir: Path | None = None,
     ) -> None:
-        """`port`: where the launcher looks for the workers' store, if not where it is."""
+        """`port`: where the launcher looks for the workers' store, if not where it is. `attempt_dir`: for the file of the controllers."""
         self.line = LineToController()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if controller:
@@ -84,6 +106,7 @@ class Start:
             job_id="job",
             job_store=JobStore("127.0.0.1", port or self.store.port, 0),
             start_id=START_ID,
+            attempt_dir=attempt_dir,
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=nodes,
             hosts_rank_zero=chronicle is not None,

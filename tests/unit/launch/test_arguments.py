@@ -250,7 +250,16 @@ def test_a_variable_that_nothing_reads_is_named_once_with_the_one_that_was_meant
     known."""
     for name in [name for name in os.environ if name.startswith("TTP_")]:
         monkeypatch.delenv(name)
-    for name in ("TTP_0T", "TTP_LEASE", "TTP_QQQQQQQQ", "TTP_TEST_MARK", "TTP_CHAOS", "TTP_START_ID", "TTP_ROUND_ID"):
+    for name in (
+        "TTP_0T",
+        "TTP_LEASE",
+        "TTP_QQQQQQQQ",
+        "TTP_TEST_MARK",
+        "TTP_CHAOS",
+        "TTP_START_ID",
+        "TTP_ATTEMPT_DIR",
+        "TTP_ROUND_ID",
+    ):
         monkeypatch.setenv(name, "1")
     logger = logging.getLogger("ttp.launch")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.unit.launch.start import silent_store
 from tests.waiting import until
+from ttp.controller_file import Controllers, write
 from ttp.launch.courier import ControllerEntry, Courier
 from ttp.launch.deathwatch import Death
 from ttp.launch.rendezvous import JobStore
@@ -371,3 +373,104 @@ def test_the_ranks_processes_are_told_once_when_all_have_said_them(store: TCPSto
     courier.look_now(DEADLINE_S)
     courier.close()
     assert told == [{4: "1070 8", 5: "1071 8"}]
+
+
+# --- the file of this node's ranks ---
+
+
+KNOWN = Controllers(("host:8000",), 12, "/output/log")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[Courier]:
+    """Return a courier whose store takes connections and never answers."""
+    with silent_store() as port:
+        place = JobStore("127.0.0.1", port, 7)
+        made = Courier(place, {1: 71}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+        yield made
+    made.close()
+
+
+def test_a_controller_is_found_and_told_of_deaths_though_the_store_never_answers(
+    tmp_path: Path, switchboard: Switchboard, alone: Courier
+) -> None:
+    """With the place of its journals, and with the standbys that the ranks write down when they know of them."""
+    alone.start()
+    alone.report(death("exiting"))
+    assert not alone.connected and alone.log_dir is None
+    write(tmp_path, KNOWN)
+    until(lambda: alone.connected)
+    assert alone.entry == ControllerEntry("host:8000", 12) and alone.log_dir == Path("/output/log")
+    write(tmp_path, Controllers(("host:8000", "one:8001"), 12, "/output/log"))
+    link = switchboard.links["host:8000"]
+    until(lambda: link.standbys == ["one:8001"])
+    assert link.told == [(1, 71, "exiting")] and switchboard.attempts == 1
+    assert "does not answer" in alone.unanswered
+
+
+def test_a_look_that_is_asked_for_reads_the_file_too(tmp_path: Path, switchboard: Switchboard) -> None:
+    """At a fault the store may be slow, and what the ranks wrote a moment ago is on this node."""
+    with silent_store() as port:
+        place = JobStore("127.0.0.1", port, 7)
+        courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        courier.start()
+        courier.look_now(0.1)
+        assert courier.entry is None
+        write(tmp_path, KNOWN)
+        courier.look_now(0.1)
+        until(lambda: courier.connected, "the controller, long before the next look")
+    courier.close()
+
+
+def test_a_file_that_was_written_in_the_last_moment_is_read_at_the_end(
+    tmp_path: Path, switchboard: Switchboard
+) -> None:
+    """The journals are read after the ranks and the controllers have ended."""
+    with silent_store() as port:
+        courier = Courier(JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        courier.start()
+        courier.look_now(0.1)
+        write(tmp_path, KNOWN)
+        courier.close(0.5)
+    assert courier.log_dir == Path("/output/log") and courier.entry == ControllerEntry("host:8000", 12)
+    assert switchboard.attempts == 0
+
+
+def test_what_file_and_store_both_have_is_one_controller(
+    store: TCPStore, tmp_path: Path, switchboard: Switchboard
+) -> None:
+    """On another node than rank 0's the file does not know its process."""
+    write(tmp_path, Controllers(("host:8000", "one:8001"), 0, "/own/log"))
+    place = JobStore("127.0.0.1", store.port, 7)
+    courier = Courier(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier.start()
+    until(lambda: courier.connected)
+    store.set(controller_key(7), "host:8000 12")
+    store.set(log_dir_key(7), "/rank/0/log")
+    enter(store, 7, 1, "one:8001")
+    courier.look_now(DEADLINE_S)
+    assert courier.entry == ControllerEntry("host:8000", 12) and courier.log_dir == Path("/own/log")
+    write(tmp_path, Controllers(("host:8000", "one:8001", "two:8002"), 0, "/own/log"))
+    link = switchboard.links["host:8000"]
+    until(lambda: link.standbys == ["one:8001", "two:8002"])
+    assert switchboard.attempts == 1 and courier.entry == ControllerEntry("host:8000", 12) and not link.closed
+    courier.close()
+
+
+def test_a_refused_file_is_named_once_and_the_store_asked_alone(
+    store: TCPStore, tmp_path: Path, switchboard: Switchboard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is good later is taken."""
+    (tmp_path / "controllers.json").write_text('{"addresses": ["nonsense"], "pid": 1, "log_dir": "/l"}')
+    place = JobStore("127.0.0.1", store.port, 7)
+    courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier.start()
+    courier.look_now(DEADLINE_S)
+    courier.look_now(DEADLINE_S)
+    (line,) = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    assert "addresses[0]: got 'nonsense', expected host:port" in line and "\n" not in line
+    store.set(controller_key(7), "host:8000 12")
+    until(lambda: courier.connected)
+    write(tmp_path, KNOWN)
+    until(lambda: courier.log_dir == Path("/output/log"))
+    courier.close()

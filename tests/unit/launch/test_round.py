@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.launch.start import DEADLINE_S, Start
+from tests.unit.launch.start import DEADLINE_S, Start, silent_store
 from tests.waiting import until
+from ttp import controller_file
 from ttp.launch import deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
@@ -123,6 +124,29 @@ def test_that_no_rank_has_a_session_is_said_only_when_it_is_known(
     assert "whether a controller leads the ranks is not known: the workers' store at 127.0.0.1:" in caplog.text
     assert "no rank has called ttp.start" not in caplog.text
     assert "no controller has led the ranks for 1 s" in caplog.text
+
+
+def test_survivors_are_held_under_a_controller_that_only_the_file_of_their_ranks_names(
+    short_times: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store never answers; the fault comes before the agent's first look. They have TTP_OT, and the journal is found."""
+    journals = tmp_path / "log"
+    journals.mkdir()
+    with silent_store() as port:
+        start = Start(60.0, controller=False, port=port, attempt_dir=tmp_path, chronicle=Chronicle())
+        try:
+            controller_file.write(tmp_path, controller_file.Controllers(("127.0.0.1:1",), 0, str(journals)))
+            start.fail_one()
+            start.held.join(4 * rounds.UNLED_S)
+            assert start.held.is_alive() and start.round.living() == [0]
+            start.leave(75)
+            start.held.join(DEADLINE_S)
+            assert not start.held.is_alive() and start.round.living() == []
+        finally:
+            start.close()
+    assert re.search(r"holding rank 0 for up to (5\d|60) s", caplog.text)
+    assert "whether a controller leads the ranks is not known" not in caplog.text
+    assert (journals / "story.jsonl").exists(), "the report is made where the journal is"
 
 
 def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
