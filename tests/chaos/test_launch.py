@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
 from tests.ports import free_port
 from ttp.launch.signals import SAME_S
+from ttp.nccl import NCCL_SETTINGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -135,11 +136,12 @@ def test_a_job_looks_the_same_under_ttprun_and_torchrun(tmp_path: Path, how: str
         }
         if name == "ttprun":
             assert {key for key in variables[1] if key in OWN_VARIABLES} == OWN_VARIABLES
+            assert all(variables[1][key] == value for key, (value, _) in NCCL_SETTINGS.items())
         seen[name]["environment"] = {
             rank: {
                 key: "set" if key in MAY_DIFFER else value
                 for key, value in variables[rank].items()
-                if key not in OWN_VARIABLES
+                if key not in {*OWN_VARIABLES, *NCCL_SETTINGS}
             }
             for rank in variables
         }

@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
 from tests.ports import free_port
+from ttp.nccl import NCCL_SETTINGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -120,11 +121,18 @@ def test_the_same_command_line_gives_the_same_job(tmp_path: Path, name: str) -> 
     for rank, environ in ours["environ"].items():
         own = {key for key in environ if key in OWN_VARIABLES}
         assert own == (set(OWN_VARIABLES) if case.own_variables and case.worker is WORKER else set()), rank
-        ours["environ"][rank] = {key: value for key, value in environ.items() if key not in OWN_VARIABLES}
+        if own:
+            assert all(environ[key] == value for key, (value, _) in NCCL_SETTINGS.items()), rank
+        ours["environ"][rank] = _comparable(environ)
+    theirs["environ"] = {rank: _comparable(environ) for rank, environ in theirs["environ"].items()}
     assert ours == theirs
     assert ours["environ"]
     failed = case.end == "fail" or case.worker is RECORDED
     assert ours["status"] == (1 if failed else 0) and bool(ours["root"]) == failed
+
+
+def _comparable(environ: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key not in {*OWN_VARIABLES, *NCCL_SETTINGS}}
 
 
 @pytest.mark.parametrize("redirects", ["0", "2"])
