@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -25,15 +26,23 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import has_length
 
 from ttp.adopt.host import from_json
 from ttp.adopt.protect import Guard, protect
 from ttp.checkpoint import load
 from ttp.checkpoint.whole import open_checkpoint
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch
 from ttp.exchange import broadcast_json
+from ttp.protection import show
 
 _FOLDER = "ttp_resume"
+_PASSES = "ttp_passes_over_the_stream"
+
+_ONE_PASS = (
+    "transformers.Trainer resumes a training data set without a length within its first pass only: let max_steps end within one pass,"
+    " repeat the stream itself (datasets: .repeat(None)), or give a data set with a length"
+)
 
 
 class TTPCallback(TrainerCallback):  # type: ignore[misc]
@@ -44,6 +53,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         self._save_dirs = save_dirs
         self._options = options
         self._pause = contextlib.ExitStack()
+        self._progress: _Progress | None = None
         self.guard: Guard | None = None
         """From the beginning of training on."""
 
@@ -87,7 +97,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         weights = open_checkpoint(found.path, deep=False).weights()
         trainer.model.load_state_dict(weights, strict=False)  # tied weights are there once
         trainer.model.save_pretrained(folder)
-        state = TrainerState(**from_json(saved))
+        state = TrainerState(**{key: value for key, value in from_json(saved).items() if key != _PASSES})
         state.global_step = found.manifest.step
         state.save_to_json(str(folder / "trainer_state.json"))
         return folder
@@ -97,11 +107,13 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         optimizer, schedule = objects["optimizer"], objects["lr_scheduler"]
         follows_updates = not isinstance(schedule, ReduceLROnPlateau)
+        loader: Any = objects.get("train_dataloader")
+        self._progress = _Progress(state, streams=loader is not None and not has_length(loader))
         self.guard = protect(
             objects["model"],
             getattr(optimizer, "optimizer", optimizer),  # what accelerate has wrapped
             schedulers=[schedule] if follows_updates else [],
-            state={"trainer": _Progress(state), **({} if follows_updates else {"schedule": schedule})},
+            state={"trainer": self._progress, **({} if follows_updates else {"schedule": schedule})},
             save_dirs=self._save_dirs,
             **self._options,
         )
@@ -110,11 +122,19 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
                 f"the newest checkpoint is of step {self.guard.step}, the Trainer stands at step {state.global_step}: call"
                 " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
             )
-
-        loader: Any = objects.get("train_dataloader")
+        if self._progress.passes:
+            self._say_one_pass(f"step {self.guard.step} is in pass {self._progress.passes + 1} over the stream")
         loader = getattr(loader, "base_dataloader", loader)  # what accelerate has wrapped
         if getattr(loader, "batch_sampler", None) is not None and loader.num_workers == 0:
             loader.collate_fn = self.guard.seeded_collate(loader.collate_fn)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        assert self._progress is not None and self.guard is not None
+        if self._progress.begin_pass() == 2 and self.guard.session.rank == 0:
+            show(
+                logging.WARNING,
+                f"pass 2 over a stream begins after step {state.global_step}: a restart within it is an error. {_ONE_PASS}",
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self._pause.close()
@@ -130,6 +150,12 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         if self.guard is not None:
             self.guard.save()  # the last step is on disk before anybody leaves
 
+    def _say_one_pass(self, where: str) -> None:
+        """The Trainer would skip as many batches of the first pass, and train on others. Raises DataMismatch."""
+        if self._options.get("on_data_mismatch", "error") == "error":
+            raise DataMismatch(f"{where}. {_ONE_PASS}; or go on with other data by on_data_mismatch='warn'")
+        show(logging.WARNING, f"{where}. {_ONE_PASS}")
+
     def _pause_before_more(self, control: Any) -> None:
         """An evaluation or a save of the Trainer's own takes as long as it takes: no hang."""
         if self.guard is not None and (control.should_evaluate or control.should_save):
@@ -140,13 +166,23 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
 class _Progress:
     """The Trainer's own progress as host state. It is given back through the Trainer's checkpoint, before training begins."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, *, streams: bool) -> None:
+        """`streams`: the training data have no length."""
         self._state = state
+        self._streams = streams
+        self.passes = 0
+        """Passes over a stream that were begun, over all starts; 0 where the data have a length, which the Trainer reckons with."""
+
+    def begin_pass(self) -> int:
+        """Count a pass, and return how many there are."""
+        self.passes += self._streams
+        return self.passes
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the history of the log, which grows with every step."""
         fields = {field.name: getattr(self._state, field.name) for field in dataclasses.fields(self._state)}
-        return {**fields, "log_history": []}
+        return {**fields, "log_history": [], _PASSES: self.passes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: `TTPCallback.checkpoint` has handed it on."""
+        """Only what the Trainer's own checkpoint has not: `TTPCallback.checkpoint` has handed the rest on. The pass in flight is begun again."""
+        self.passes = max(int(state_dict.get(_PASSES, 0)) - 1, 0)

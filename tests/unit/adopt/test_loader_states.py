@@ -84,6 +84,12 @@ def test_every_rank_goes_on_from_its_own_state() -> None:
         assert again.begin(stream, 0, 3, refetch=False) == 2 and stream.at == at
         assert again.begin(Stream(), 1, 3, refetch=False) == 0, "another epoch"
         assert again.begin(Stream(), 0, 2, refetch=False) == 0, "nothing would come again"
+    next(position)
+    others.append([0, 3, {"at": 41}])
+    states.take(100, 0, 3)
+    again = LoaderStates(1, 2, list)
+    again.give_back(states.kept)
+    assert again.begin(Stream(), 0, 3, refetch=False) == 2, "the newest may be of a step that is not committed"
     smaller = LoaderStates(0, 1, list)
     smaller.give_back(kept)
     assert smaller.begin(Stream(), 0, 3, refetch=False) == 0
@@ -138,7 +144,7 @@ SAMPLES = TensorDataset(torch.arange(2.0 * BATCHES))
 def stream(shuffled: bool = False) -> Any:
     """A streaming data set of the library `datasets`."""
     samples = datasets.Dataset.from_dict({"x": list(range(2 * BATCHES))}).to_iterable_dataset(num_shards=3)
-    return samples.shuffle(seed=1, buffer_size=5) if shuffled else samples
+    return samples.shuffle(seed=1, buffer_size=5).map(dict) if shuffled else samples
 
 
 def numbers_of(samples: list[dict[str, int]]) -> torch.Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ttp.adopt import transformers_callback
 from ttp.adopt.transformers_callback import TTPCallback
 from ttp.config import Settings
+from ttp.errors import DataMismatch
 
 OFF = Settings(enable=False)
 STEPS, SAVED = 7, 4
@@ -38,15 +41,28 @@ def masked(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"x": x * (torch.rand(x.shape) > 0.5)}
 
 
+def numbers_of(samples: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+    return {"x": torch.tensor([[each["x"]] * 3 for each in samples])}
+
+
+def stream(length: int) -> Any:
+    samples = datasets.Dataset.from_dict({"x": [float(n) for n in range(length)]})
+    return samples.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=8)
+
+
 class Stop(TrainerCallback):  # type: ignore[misc]
-    """Ends the training behind the first pass of a step."""
+    """Ends the training behind the first pass of the step after `saved`."""
+
+    def __init__(self, saved: int) -> None:
+        self.saved = saved
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if state.global_step == SAVED + 1:
+        if state.global_step == self.saved + 1:
             raise ZeroDivisionError
 
 
-def train(folder: Path, *, cut: bool) -> list[list[float]]:
+def train(folder: Path, saved: int = 0, samples: Any = None, **options: Any) -> list[list[float]]:
+    """Return what the model was called with. `saved`: the step that is saved, and behind which the training ends. `samples`: a stream."""
     settings = TrainingArguments(
         output_dir=str(folder / "trainer"),
         max_steps=STEPS,
@@ -61,23 +77,55 @@ def train(folder: Path, *, cut: bool) -> list[list[float]]:
     )
     torch.manual_seed(0)
     model = Model()
-    samples: Any = list(torch.arange(1.0, 61.0).view(20, 3))
-    protection = TTPCallback(save_dirs=[folder], settings=OFF, save_interval=SAVED)
-    callbacks = [protection, *([Stop()] if cut else [])]
-    trainer = Trainer(model=model, args=settings, train_dataset=samples, data_collator=masked, callbacks=callbacks)
-    if cut:
-        with pytest.raises(ZeroDivisionError):
-            trainer.train()
+    streams = samples is not None
+    samples = samples if streams else list(torch.arange(1.0, 61.0).view(20, 3))
+    protection = TTPCallback(save_dirs=[folder], settings=OFF, save_interval=saved, **options)
+    collate = numbers_of if streams else masked
+    callbacks = [protection, *([Stop(saved)] if saved else [])]
+    trainer: Any = Trainer(
+        model=model, args=settings, train_dataset=samples, data_collator=collate, callbacks=callbacks
+    )
+    found = protection.checkpoint(trainer)
+    try:
+        if saved:
+            with pytest.raises(ZeroDivisionError):
+                trainer.train(resume_from_checkpoint=found)
+        else:
+            trainer.train(resume_from_checkpoint=found)
+    finally:
         trainer.accelerator.free_memory()
-    else:
-        trainer.train(resume_from_checkpoint=protection.checkpoint(trainer))
-    protection.close()
+        protection.close()
     return model.inputs
 
 
 def test_a_collator_that_draws_draws_the_same_after_a_restart(tmp_path: Path) -> None:
     """The batches that are fetched ahead, too; in the middle of an epoch, with accumulated gradients."""
-    whole = train(tmp_path / "whole", cut=False)
-    train(tmp_path / "cut", cut=True)
-    again = train(tmp_path / "cut", cut=False)
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "cut", SAVED)
+    again = train(tmp_path / "cut")
     assert len(whole) == 2 * STEPS and again == whole[2 * SAVED :]
+
+
+def test_a_stream_goes_on_within_its_first_pass(tmp_path: Path) -> None:
+    """Cut twice; the Trainer skips what was trained on by itself."""
+    whole = train(tmp_path / "whole", samples=stream(40))
+    train(tmp_path / "cut", 2, stream(40))
+    train(tmp_path / "cut", SAVED, stream(40))
+    assert train(tmp_path / "cut", samples=stream(40)) == whole[2 * SAVED :]
+
+
+@pytest.mark.parametrize("choice", ["error", "warn"])
+def test_a_restart_in_a_later_pass_over_a_stream_is_an_error(
+    tmp_path: Path, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer reckons with a length that there is not, and would train on other batches; the pass itself is warned of when it begins."""
+    said: list[str] = []
+    monkeypatch.setattr(transformers_callback, "show", lambda level, line: said.append(line))
+    train(tmp_path, SAVED, stream(12))
+    assert len(said) == 1 and "pass 2 over a stream begins after step 3: a restart within it is an error." in said[0]
+    if choice == "error":
+        with pytest.raises(DataMismatch, match=r"step 4 is in pass 2 over the stream\. .* a data set with a length"):
+            train(tmp_path, samples=stream(12))
+    else:
+        assert train(tmp_path, samples=stream(12), on_data_mismatch="warn")
+        assert "step 4 is in pass 2 over the stream" in said[1]
