@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from ttp.controller.membership import Membership
@@ -11,6 +10,7 @@ from ttp.controller.rank_table import RankTable
 from ttp.controller.rounds import has_culprit
 from ttp.controller.state import ControllerState, Fault, Stage
 from ttp.processor.state import ProcessorState
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
 
 _DIGITS = 6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from tests.model.clock import later_controller
@@ -10,6 +10,7 @@ from tests.model.shape import Shape
 from ttp.controller import events as ev
 from ttp.controller import machine
 from ttp.controller.state import ControllerState, Stage
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
 
 Out = tuple[str, object]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.model.gate import State
+from ttp.proto.frozen import replace
 from ttp.proto.messages import Part, PublishOrder, WriteOrder
 
 Piece = tuple[Part, State]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ttp.proto.frozen import replace
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
 State = tuple[int, bool]

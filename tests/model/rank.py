@@ -7,7 +7,7 @@ the end of the process. Everything is a function of its arguments, so that the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from tests.model.clock import ago, later_processor
@@ -16,6 +16,7 @@ from tests.model.shape import Shape
 from ttp.processor import events as ev
 from ttp.processor import machine
 from ttp.processor.state import Link, ProcessorState
+from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     Cause,
     CauseKind,

@@ -65,6 +65,7 @@ class View(NamedTuple):
     late: bool
     """Its update may still end."""
     link: int
+    fence: int
     shut: bool
     """Nothing wakes its training thread but what it receives."""
     never_comes: bool
@@ -105,7 +106,7 @@ def view(it: Rank, kinds: tuple[str, ...]) -> View:
         faults.append("break")
     found = tuple(kind for kind in faults if kind in kinds) if it.alive else ()
     return View(
-        it.alive, it.running, it.stopped and it.alive, it.running and it.hung, it.link, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
+        it.alive, it.running, it.stopped and it.alive, it.running and it.hung, it.link, it.fence, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
         found, it.came, it.broken,
     )  # fmt: skip
 

@@ -26,7 +26,23 @@ from ttp.controller.events import Effect, Send
 from ttp.controller.state import ControllerState, Stage
 from ttp.proto.messages import StateReport, Thaw
 
-SEARCHES = {
+LONGEST_S = 1800
+LONG = (pytest.mark.long, pytest.mark.timeout(LONGEST_S))
+"""Of a search: all its orders, on cores that are busy with other things."""
+THREE_RANKS = ((0, 1), (1, 2))
+"""Two shards, of which one rank has both."""
+SMALL = {
+    "one fault of any kind, from the second step on": (
+        Shape(faults=1, kinds=FAULTS, calm_steps=1),
+        {"published step 1", "published step 2", "trained on"},
+    ),
+    "two deaths, in a job of three ranks": (
+        Shape(steps=1, faults=2, kinds=("kill", "controller kill"), peer_errors=0, holders=THREE_RANKS),
+        {"published step 1", "refused", "trained on"},
+    ),
+}
+"""What `make test` has time for; `WHOLE` has all of their orders."""
+WHOLE = {
     "one fault of any kind": Shape(faults=1, kinds=FAULTS),
     "two deaths": Shape(faults=2, kinds=("kill", "controller kill"), calm_steps=1, peer_errors=0),
 }
@@ -41,23 +57,35 @@ def told(found: Found) -> str:
     return "\n".join([found.violation, *(" ".join(map(str, action)) for action in found.path)])
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SMALL)
+def test_no_order_of_faults_and_messages_in_a_small_job_violates_an_invariant(name: str) -> None:
+    """One fault of any kind at any moment of the second step; and two deaths, of ranks and controllers, of fewer ranks."""
+    shape, outcomes = SMALL[name]
+    _holds(name, searched(shape), outcomes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LONGEST_S)
 def test_no_order_of_faults_and_messages_violates_an_invariant() -> None:
     """One fault of any kind at any moment; and two deaths, of ranks and controllers, from the second step on."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        searches = dict(zip(SEARCHES, pool.map(searched, SEARCHES.values()), strict=True))
+        searches = dict(zip(WHOLE, pool.map(searched, WHOLE.values()), strict=True))
     for name, found in searches.items():
-        print(f"{name}: {found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
-        assert not found.violation, told(found)
-        assert found.complete
-        assert {"published step 1", "published step 2", "refused", "trained on"} <= set(found.outcomes)
+        _holds(name, found, {"published step 1", "published step 2", "refused", "trained on"})
+
+
+def _holds(name: str, found: Found, outcomes: set[str]) -> None:
+    print(f"{name}: {found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
+    assert not found.violation, told(found)
+    assert found.complete
+    assert outcomes <= set(found.outcomes)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         "controller kill",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("kill", "raise", "break", "controller stop")),
+        *(pytest.param(kind, marks=LONG) for kind in ("kill", "raise", "break", "controller stop")),
     ],
 )
 def test_the_reduction_loses_no_outcome(kind: str) -> None:
@@ -69,7 +97,7 @@ def test_the_reduction_loses_no_outcome(kind: str) -> None:
     assert reduced.states < whole.states
 
 
-@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=LONG)])
 def test_a_stopped_controller_that_nobody_speaks_to_may_go_on_later(kind: str) -> None:
     """Two faults in a job of two ranks, the controller being stopped one of them: the reduction for it loses no outcome either."""
     shape = Shape(steps=1, faults=2, kinds=(kind, "controller stop"), each_once=True, holders=((0, 1),))
@@ -189,7 +217,9 @@ MUTATIONS = (
 def test_a_broken_machine_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search can fail: each of these breaks an invariant, and the search says which."""
     mutation.patch(monkeypatch)
-    shape = Shape(faults=mutation.faults, kinds=mutation.kinds, calm_steps=1, peer_errors=0)
+    shape = Shape(
+        faults=mutation.faults, kinds=mutation.kinds, calm_steps=1, peer_errors=0, each_once=True, holders=THREE_RANKS
+    )
     found = searched(shape, limit=400_000)
     print(f"{mutation.name}: {found.violation!r} after {found.states} states")
     assert any(name in found.violation for name in mutation.caught_as), found.violation

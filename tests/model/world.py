@@ -65,8 +65,8 @@ class World(Possibilities):
         for place in range(len(draft.controllers) - 1):
             if self.controller(draft, place).gone:
                 continue
-            alive = [it for rank in range(self.shape.world_size) if (it := self.rank(draft, rank)).alive]
-            if all(it.fence > place + 1 and it.link != place for it in alive):
+            views = map(self.views.__getitem__, draft.ranks)
+            if all(view.fence > place + 1 and view.link != place for view in views if view.alive):
                 self._on_controller(draft, place, controllers.killed, "left alone")
 
     def _on_rank(self, draft: Draft, rank: int, transition: Callable[..., Any], *arguments: Hashable) -> None:
