@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
@@ -135,10 +136,13 @@ class ControlService(ControlServicer):
                 if (whole := joiner.take(envelope)) is not None:
                     self._driver.put(Said(link, decode_upward(whole)))
             link.finish()
-        except CodecError as error:
-            link.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except grpc.aio.AioRpcError:
             link.finish()
+        except (
+            CodecError,
+            DecodeError,
+        ) as error:  # left open and not read, the stream would cost its ranks their lease
+            link.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _accepts(self, parcel: pb.UpwardEnvelope, link: StreamLink) -> bool:
         job_id, term = self._settings.job_id, self._settings.term

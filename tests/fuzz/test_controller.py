@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ControllerBench, registration, report
-from ttp.controller.events import Beats, Event, Journal, Received, Send, StreamClosed, Tell, Tick
+from ttp.controller.events import Beats, Effect, Event, Journal, Received, Send, StreamClosed, Tell, Tick
 from ttp.controller.record import from_json, plain_json, to_json
 from ttp.controller.state import MOST_KEPT, ControllerState, Stage
 from ttp.errors import ProtocolError
@@ -144,9 +144,8 @@ def an_event(state: ControllerState, rng: random.Random) -> Event | None:
     return Received(message)
 
 
-def check(bench: ControllerBench) -> None:
+def check(state: ControllerState, effects: Iterable[Effect]) -> None:
     """What holds in every state that a machine can be in, and of everything that it sends."""
-    state = bench.state
     table = state.members.table
     assert state.members.alive == sum(member.dead is None for member in table)
     assert state.members.attached == sum(member.attached for member in table)
@@ -164,7 +163,7 @@ def check(bench: ControllerBench) -> None:
         assert 0 <= state.fault.awaiting <= 4
     assert max(len(state.successors), len(state.agents)) <= MOST_KEPT
     assert from_json(json.loads(json.dumps(to_json(state)))) == state or _has_nan(state)
-    for effect in bench.effects:
+    for effect in effects:
         match effect:
             case Send(ranks, message):
                 assert all(0 <= rank < 4 for rank in ranks)
@@ -195,7 +194,7 @@ def test_a_controller_takes_a_message_or_refuses_it_unchanged(stage: Stage, rng:
         except ProtocolError:
             assert bench.state is before
             continue
-        check(bench)
+        check(bench.state, bench.effects)
 
 
 def test_every_kind_of_message_is_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,26 @@ def test_a_message_of_another_term_is_refused(channel: grpc.Channel, term: int, 
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert why in text and f"term {term}" in text
     assert attached(channel) == [False] * 3
+
+
+def test_a_stream_with_bytes_that_are_no_envelope_ends_with_the_reason(channel: grpc.Channel) -> None:
+    """Left open and not read, it would cost its ranks their lease: they would take it for a stream that works."""
+    begun: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    raw: Any = channel
+    attach = raw.stream_stream("/ttp.control.v1.Control/Attach")
+    for content in (registered_as_bytes(), b"\xff\xff\xff", registered_as_bytes()):
+        begun.put(content)
+    with pytest.raises(grpc.RpcError) as error:
+        for _ in attach(iter(begun.get, None), timeout=LONG_S):
+            pass
+    begun.put(None)
+    assert isinstance(error.value, grpc.Call)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "UpwardEnvelope" in (error.value.details() or "")
+    assert attached(channel) == [False] * 3
+
+
+def registered_as_bytes() -> bytes:
+    return encode_upward("job", 1, [registration(0)]).SerializeToString()
 
 
 def test_a_rank_that_speaks_before_it_registers_is_told_to(channel: grpc.Channel) -> None:
