@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import inf
 
 from ttp.proto.frozen import replace
+from ttp.proto.limits import MOST_ADDRESSES
 from ttp.proto.messages import StandbyReport, StartStandby, Successors
 
 from .events import (
@@ -82,7 +83,9 @@ def take_list(state: ProcessorState, addresses: tuple[str, ...]) -> ProcessorSta
     if addresses == state.successors:
         return state
     current = controllers(state)[state.place]
-    successors = (*addresses, *(address for address in state.successors if address not in addresses))
+    successors = (*addresses, *(address for address in state.successors if address not in addresses))[:MOST_ADDRESSES]
+    if current not in (state.settings.address, *successors):
+        successors = (*successors[:-1], current)
     return replace(state, successors=successors, place=(state.settings.address, *successors).index(current))
 
 

@@ -17,7 +17,7 @@ LAST_STEP = 2**53
 MOST_RECORDS = 16
 """Commit records in one report: a rank keeps those of its last steps."""
 MOST_ADDRESSES = 1024
-"""Controllers and standbys of one job, those that have ended among them."""
+"""Standbys of one job, those that have ended among them; with the first one a job has one controller more."""
 MOST_STEP_TIMES = 4096
 MOST_PARTS = 1 << 20
 LONGEST_S = 1e9
@@ -44,7 +44,7 @@ def check_upward(message: m.Upward, world_size: int) -> None:
                 _count(message, "records.step", record.step)
         case m.Registration():
             _counts(message, state_step=message.state_step, pid=message.pid, job_groups=message.job_groups)
-            _length(message, "controllers", len(message.controllers), MOST_ADDRESSES)
+            _length(message, "controllers", len(message.controllers), MOST_ADDRESSES + 1)
             _step_times(message, message.step_times_s)
             for group in message.groups:
                 _count(message, "groups.nbytes", group.nbytes)

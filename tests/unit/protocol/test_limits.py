@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, ProcessorBench, record, registration, report, share
-from ttp.controller.state import MOST_KEPT
+from ttp.controller import publishing, writing
+from ttp.controller.state import MOST_KEPT, Stage
 from ttp.errors import ProtocolError
-from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES, MOST_RECORDS
+from ttp.processor.events import Connected, Disconnected
+from ttp.processor.succession import controllers
+from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES, MOST_RECORDS, check_upward
 from ttp.proto.messages import (
     AgentHello,
     Cause,
@@ -24,9 +27,11 @@ from ttp.proto.messages import (
     Phase,
     Published,
     PublishOrder,
+    Registration,
     RolledForward,
     RollForward,
     ShareResult,
+    StandbyReport,
     StepFailed,
     Successors,
     Thaw,
@@ -48,7 +53,7 @@ UPWARD: list[Any] = [
     replace(registration(1), state_step=2**63 - 1),
     replace(registration(1), state_step=-1),
     replace(registration(1), step_times_s=(0.1, NAN)),
-    replace(registration(1), controllers=("a",) * (MOST_ADDRESSES + 1)),
+    replace(registration(1), controllers=("a",) * (MOST_ADDRESSES + 2)),
     report(1, 1, Phase.READY, 2**60),
     replace(report(1, 1, Phase.READY, 5), backup_step=-2),
     replace(report(1, 1, Phase.READY, 5), records=(record(5),) * (MOST_RECORDS + 1)),
@@ -121,3 +126,72 @@ def test_what_is_kept_of_a_fault_and_of_a_job_is_bounded() -> None:
         bench.say(AgentHello(f"h{number}", (1,), (101,)))
     with pytest.raises(ProtocolError, match="hosts already, expected at most"):
         bench.say(AgentHello("one more", (1,), (101,)))
+
+
+def test_a_rank_that_has_learned_of_as_many_controllers_as_it_keeps_can_still_register() -> None:
+    """Its own list is as long as the ones that it may receive, and has the controller that it is with."""
+    rank = ProcessorBench()
+    for letter in "ab":
+        rank.hear(Successors(tuple(f"{letter}:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+    assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
+    rank.state = replace(rank.state, place=MOST_ADDRESSES)
+    rank.hear(Successors(tuple(f"c:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+    assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
+    assert controllers(rank.state)[rank.state.place] == f"b:{MOST_ADDRESSES - 1}"
+    rank.take(Disconnected("the stream broke"))
+    rank.take(Connected(registration(1)))
+    (again,) = rank.said(Registration)
+    assert len(again.controllers) == MOST_ADDRESSES + 1
+    check_upward(again, 4)
+
+
+def test_the_errors_that_are_kept_of_writes_that_fail_are_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every directory every write fails, and after that every publish: each error has its directory and its rank."""
+    for module in (writing, publishing):
+        monkeypatch.setattr(module, "MOST_KEPT", 4)
+    roots = tuple(f"/{number}" for number in range(5))
+    for fails in ("write", "publish"):
+        bench = ControllerBench(assembled=False)
+        bench.say(*(registration(rank, roots=roots) for rank in range(4)), WorkerExit(3, 103, "signal SIGKILL", 0.0))
+        bench.all_report(7, ranks=(0, 1, 2))
+        seen = 0
+        while bench.at(Stage.WRITING) or bench.at(Stage.PUBLISHING):
+            dump = bench.state.dump
+            assert dump is not None and len(dump.errors) <= 4
+            if fails == "publish" and bench.at(Stage.WRITING):
+                bench.all_write({rank: work.orders[0] for rank, work in enumerate(dump.work) if work.orders})
+                continue
+            seen += 1
+            rank = min(dump.publishers) if dump.publishers else dump.work.ranks(lambda work: bool(work.orders))[0]
+            name = dump.order.tmp_name if dump.publishers and dump.order else dump.work[rank].orders[0].tmp_name
+            bench.say(StepFailed(rank, 1, fails, name, f"error {seen}"))
+        (refused,) = bench.told("refused")
+        assert seen > 5 and f"error {seen}" in refused["reason"] and "error 1;" not in refused["reason"]
+
+
+def test_the_errors_that_are_kept_of_rounds_that_follow_each_other_are_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of one writer after the other ended short, and all is written anew each time."""
+    for module in (writing, publishing):
+        monkeypatch.setattr(module, "MOST_KEPT", 3)
+    bench = ControllerBench(((0, 1, 2, 3),))
+    bench.say(WorkerExit(3, 103, "signal SIGKILL", 0.0))
+    for writer in (2, 1):
+        bench.all_report(7, ranks=(0, 1, 2))
+        bench.all_write(bench.orders())
+        for publisher in (0, 1):
+            freeze_id, dump = bench.state.freeze_id, bench.state.dump
+            assert dump is not None and dump.order is not None
+            error = f"file of {writer} is short for {publisher}"
+            bench.say(StepFailed(publisher, freeze_id, "publish", dump.order.tmp_name, error, torn=(writer,)))
+    assert bench.state.fault is not None and bench.at(Stage.FREEZING)
+    kept = [error.rpartition(": ")[2] for error in bench.state.fault.errors]
+    assert kept == ["file of 2 is short for 1", "file of 1 is short for 0", "file of 1 is short for 1"]
+
+
+def test_standbys_that_were_lost_are_kept_up_to_a_number() -> None:
+    bench = ControllerBench()
+    for number in range(MOST_ADDRESSES + 20):
+        bench.say(StandbyReport(1, f"h:{number}", False))
+    assert len(bench.state.restoring.lost) == MOST_ADDRESSES == len(bench.told("standby_lost"))
