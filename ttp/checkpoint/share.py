@@ -27,7 +27,7 @@ from ttp.checkpoint.dcp import BoxSavePlanner, HeldBox, dtype_name
 from ttp.checkpoint.durable import fsync_directory
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
-from ttp.checkpoint.staging import check_name, claimed, make_staging
+from ttp.checkpoint.staging import claimed, make_staging
 from ttp.errors import CheckpointError, NotWritable
 from ttp.proto.messages import FileEntry, ShareResult
 from ttp.wording import size_text
@@ -66,11 +66,7 @@ def write_share(
     if not re.fullmatch(r"[\w.-]*", suffix):
         raise ValueError(f"suffix is {suffix!r}: wanted letters, digits, '_', '-' and '.'")
     root = Path(directory)
-    if not make:
-        path = claimed(root, tmp_name)
-    else:
-        check_name(tmp_name)
-        path = root / tmp_name
+    path = root / tmp_name if make else claimed(root, tmp_name)
     boxes = [HeldBox(held, box) for held in tensors for box in boxes_of(held, BOX_BYTES // held.values.element_size())]
     packed, aliases = _pack_blobs(blobs)
     written: list[_Target] = []
