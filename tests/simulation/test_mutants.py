@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutants.changes import MODULES, ROOT, Mutant, mutants_of
+from tests.simulation.mutants.changes import LEFT_OUT, MODULES, ROOT, Mutant, mutants_of
 from tests.simulation.mutants.equivalents import EQUIVALENT
+from tests.unit.house.test_house import file_of, imported
 
 TESTS = """
 from ttp.controller import progress
@@ -120,6 +121,32 @@ def test_tests_that_fail_on_the_shipped_code_prove_nothing(tmp_path: Path) -> No
 def test_every_module_has_mutants() -> None:
     """One that has moved would be tried by nobody."""
     assert all(mutants_of(module) for module in MODULES)
+
+
+def test_what_the_machines_import_and_what_the_simulation_runs_has_mutants_or_a_reason() -> None:
+    """A new pure module, or an adapter that the simulation begins to run, cannot be left out unseen."""
+    reached = _reached("ttp.controller.machine", "ttp.processor.machine", "ttp.processor.faults")
+    for path in (ROOT / "tests" / "simulation").glob("*.py"):
+        reached |= {name for name in imported(path, "tests.simulation") if _of_the_protocol(name)}
+    packages = {"ttp.controller", "ttp.processor", "ttp.proto"}
+    named = {f"ttp.{module}" for module in (*MODULES, *LEFT_OUT)}
+    assert reached - packages <= named, f"neither in MODULES nor in LEFT_OUT: {sorted(reached - packages - named)}"
+    assert not set(MODULES) & set(LEFT_OUT) and all(LEFT_OUT.values())
+
+
+def _reached(*roots: str) -> set[str]:
+    """Return these modules and what of the protocol they import, directly or not."""
+    todo, seen = list(roots), set(roots)
+    while todo:
+        module = todo.pop()
+        new = {name for name in imported(file_of(module), module.rpartition(".")[0]) if _of_the_protocol(name)} - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _of_the_protocol(module: str) -> bool:
+    return module.startswith(("ttp.controller", "ttp.processor", "ttp.proto"))
 
 
 def test_every_equivalent_is_still_a_mutant() -> None:

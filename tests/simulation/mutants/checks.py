@@ -23,6 +23,7 @@ TESTS = tuple(
         "unit/protocol",
         "unit/runtime/test_gate.py",
         "unit/runtime/test_gate_moments.py",
+        "unit/runtime/test_starting.py",
         "simulation/test_scenarios.py",
         "simulation/test_hangs.py",
         "simulation/test_failover.py",

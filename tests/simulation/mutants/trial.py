@@ -14,6 +14,7 @@ import pickle
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -112,11 +113,14 @@ def measured(checks: Iterable[Check], longest_s: float = math.inf) -> Bench:
         for place, check in enumerate(listed):
             seen: dict[str, set[int]] = {module: set() for module in MODULES}
             began = time.process_time()
-            sys.settrace(_tracer(modules, seen))
+            tracer = _tracer(modules, seen)
+            sys.settrace(tracer)
+            threading.settrace(tracer)  # a check's threads begin after this
             try:
                 held = _holds(check)
             finally:
                 sys.settrace(None)
+                threading.settrace(None)
             tell(
                 (
                     place,
