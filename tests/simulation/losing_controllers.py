@@ -18,6 +18,7 @@ from ttp.processor import succession
 from ttp.processor import transitions as tables
 from ttp.processor.events import ControllerEnded, ControllersFound
 from ttp.processor.state import Standing
+from ttp.proto.messages import CauseKind
 
 Patch = pytest.MonkeyPatch
 LONG_STEPS = 650
@@ -67,6 +68,17 @@ def word_of_a_standby_is_missed(seed: int) -> Scenario:
     job = scenario.job
     job.scheduler.at(0.5, job.controllers[1].kill)
     job.hook("got Successors", 1 + seed % 3, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def raises_as_the_leader_dies(seed: int) -> Scenario:
+    """Rank 0 raises, and the controller is killed when it has heard so."""
+    scenario = one_after_the_other(seed)
+    scenario.harmless = False
+    job = scenario.job
+    process = job.ranks[0]
+    job.hook("READY 4", 1, lambda rank: process.run(partial(process.fault, CauseKind.EXCEPTION, "bad batch")))
+    job.hook("fault_reported", 1, lambda rank: job.controllers[0].kill())
     return scenario
 
 

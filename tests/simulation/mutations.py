@@ -201,6 +201,7 @@ MUTATIONS = (
     Mutation("what was published in an attempt that was given up counts", memories.published_of_an_earlier_freeze_counts, ("I1",), published_comes_again, within=20),
     Mutation("roll-forwards are waited for from the fault's beginning", memories.rolls_are_waited_for_from_the_fault_on, ("I9",), rolls_after_a_long_freeze, within=20),
     Mutation("a torn rank counts for its local copy", memories.torn_ranks_local_copy_counts, ("I3",), raised_in_the_update),
+    Mutation("a fault that was reported before a takeover is forgotten, and not reported again", memories.reported_faults_are_forgotten_at_a_takeover, ("I11",), losing.raises_as_the_leader_dies, within=20),
     Mutation("ranks that never came to a standby are no cause", memories.ranks_that_never_came_are_no_cause, ("I11",), holders_die_with_the_controller, within=20),
     Mutation("a standby goes on with a dump only if all had begun it", memories.a_dump_is_gone_on_with_when_all_had_begun_it, ("I11",), silent_until_the_roll_forward),
     # The number of standbys.

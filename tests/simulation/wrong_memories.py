@@ -15,6 +15,7 @@ from ttp.controller import transitions as controller_tables
 from ttp.controller.decision import decide
 from ttp.controller.state import Stage
 from ttp.processor import transitions as rank_tables
+from ttp.processor.state import Standing
 from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw
 
 Patch = pytest.MonkeyPatch
@@ -118,6 +119,19 @@ def _takes_over_knowing(patch: Patch, known: Any) -> None:
         return rounds.begin_fault(state, tuple(cause for cause in causes if known(state, cause)), *rest, **options)
 
     patch.setattr(takeover, "begin_fault", wrong)
+
+
+def reported_faults_are_forgotten_at_a_takeover(patch: Patch) -> None:
+    """The rank that raised is thawed with the others, and training stops there. It does not report its fault again when it is thawed:
+    that would heal the mistake, at the price of one thaw and one freeze more."""
+    _takes_over_knowing(patch, lambda state, cause: cause not in state.early)
+    row = (Standing.FROZEN, Thaw)
+    thaw = rank_tables.TRANSITIONS[row]
+
+    def wrong(state: Any, *rest: Any) -> Any:
+        return replace(thaw(replace(state, faults=()), *rest), faults=state.faults)
+
+    patch.setitem(rank_tables.TRANSITIONS, row, wrong)
 
 
 def ranks_that_never_came_are_no_cause(patch: Patch) -> None:
