@@ -308,7 +308,21 @@ class Session:
         self._faults.resumed(manifest.step, path, found.skipped, manifest.record)
         if self.rank == 0:
             log.info("resumed from %s: step %d (%s)", path, manifest.step, manifest.cause.kind.value)
+        if manifest.finite is False and self._directories.keeps:
+            self._warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
+
+    def _warn_not_finite(self, path: str, step: int) -> None:
+        try:
+            newest = load.newest_finite(self._directories.serving)
+        except OSError:
+            newest = None
+        whole = f"{newest}; move the newer ones away to go on from it" if newest is not None else "none that is left"
+        show(
+            logging.WARNING,
+            f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training goes on with it. The newest"
+            f" checkpoint with a finite state is {whole}",
+        )
 
     # --- training ---
 

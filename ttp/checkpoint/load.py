@@ -32,6 +32,7 @@ __all__ = [
     "first_valid",
     "list_checkpoints",
     "list_readable",
+    "newest_finite",
     "read_into",
     "read_manifest",
     "share_of_files",
@@ -80,6 +81,18 @@ def list_checkpoints(dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return all published checkpoints of these directories, newest step first (then in the directories' order)."""
     found = [(-step, order, path) for order, directory in enumerate(dirs) for step, path in steps_in(Path(directory))]
     return [path for _, _, path in sorted(found, key=lambda entry: entry[:2])]
+
+
+def newest_finite(dirs: Sequence[str | os.PathLike[str]]) -> Path | None:
+    """Return the newest checkpoint of these directories whose manifest says that its state has neither NaN nor infinity; None: there is none.
+    What cannot be read is passed over; no checksum is compared."""
+    for directory in list_readable(dirs, lambda path, error: None):
+        try:
+            if read_manifest(directory).finite:
+                return directory
+        except (CheckpointError, OSError):
+            continue
+    return None
 
 
 def list_readable(

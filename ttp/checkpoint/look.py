@@ -81,7 +81,7 @@ def _newest_finite(listed: Sequence[Listed]) -> str:
         return ""
     whole = [entry.step for entry in found if entry.manifest is not None and entry.manifest.finite]
     newest = f"of step {max(whole)}" if whole else "not among these"
-    return f"the newest checkpoint with a finite state is {newest}; `resume` takes a path"
+    return f"the newest checkpoint with a finite state is {newest}; move the newer ones away to resume it"
 
 
 def _listed_fields(entry: Listed) -> dict[str, Any]:

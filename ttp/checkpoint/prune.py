@@ -123,7 +123,8 @@ def _answer(
 def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan:
     """Choose by reading: the newest checkpoints are checked, checksums and all, until `keep` valid ones are found.
 
-    Older ones go if they are complete. Raises CheckpointError where none is valid.
+    Older ones go if they are complete; where none of those kept has a finite state, the newest that has one stays as well. Raises
+    CheckpointError where none is valid.
     """
     listed = list_published(folder)
     if not listed:
@@ -132,11 +133,12 @@ def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan
     removed: list[Listed] = []
     left: list[Listed] = []
     for entry in listed:
+        goes = len(kept) >= keep and (any(map(_may_be_finite, kept)) or not _may_be_finite(entry))
         if entry.state is not State.COMPLETE:
             left.append(entry)
-        elif len(kept) == keep and entry.path.is_symlink():
+        elif goes and entry.path.is_symlink():
             left.append(replace(entry, error="a symbolic link, which is removed by hand"))
-        elif len(kept) == keep:
+        elif goes:
             removed.append(entry)
         elif error := _problem(entry.path, check):
             left.append(Listed(entry.path, State.BROKEN, None, error))
@@ -148,6 +150,11 @@ def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan
         )
     unfinished = tuple(entry for entry in list_leftovers(folder) if PRUNED in entry.path.name)
     return Plan(folder, tuple(kept), tuple(removed), tuple(left), unfinished)
+
+
+def _may_be_finite(entry: Listed) -> bool:
+    """False where the manifest says that the state holds NaN or infinity."""
+    return entry.manifest is not None and entry.manifest.finite is not False
 
 
 def _problem(path: Path, check: Callable[[Path], object]) -> str:

@@ -44,6 +44,11 @@ class Step:
     """What is missing of it; empty: it is whole, or was not looked at."""
 
     @property
+    def may_be_finite(self) -> bool:
+        """False where a manifest says that the state holds NaN or infinity."""
+        return all(piece.manifest.finite is not False for pieces in self.attempts.values() for piece in pieces)
+
+    @property
     def paths(self) -> list[Path]:
         return sorted(piece.path for pieces in self.attempts.values() for piece in pieces)
 
@@ -72,18 +77,20 @@ class PiecesPlan:
 def plan_pieces(folders: Sequence[Path], keep: int, partial: bool, advance: Callable[[int], None]) -> PiecesPlan:
     """Choose by reading: steps are proved whole, newest first, until `keep` are found; `advance` is told of bytes read.
 
-    partial: steps that are not whole here go as well, where they are older than all that stay. Raises CheckpointError where no step is
-    whole, or where a folder has a checkpoint that is no piece.
+    Where none of those kept has a finite state, the newest step that has one stays as well. partial: steps that are not whole here go as
+    well, where they are older than all that stay. Raises CheckpointError where no step is whole, or where a folder has a checkpoint that
+    is no piece.
     """
     steps, broken = _found(folders)
     kept: list[Step] = []
     removed: list[Step] = []
     left: list[Step] = []
     for step in steps:
-        lacking = _lacking(step, advance, deep=len(kept) < keep)
+        goes = len(kept) >= keep and (any(one.may_be_finite for one in kept) or not step.may_be_finite)
+        lacking = _lacking(step, advance, deep=not goes)
         if not lacking:
-            (kept if len(kept) < keep else removed).append(step)
-        elif partial and len(kept) == keep:
+            (removed if goes else kept).append(step)
+        elif partial and goes:
             removed.append(step)
         else:
             left.append(Step(step.step, step.attempts, lacking))

@@ -35,6 +35,7 @@ from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
 from ttp.optim.gathering import Gather
 from ttp.optim.lane import Lane
+from ttp.optim.overflow import SkippedSteps
 from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
 from ttp.optim.spanning import Spanning
 from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
@@ -133,7 +134,7 @@ class TTPReplicaOptimizer(Optimizer):
         self.last_record: CommitRecord | None = None
         """Record of the newest update; None before the first one and after a load."""
         self.device = device
-        self._rule = loss_scale
+        self._rule, self._skipped = loss_scale, SkippedSteps(loss_scale)
         self._scale = ScaleState(loss_scale.initial if loss_scale else 1.0)
         self._tracker: UpdateTracker = NullTracker()
         self._computing = self._ready = 0
@@ -437,12 +438,13 @@ class TTPReplicaOptimizer(Optimizer):
 
     def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, bool]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
-        squares = torch.stack([part.shards.square_sum() for part in self._parts])
-        agreed = self.spanning.agree(step, squares.sum(), self._tracker.notice, sums)
+        squares = torch.stack([part.shards.square_sum() for part in self._parts]).sum()
+        agreed = self.spanning.agree(step, squares, self._tracker.notice, sums)
         scale = self._scale.scale
+        self._skipped.note(step, scale, squares, sums, agreed)
         norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
         factor = 1.0 if agreed.overflow else clip_factor(self.clip, norm)
-        record = CommitRecord(step, norm, factor, agreed.overflow, scale, self._rates, agreed.sums)
+        record = CommitRecord(step, norm, factor, bool(agreed.overflow), scale, self._rates, agreed.sums)
         return record, agreed.told_to_leave
 
     def _apply(self, record: CommitRecord) -> None:

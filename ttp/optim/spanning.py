@@ -35,7 +35,8 @@ class Agreed:
 
     squares: float
     """Sum of squares of the gradient as it was reduced; counts for nothing after an overflow."""
-    overflow: bool
+    overflow: int
+    """So many ranks' squares are not finite (where ranks of several groups share the model: the groups are counted together)."""
     told_to_leave: bool
     """Some rank was told to leave."""
     sums: tuple[float, ...]
@@ -88,7 +89,7 @@ class Spanning:
         if self._barrier is not None:
             contribution.check(numbers[NUMBERS : 2 * NUMBERS], self._size(self._barrier))
         overflows, notices, total, *summed = numbers[2 * NUMBERS :]
-        return Agreed(total, overflows > 0, notices > 0, tuple(summed))
+        return Agreed(total, round(overflows), notices > 0, tuple(summed))
 
     @staticmethod
     def _size(group: Any) -> int:

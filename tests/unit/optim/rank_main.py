@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.unit.optim import claims_faults, claims_layout, claims_mindio, claims_split, claims_training
+from tests.unit.optim import (
+    claims_faults,
+    claims_layout,
+    claims_mindio,
+    claims_nonfinite,
+    claims_split,
+    claims_training,
+)
 from tests.unit.optim.material import job
 
 
@@ -20,7 +27,7 @@ def find_claim(name: str) -> Callable[[], None]:
     """Return the claim of that name from whichever module has it."""
     homes = [
         module
-        for module in (claims_training, claims_faults, claims_layout, claims_split, claims_mindio)
+        for module in (claims_training, claims_faults, claims_layout, claims_split, claims_mindio, claims_nonfinite)
         if hasattr(module, name)
     ]
     claim: Callable[[], None] = getattr(homes[0], name)

@@ -13,6 +13,7 @@ IN_DEPTH = (
     "parameters_of_16_bits_are_rounded_masters",
     "fp32_gradients_of_bf16_parameters_accumulate_in_fp32",
     "overflow_skips_the_step_everywhere_and_lowers_the_scale",
+    "a_step_that_is_skipped_is_reported_with_rank_and_step",
     "clip_by_value_clamps_the_average",
     "roll_forward_gives_the_bits_of_the_main_path",
     "a_step_rolled_forward_at_the_gate_is_not_applied_twice",
@@ -54,6 +55,10 @@ def test_mindios_interface(world: int, run_ranks: Callable[..., None]) -> None:
         "on_nodes_in_turn_they_have_it_too",
         "the_examples_clipping_over_the_shard_group_is_torchs",
     )
+
+
+def test_numbers_that_are_not_finite(run_ranks: Callable[..., None]) -> None:
+    run_ranks(2, "each_choice_holds_under_ddp_and_fsdp_in_both_modes")
 
 
 def test_a_process_does_not_grow(run_ranks: Callable[..., None]) -> None:
