@@ -1,6 +1,6 @@
 """Random numbers as a function of the place in the run: what a dead rank drew last need not be known to anybody.
 
-Every rank's generators (torch's on the host and on the rank's device, Python's, numpy's) are seeded before and after each forward pass from
+Every rank's generators (torch's on the host and on each device that the rank sees, Python's, numpy's) are seeded before and after each forward pass from
 (rank, step, pass), and before each batch is fetched from (rank, epoch, batch). So a resumed run draws what an unbroken one draws: also a
 batch that a trainer draws by itself, behind the last forward pass of a step, for the next step.
 """
@@ -53,15 +53,15 @@ class Seeds:
         if not self._enabled:
             yield
             return
-        module: Any = None if self._device.type == "cpu" else torch.get_device_module(self._device)
+        module = self._devices()
         here, python, numpy = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        there = None if module is None else module.get_rng_state(self._device)
+        there = None if module is None else module.get_rng_state_all()
         try:
             yield
         finally:
             torch.default_generator.set_state(here)
             if module is not None:
-                module.set_rng_state(there, self._device)
+                module.set_rng_state_all(there)
             random.setstate(python)
             np.random.set_state(numpy)
 
@@ -74,13 +74,17 @@ class Seeds:
     def enabled(self) -> bool:
         return self._enabled
 
+    def _devices(self) -> Any:
+        """Return torch's module of the accelerators of the rank's kind, whose generators are all seeded; None on the host alone."""
+        return None if self._device.type == "cpu" else torch.get_device_module(self._device)
+
     def _seed(self, *place: str | int) -> None:
         if not self._enabled:
             return
         number = self.number(self._rank, *place)
         # Not torch.manual_seed, which takes 20 times as long: it prepares devices that this process does not use.
         torch.default_generator.manual_seed(number)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(number)
+        if (module := self._devices()) is not None:
+            module.manual_seed_all(number)  # manual_seed is for the current device, which need not be the rank's
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
