@@ -52,6 +52,10 @@ class HostObjects:
                 )
 
     @property
+    def has_schedules(self) -> bool:
+        return bool(self._schedulers)
+
+    @property
     def has_state(self) -> bool:
         """True when there is more than schedulers."""
         return bool(self._state)

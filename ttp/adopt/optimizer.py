@@ -169,6 +169,11 @@ class AdoptedOptimizer:
         on_host = all(not torch.is_tensor(rate) or rate.device.type == "cpu" for rate in rates)
         return [float(rate) for rate in rates] if on_host else []
 
+    @property
+    def has_scheduler(self) -> bool:
+        """A scheduler of torch was built for the optimizer: it marks the step."""
+        return hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
+
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's JSON value (a collective over WORLD)."""
         with self._in_collective():

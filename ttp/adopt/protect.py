@@ -182,7 +182,14 @@ class Guard:
             model.register_forward_hook(untraced(self._after_forward)),
         ]
         session.warns_unsaved = False  # Usage knows of a trainer that saves by itself
-        self._usage = Usage(model, session, point, save_interval=save_interval, keeps_state=host.has_state)
+        self._usage = Usage(
+            model,
+            session,
+            point,
+            save_interval=save_interval,
+            keeps_state=host.has_state,
+            unknown_schedule=lambda: adopted.has_scheduler and not (host.has_schedules or host.has_state),
+        )
 
     # --- where the run stands ---
 

@@ -1,6 +1,6 @@
 """How a trainer uses its guard, as far as that can be seen from here: what it would lose without noticing is said, once, on rank 0.
 
-Owns two warnings: of batches that nobody counts, and of a job that ends with nothing saved. Changes nothing and decides nothing. Where it
+Owns three warnings: of batches that nobody counts, of a schedule that ttp does not know, and of a job that ends with nothing saved. Changes nothing and decides nothing. Where it
 cannot be known whether a trainer looks after itself, nothing is said (its place in the data), or the words are right either way (its weights).
 """
 
@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from ttp.session import ResumePoint, Session, find_session
 _KNOWN_AFTER = 2
 """Steps of a start without one of the guard's batches: no step to warm up, but a loop that does not ask for them."""
 
+_UNSCHEDULED = (
+    "the optimizer has a scheduler of torch that ttp.protect was not given: a restart begins its schedule again, with other learning rates;"
+    ' give schedulers=[scheduler] where its step() follows every optimizer.step(), else state={"scheduler": scheduler}'
+)
+
 
 class Usage:
     """What one trainer did with its guard in this start."""
@@ -35,12 +41,15 @@ class Usage:
         *,
         save_interval: int,
         keeps_state: bool,
+        unknown_schedule: Callable[[], bool] = lambda: False,
     ) -> None:
-        """After the resume. `keeps_state`: the trainer gave state of its own, which may have its place in the data."""
+        """After the resume. `keeps_state`: the trainer gave state of its own, which may have its place in the data. `unknown_schedule`: asked
+        after some steps, whether a scheduler changes the learning rate that ttp was not given."""
         self._session = session
         self._resumed = resumed
         self._save_interval = save_interval
         self._keeps_place = keeps_state
+        self._unknown_schedule = unknown_schedule
         self._counts_epochs = False
         self._saves_itself = False
         self._ended = False
@@ -69,6 +78,8 @@ class Usage:
         self._steps, self._newest_step = self._steps + 1, step
         if self._steps == _KNOWN_AFTER and not self._keeps_place:
             self._warn(self._uncounted())
+        if self._steps == _KNOWN_AFTER and self._unknown_schedule():
+            self._warn(_UNSCHEDULED)
 
     def release(self) -> None:
         """Let the model go (any number of times)."""

@@ -179,6 +179,25 @@ def test_state_of_the_trainer_s_own_may_be_its_place(tmp_path: Path, said: list[
     assert said == []
 
 
+@pytest.mark.parametrize("given", ["", "after", "schedulers", "state"])
+def test_a_schedule_that_ttp_does_not_know_is_told(tmp_path: Path, said: list[str], given: str) -> None:
+    """A restart would begin it again. Built before ttp.protect or after it; once, at the second step."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler: Any = None if given == "after" else torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    options = {"schedulers": {"schedulers": [scheduler]}, "state": {"state": {"scheduler": scheduler}}}.get(given, {})
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, **options)  # type: ignore[arg-type]
+    scheduler = scheduler or torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(guard.step + 1, 5):
+        assert len(said) == (step > 2 and given in ("", "after"))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    guard.save()
+    guard.close()
+    assert all("the optimizer has a scheduler of torch that ttp.protect was not given" in line for line in said)
+
+
 def test_rank_0_speaks_for_all(tmp_path: Path, said: list[str]) -> None:
     trainer = Trainer(tmp_path)
     trainer.guard.session.rank = 1
