@@ -29,6 +29,8 @@ from ttp.processor.events import (
     LookForControllers,
     Noticed,
     ProcessorSettings,
+    SavedAlone,
+    SavesAlone,
     StartController,
     TrainReturned,
 )
@@ -133,6 +135,14 @@ class Processor:
         """This rank was told to leave: all ranks finish the step in flight if they can soon, then the dump follows."""
         self._gate.notice = True
         self._queue.put(Noticed(text))
+
+    def saves_alone(self, step: int) -> None:
+        """All ranks save this step together, without a controller. Follow with `saved_alone`."""
+        self._queue.put(SavesAlone(step))
+
+    def saved_alone(self, step: int, path: str, error: str = "") -> None:
+        """They have, or could not (`error`): the process exits."""
+        self._queue.put(SavedAlone(step, path, error))
 
     def pause(self, at_most_s: float) -> float:
         """The training thread does something else than steps, for `at_most_s` at most: that is no hang.

@@ -35,6 +35,8 @@ class ProcessorSettings:
     """Between two looks for controllers that others have started, while all known ones are lost; inf: none is started in their place."""
     start_s: float = 20.0
     """Between two attempts of rank 0 to start a controller where there is none."""
+    saves_alone: bool = False
+    """The ranks can save a finished step together without a controller."""
 
 
 # --- in ---
@@ -120,6 +122,23 @@ class BoundaryReached:
 
 
 @dataclass(frozen=True, slots=True)
+class SavesAlone:
+    """Every rank has finished the step, none had a controller when it was READY, and some rank was told to leave: the training threads
+    of all are in the save now."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAlone:
+    """They have: `path` is published. Or they could not: `error` says why."""
+
+    step: int
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerStarted:
     """StartController was carried out: one that waits listens at `address`, and whoever looks finds it. Empty: why not."""
 
@@ -174,6 +193,8 @@ Event = (
     | LocalFault
     | Noticed
     | BoundaryReached
+    | SavesAlone
+    | SavedAlone
     | ControllerStarted
     | ControllerEnded
     | ControllersFound
@@ -245,6 +266,18 @@ class LookForControllers:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportUnled:
+    """From the next step on this rank contributes to the spanning collective whether no controller leads it."""
+
+    unled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveBoundary:
+    """The training thread, waiting behind a finished step, goes on: no controller is there to have the step saved."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveStacks:
     """Write down what every thread of this process is doing, before anything is ended."""
 
@@ -271,6 +304,8 @@ Effect = (
     | PublishCheckpoint
     | StartController
     | LookForControllers
+    | ReportUnled
+    | LeaveBoundary
     | SaveStacks
     | ExitProcess
     | Release

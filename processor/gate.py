@@ -64,6 +64,7 @@ class Gate:
         "_release",
         "_state_step",
         "_step",
+        "_stopped",
         "_thawed_ticket",
         "_ticket",
         "_torn",
@@ -74,6 +75,8 @@ class Gate:
         "on_boundary",
         "on_first_step",
         "on_step",
+        "on_unled_boundary",
+        "unled",
         "waiting",
     )
 
@@ -119,13 +122,18 @@ class Gate:
         """The training thread stands in a collective (it writes, heartbeats read)."""
         self.notice = False
         """This rank was told to leave (a processor's thread writes, the training thread reads)."""
+        self.unled = False
+        """No controller leads this rank (as above)."""
         self.on_boundary: Callable[[int], None] | None = None
         """Called on the training thread, with the step, when it begins to wait behind a finished step."""
+        self.on_unled_boundary: Callable[[int], None] | None = None
+        """The same, where no rank has a controller: saves the step together with all other ranks, and has this process exit."""
         self.on_first_step: Callable[[int], None] | None = None
         """Called once, with the step, by the thread that has finished the first update or roll forward."""
         self.on_step: Callable[[], None] | None = None
         """Called on the training thread when it has finished an update."""
-        self._gone_on = waits.event()  # nobody will end this process any more: `boundary` does not wait
+        self._gone_on = waits.event()  # `boundary` does not wait
+        self._stopped = False  # no processor will end this process any more: it never waits again
 
     # --- training thread ---
 
@@ -201,14 +209,18 @@ class Gate:
         except RuntimeError:
             return  # it did not own the lock: nothing was left open
 
-    def boundary(self, step: int) -> None:
+    def boundary(self, step: int, unled: bool = False) -> None:
         """`step` is finished and some rank was told to leave: wait here for the end of the process.
 
         A thaw does not end the wait: every other rank waits behind the same step, and the one that was told to leave is
-        about to say so.
+        about to say so. `unled`: no rank has a controller, as all ranks have read.
         """
-        if self.on_boundary is not None:
-            self.on_boundary(step)
+        self._gone_on.clear()
+        if self._stopped:
+            self._gone_on.set()
+        arrived = self.on_unled_boundary if unled else self.on_boundary
+        if arrived is not None:
+            arrived(step)
         self._gone_on.wait()
 
     def resumed(self, step: int, record: CommitRecord | None = None) -> None:
@@ -259,6 +271,11 @@ class Gate:
 
     def release_boundary(self) -> None:
         """No processor will lead this rank out any more: `boundary` waits no longer."""
+        self._stopped = True
+        self._gone_on.set()
+
+    def leave_boundary(self) -> None:
+        """The wait of `boundary` that has begun ends: training goes on behind that step."""
         self._gone_on.set()
 
     def freeze(self, freeze_id: int, timeout_s: float) -> StateReport:

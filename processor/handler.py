@@ -25,6 +25,7 @@ from ttp.processor.events import (
     Event,
     ExitProcess,
     GateClosed,
+    LeaveBoundary,
     LocalFault,
     Log,
     LookForControllers,
@@ -33,6 +34,7 @@ from ttp.processor.events import (
     PublishCheckpoint,
     Received,
     Release,
+    ReportUnled,
     SaveStacks,
     Send,
     StartController,
@@ -267,6 +269,10 @@ class Handler:
                 self._ports.submit(effect)
             case StartController() | LookForControllers():
                 self._ports.start_controller(effect)
+            case ReportUnled(unled):
+                self._gate.unled = unled
+            case LeaveBoundary():
+                self._gate.leave_boundary()
             case SaveStacks(reason):
                 self._ports.save_stacks(reason)
             case ExitProcess(code, reason):

@@ -31,6 +31,8 @@ def initial(settings: ProcessorSettings, now: float) -> ProcessorState:
 def transition(state: ProcessorState, event: Event, now: float) -> tuple[ProcessorState, tuple[Effect, ...]]:
     """Take one event. Raises ProtocolError, with nothing changed, for one that the state does not allow."""
     subject = event.message if isinstance(event, Received) else event
+    if state.alone and isinstance(event, Received):
+        return state, ()  # it exits when the step is saved, and with no order before
     handler = TRANSITIONS.get((state.standing, type(subject)))
     if handler is None:
         raise ProtocolError(
@@ -58,7 +60,7 @@ def next_deadline(state: ProcessorState) -> float | None:
     if state.standing is _LEAVING:
         return None
     if state.link is _DOWN:
-        moment = state.reconnect_at
+        moment = inf if state.alone else state.reconnect_at
     else:
         moment = state.seen + state.heartbeat_s
         going_on = go_on_at(state)

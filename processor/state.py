@@ -107,7 +107,11 @@ class ProcessorState:
     notice_by: float = inf
     """The controller is told of the notice then, if the end of the step is not reached before; inf: it has been told."""
     parked: bool = False
-    """The training thread stands behind a finished step, because some rank leaves; it never goes on."""
+    """The training thread stands behind a finished step, because some rank leaves; it goes on only if every controller is lost."""
+    unled: bool = False
+    """Every controller was lost, and none has come back: the spanning collective carries it. Only where ranks can save without one."""
+    alone: bool = False
+    """All ranks save a step together: this one attaches to no controller any more, and takes nothing from any."""
     finished: bool = False
     """`train` has returned."""
     successors: tuple[str, ...] = ()

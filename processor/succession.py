@@ -74,6 +74,15 @@ def go_on_at(state: ProcessorState) -> float:
     return inf
 
 
+def lost_all(state: ProcessorState, now: float) -> bool:
+    """Say whether no controller leads this rank nor is likely to soon: every one that it knows has refused it in a row, or it has been
+    without one for longer than a takeover takes."""
+    if state.link is _UP or state.term < 0:
+        return False
+    patience = min(2 * state.lease_s, state.settings.controller_lost_s / 2)
+    return state.refusals >= len(controllers(state)) or now >= state.lost_since + patience
+
+
 # --- controllers that ranks start ---
 
 
@@ -141,7 +150,7 @@ def look(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState
 
 def found(state: ProcessorState, event: ControllersFound, now: float, out: list[Effect]) -> ProcessorState:
     """Turn to the newest controller that this rank did not know of; where there is none and no known one runs, rank 0 starts one."""
-    if state.link is _UP:
+    if state.link is _UP or state.alone:
         return state
     new = tuple(address for address in event.addresses if address not in controllers(state))
     if new:

@@ -46,13 +46,17 @@ from .events import (
     Effect,
     ExitProcess,
     GateClosed,
+    LeaveBoundary,
     LocalFault,
     Log,
     Noticed,
     OpenGate,
     PublishDone,
     Release,
+    ReportUnled,
     RollForwardDone,
+    SavedAlone,
+    SavesAlone,
     SaveStacks,
     Send,
     Tick,
@@ -84,6 +88,7 @@ from .succession import (
     learn,
     look,
     lost,
+    lost_all,
     silent,
     start_standby,
     take_list,
@@ -106,6 +111,10 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
     """Register, and say again what an earlier stream may have lost."""
     if state.link is Link.UP:
         raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
+    if state.alone:  # it never registers: who saves with the other ranks alone is led by no controller
+        return state
+    if state.unled:
+        out.append(ReportUnled(False))
     registration = replace(
         event.registration,
         job_groups=state.job_groups,
@@ -124,6 +133,7 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         link=Link.UP,
         lost_since=inf,
         loss_logged=False,
+        unled=False,
         heard=now,
         refusals=0,
         steps_reported=state.steps,
@@ -180,10 +190,10 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         if state.link is _UP:
             out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
         state = silent(state, now) if state.link is _UP else go_on(replace(state, refusals=0), now)
-    if state.link is _DOWN and now >= state.reconnect_at:
+    if state.link is _DOWN and now >= state.reconnect_at and not state.alone:
         out.append(Connect(controllers(state)[state.place]))
         state = replace(state, link=Link.CONNECTING)
-    state = look(state, now, out)
+    state = without_controller(look(state, now, out), now, out)
     if now >= state.heartbeat_at:
         frozen, owes = state.freeze_id if state.standing is _FROZEN else 0, owes_answer(state)
         place = (event.phase, event.step, event.waiting, event.paused)
@@ -201,6 +211,19 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
     return give_up(state, now, out) if now >= give_up_at(state) else state
 
 
+def without_controller(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:
+    """Note that every controller is lost; a training thread that waits behind a step for one goes on, to where all ranks know of it."""
+    if not state.settings.saves_alone or state.alone:
+        return state
+    if not state.unled and lost_all(state, now):
+        out.append(ReportUnled(True))
+        state = replace(state, unled=True)
+    if state.unled and state.parked and state.standing is _TRAINING:
+        out += [Log("every controller is lost: training goes on, to be saved without one"), LeaveBoundary()]
+        state = replace(state, parked=False)
+    return state
+
+
 def _new_times(state: ProcessorState) -> tuple[float, ...]:
     """Return the times of the steps finished since the last heartbeat, the newest few."""
     new = min(state.steps - state.steps_reported, TOLD, len(state.step_times_s))
@@ -210,12 +233,19 @@ def _new_times(state: ProcessorState) -> tuple[float, ...]:
 def give_up_at(state: ProcessorState) -> float:
     """Return when the missing controller has consequences; inf: never."""
     standing = state.standing
-    if standing is _LEAVING:
+    if standing is _LEAVING or state.alone or _will_be_saved_alone(state):
         return inf
     if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):
         return inf
     lost = state.lost_since + state.settings.controller_lost_s
     return lost if lost < state.answer_by else state.answer_by
+
+
+def _will_be_saved_alone(state: ProcessorState) -> bool:
+    """Say whether a rank that was told to leave, and has lost every controller, trains on to the step that all ranks save."""
+    trains = state.standing is _TRAINING and not (state.parked or state.finished)
+    noticed = bool(state.faults) and all(fault.cause.kind is CauseKind.PREEMPTED for fault in state.faults)
+    return state.unled and trains and noticed
 
 
 def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:
@@ -276,6 +306,20 @@ def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, 
     )  # a controller that is long gone gets its time from here on
     state = replace(state, parked=True, lost_since=lost_since)
     return _tell_notice(state, f"step {event.step} is finished", now, out) if state.notice_by < inf else state
+
+
+def saves_alone(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
+    """All training threads are in the save: this rank turns to no controller any more, and does nothing for one that leads it since."""
+    out.append(Log(f"no controller leads any rank: all ranks save step {event.step} together"))
+    return replace(state, alone=True, notice_by=inf, looks_at=inf, heartbeat_at=inf)
+
+
+def saved_alone(state: ProcessorState, event: SavedAlone, now: float, out: list[Effect]) -> ProcessorState:
+    """Exit as on a controller's order, if the step is on disk: every rank has learned that in the same collective."""
+    if event.path:
+        reason = f"step {event.step} was saved without a controller: {event.path}"
+        return _exit(state, EXIT_CODE_PREEMPTED if state.notice else EXIT_CODE_PERSISTED, reason, out)
+    return _exit(state, 1, f"step {event.step} could not be saved without a controller: {event.error}", out)
 
 
 def _tell_notice(state: ProcessorState, when: str, now: float, out: list[Effect]) -> ProcessorState:
@@ -384,6 +428,8 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
     (_LIVE, LocalFault, local_fault),
     (_LIVE, Noticed, noticed),
     (_LIVE, BoundaryReached, boundary_reached),
+    (_LIVE, SavesAlone, saves_alone),
+    (_LIVE, SavedAlone, saved_alone),
     (_LIVE, TrainReturned, train_returned),
     (_LIVE, Freeze, freeze),
     (_SHUT, GateClosed, gate_closed),
@@ -418,7 +464,7 @@ _ROWS: tuple[tuple[tuple[Standing, ...], type, Handler], ...] = (
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
             Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
-            Beat, Successors, StartStandby, ControllerStarted, ControllerEnded, ControllersFound,
+            Beat, Successors, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
         )
     ),
 )  # fmt: skip

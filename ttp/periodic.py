@@ -16,7 +16,7 @@ from ttp.errors import CheckpointError
 from ttp.exchange import exchange_json
 from ttp.holder import OptimizerHolder
 from ttp.job_directories import JobDirectories
-from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, PublishOrder, ShareResult
+from ttp.proto.messages import Cause, FileEntry, Part, PublishOrder, ShareResult
 from ttp.standby import term_of
 
 log = logging.getLogger("ttp")
@@ -41,26 +41,27 @@ class PeriodicSaves:
             for group_id in groups
         }
 
-    def save(self, step: int, kind: CauseKind) -> str:
+    def save(self, step: int, cause: Cause) -> str:
         """Write `step`, the current one, into the first directory that takes it (all ranks call); return its path.
 
-        `kind`: PERIODIC or REQUESTED. Raises CheckpointError on every rank when none did.
+        `cause`: PERIODIC, REQUESTED, or PREEMPTED where no controller leads the ranks. Raises CheckpointError on every rank when no
+        directory took it.
         """
         self._count += 1
         errors = []
         for directory in self._directories.used:
-            path, error = self._save_in(directory, step, kind)
+            path, error = self._save_in(directory, step, cause)
             if path:
                 self._holder.trust(path)
                 return path
             errors.append(f"{directory}: {error}")
             if self._rank == 0:
-                log.error("%s checkpoint of step %d: %s", kind.value, step, errors[-1])
-        raise CheckpointError(f"step {step}: no directory took the {kind.value} checkpoint: {'; '.join(errors)}")
+                log.error("%s checkpoint of step %d: %s", cause.kind.value, step, errors[-1])
+        raise CheckpointError(f"step {step}: no directory took the {cause.kind.value} checkpoint: {'; '.join(errors)}")
 
-    def _save_in(self, directory: str, step: int, kind: CauseKind) -> tuple[str, str]:
+    def _save_in(self, directory: str, step: int, cause: Cause) -> tuple[str, str]:
         """Return the path and nothing, or nothing and why not."""
-        tmp_name = f"iter_{step:07d}_tmp_{kind.value}_{self._round_number}_{self._count}"
+        tmp_name = f"iter_{step:07d}_tmp_{cause.kind.value}_{self._round_number}_{self._count}"
         parts = tuple(
             Part(group_id, ranks.index(self._rank), len(ranks))
             for group_id, ranks in sorted(self._writers.items())
@@ -81,7 +82,7 @@ class PeriodicSaves:
         if self._directories.keeps:
             try:
                 results = tuple(decode_share(answer["result"]) for answer in everyone)
-                outcome = [self._holder.publish(self._order(directory, tmp_name, step, kind, results)), ""]
+                outcome = [self._holder.publish(self._order(directory, tmp_name, step, cause, results)), ""]
             except (CheckpointError, OSError) as problem:
                 outcome = ["", f"{self._directories.node}{problem}"]
         outcomes = exchange_json(outcome, self._device)
@@ -97,7 +98,7 @@ class PeriodicSaves:
             writer.discard_attempt(directory, tmp_name)
 
     def _order(
-        self, directory: str, tmp_name: str, step: int, kind: CauseKind, results: tuple[ShareResult, ...]
+        self, directory: str, tmp_name: str, step: int, cause: Cause, results: tuple[ShareResult, ...]
     ) -> PublishOrder:
         record = self._optimizer.last_record
         return PublishOrder(
@@ -106,7 +107,7 @@ class PeriodicSaves:
             directory=directory,
             tmp_name=tmp_name,
             results=results,
-            cause=Cause(kind, (), f"{kind.value} checkpoint of step {step}"),
+            cause=cause,
             record=record if record is not None and record.step == step else None,
             term=term_of(self._round_number),  # no controller orders it: any controller's dump may replace it
         )

@@ -26,6 +26,8 @@ class ProtectedOptimizer(Protocol):
     """Record of the newest update; None before the first one and after a load."""
     on_point: Callable[[str, int], None] | None
     """Called with a point's name and the step, for fault injection."""
+    spans_job: bool
+    """Every rank of the job enters the collective that makes the commit record: what that counts is known of all."""
 
     def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
         """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""

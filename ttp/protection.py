@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from math import inf
@@ -56,8 +57,18 @@ ASKED_UP_TO = 64
 class Protection:
     """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
 
-    def __init__(self, holder: OptimizerHolder, settings: Settings, log_dir: Path, rank: int, world_size: int) -> None:
-        """Start everything and wait until all ranks are registered. Raises ControllerError, ConfigError, NotWritable."""
+    def __init__(
+        self,
+        holder: OptimizerHolder,
+        settings: Settings,
+        log_dir: Path,
+        rank: int,
+        world_size: int,
+        *,
+        save_alone: Callable[[int, bool, Processor], None] | None = None,
+    ) -> None:
+        """Start everything and wait until all ranks are registered. `save_alone`: saves a step with all ranks when no controller leads
+        any; None: the ranks cannot. Raises ControllerError, ConfigError, NotWritable."""
         self._settings = settings
         self._log_dir = log_dir
         self._rank = rank
@@ -90,6 +101,7 @@ class Protection:
                 boundary_s=settings.boundary_s,
                 address=address,
                 look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
+                saves_alone=save_alone is not None,
             ),
             address,
             settings.start_name,
@@ -101,6 +113,8 @@ class Protection:
             checkpoint=lambda: holder.checkpoint,
             starter=self._standbys if restores else None,
         )
+        if save_alone is not None:
+            self.gate.on_unled_boundary = lambda step: save_alone(step, self.gate.notice, self.processor)
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
         welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)

@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 
-from ttp import error_file, last_step, torch_range
+from ttp import error_file, last_step, saved_alone, torch_range
+from ttp.alone import BoundarySave
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
 from ttp.checkpoint.durable import steps_in
@@ -49,7 +50,7 @@ from ttp.last_step import LastStep
 from ttp.periodic import PeriodicSaves
 from ttp.protected import ProtectedOptimizer
 from ttp.protection import Protection, show
-from ttp.proto.messages import CauseKind, CommitRecord
+from ttp.proto.messages import Cause, CauseKind, CommitRecord
 
 log = logging.getLogger("ttp")
 
@@ -191,8 +192,19 @@ class Session:
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
+        account = saved_alone.path_of(self.log_dir, settings.round_number)
+        save_alone = BoundarySave(self._saves, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
-            Protection(self.holder, settings, self.log_dir, self.rank, self.world_size) if settings.enable else None
+            Protection(
+                self.holder,
+                settings,
+                self.log_dir,
+                self.rank,
+                self.world_size,
+                save_alone=save_alone if publisher is None and optimizer.spans_job else None,
+            )
+            if settings.enable
+            else None
         )
         atexit.register(self._report_end)
         self._faults.attach(optimizer, self.holder)
@@ -355,7 +367,7 @@ class Session:
         with self.pause(SAVE_AT_MOST_S):
             kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
             saved = self.optimizer.current_step if step is None else step
-            path = self._saves.save(saved, kind)
+            path = self._saves.save(saved, Cause(kind, (), f"{kind.value} checkpoint of step {saved}"))
             self._saved_step = max(self._saved_step, saved)
             return path
 

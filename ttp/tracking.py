@@ -21,13 +21,16 @@ class UpdateTracker(Protocol):
     `fail_update(step)` instead of 4 when the update raised: the state is torn and must not be used.
 
     `notice` rides on the step's spanning collective; when any rank had it set, every rank calls `boundary(step)` at the
-    end of that step, and none begins another.
+    end of that step, and none begins another. So does `unled`: when every rank had it set as well, `boundary` has them save
+    that step together.
     """
 
     waiting: bool
     """The optimizer sets it while its thread waits in a collective: such a rank is no suspect of a hang."""
     notice: bool
     """This rank was told to leave."""
+    unled: bool
+    """No controller leads this rank."""
 
     def computing(self, step: int) -> None: ...
 
@@ -40,8 +43,9 @@ class UpdateTracker(Protocol):
 
     def fail_update(self, step: int) -> None: ...
 
-    def boundary(self, step: int) -> None:
-        """`step` is finished on this rank; does not return while the process has still to be led out."""
+    def boundary(self, step: int, unled: bool = False) -> None:
+        """`step` is finished on this rank; does not return while the process has still to be led out. `unled`: no rank has a
+        controller, and all save the step together."""
 
 
 class NullTracker:
@@ -49,6 +53,7 @@ class NullTracker:
 
     waiting = False
     notice = False
+    unled = False
 
     def computing(self, step: int) -> None:
         pass
@@ -65,5 +70,5 @@ class NullTracker:
     def fail_update(self, step: int) -> None:
         pass
 
-    def boundary(self, step: int) -> None:
+    def boundary(self, step: int, unled: bool = False) -> None:
         pass

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import arguments
+from tests.chaos.conftest import RunJob, arguments
 from tests.chaos.launching import Launch
+from ttp import saved_alone
 from ttp.chaos.job import Job
+from ttp.checkpoint.manifest import read_manifest
 from ttp.launch.round import UNLED_S, UNPROTECTED_S
+from ttp.proto.messages import CauseKind
 
 STEPS = "--training_config.training_iters=400"
 TOTAL_TIMEOUT_S = 600.0
@@ -63,6 +66,45 @@ def test_where_both_controllers_were_killed_sigterm_saves_the_step_in_flight(tmp
     with Job(output, ranks=3, overrides=arguments(STEPS)) as again:
         again.wait_for_step(published["step"] + 3)
         assert f"step {published['step']} (preempted)" in (output / "console.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("notified", ["ttprun", "one rank"])
+def test_ranks_without_any_controller_save_the_step_in_flight_at_sigterm(
+    tmp_path: Path, notified: str, whole_job: RunJob
+) -> None:
+    """The only controller is killed and none can be started: the ranks save together, the summary says so from what is on disk, and the
+    job goes on with the bits of one that never stopped."""
+    output, environ = tmp_path / "job", {"TTP_STANDBYS": "0"}
+    with Job(output, ranks=3, overrides=arguments(), environ=environ) as job:
+        job.wait_for_step(3)
+        (controller,) = job.controller_pids().values()
+        os.kill(controller, signal.SIGKILL)
+        job.wait_for_step(job.last_step() + 2)
+        if notified == "ttprun":
+            job.process.send_signal(signal.SIGTERM)
+            job.wait(200)
+        else:
+            job.kill(1, signal.SIGTERM)
+            job.wait_for(lambda: len(job.journals()) > 1, "the next start", 200.0)
+        account = saved_alone.read(output / "log", 0, 0.0)
+        assert account is not None and account.noticed == ((0, 1, 2) if notified == "ttprun" else (1,))
+        manifest = read_manifest(Path(account.path))
+        logged = max(line["step"] for line in job.metrics() if "loss" in line)
+        assert manifest.step == account.step and manifest.cause.kind is CauseKind.PREEMPTED
+        if notified == "one rank":
+            assert job.wait(300) == 0, job.console_tail(80)
+        else:
+            assert account.step >= logged, f"step {logged} was logged, step {account.step} is on disk"
+        console = (output / "console.log").read_text()
+        assert "no controller led the ranks" in console and f"saved   step {account.step} in {account.path}" in console
+        assert "no step lost" in console and f"\nsaved   step {account.step}\nlost    0 steps" in console
+        assert job.leftovers() == []
+    if notified == "ttprun":
+        with Job(output, ranks=3, overrides=arguments(), environ=environ) as again:
+            assert again.wait(300) == 0, again.console_tail(80)
+            assert f"step {account.step} (preempted)" in (output / "console.log").read_text()
+    assert job.final() == whole_job(3).final()
 
 
 UNPROTECTED = """

@@ -142,6 +142,11 @@ def _untold(job: Job) -> list[str]:
 def _outcome(scenario: Scenario) -> list[str]:
     """I9, I11: published, refused with a true reason, or trained to the end; false alarms cost nothing."""
     job = scenario.job
+    saved_alone = any(rank.boundary.saved for rank in job.ranks)
+    if not (saved_alone if job.must_save == "alone" else job.disk.published or not job.must_save):
+        return [f"I14: no step was saved, expected: by {job.must_save}. {job.disk.published}, {job.notes[-3:]}"]
+    if saved_alone:
+        return []
     published, refused = events(job, "published"), events(job, "refused")
     finished, exits = events(job, "finished"), events(job, "exit_sent")
     if finished:

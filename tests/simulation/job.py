@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.agents import Agent
+from tests.simulation.boundaries import Contribution
 from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
@@ -120,8 +121,12 @@ class Job:
         self.seen_to_end: set[int] = set()
         """Ranks of whose end somebody but their silence tells."""
         self.thawed_up_to = -1
-        self.told_to_leave: set[tuple[tuple[int, ...], int]] = set()
-        """(members, step) of the collectives in which somebody said that it was told to leave."""
+        self.contributed: dict[tuple[tuple[int, ...], int], dict[int, Contribution]] = {}
+        """By members and step of the spanning collectives, what each rank added to tell how the step ends."""
+        self.answers: dict[tuple[str, int], dict[int, Any]] = {}
+        """By name and step, what ranks gave each other while they saved a step without a controller."""
+        self.must_save = ""
+        """A step must be published: by the ranks `alone`, or by `any`."""
         self._last_kill_s = 0.0
         """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], Content] = {}

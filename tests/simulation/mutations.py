@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 
 from tests.simulation import losing_controllers as losing
+from tests.simulation import unled
 from tests.simulation import wrong_adapters as adapters
 from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
@@ -212,6 +213,15 @@ MUTATIONS = (
     Mutation("a rank that cannot start a standby is asked alone", losing.unable_ranks_are_asked_again, ("I13",), losing.first_asked_rank_is_unable, within=20),
     Mutation("ranks look for no controllers", losing.ranks_look_for_no_controllers, ("I13", "I9", "I11", "I7"), losing.word_of_a_standby_is_missed, within=20),
     Mutation("rank 0 starts no controller", losing.rank_0_starts_no_controller, ("I13",), losing.all_controllers_die, within=20),
+    # A notice without a controller.
+    Mutation("ranks save together where only some have no controller", unled.some_ranks_without_a_controller_are_enough, ("I14",), unled.some_are_led, within=20),
+    Mutation("ranks save together although they have a controller", unled.ranks_with_a_controller_save_alone, ("I14",), unled.some_are_led, within=20),
+    Mutation("a rank saves a step that the others go on from", unled.a_rank_saves_where_it_alone_knows, ("I14",), unled.killed, within=20),
+    Mutation("a failed save without a controller ends as a good one", unled.a_failed_save_counts, ("I14",), unled.full_disks, within=20),
+    Mutation("nobody contributes that every controller is lost", unled.lost_controllers_are_waited_for, ("I14",), unled.killed, within=20),
+    Mutation("ranks wait for ever for a controller behind a step", unled.ranks_wait_behind_a_step_for_lost_controllers, ("I14",), unled.killed_in_the_notice, within=20),
+    Mutation("ranks that save alone obey a controller", unled.ranks_that_save_alone_obey_a_controller, ("I14",), unled.comes_back, base=180, within=20),
+    Mutation("ranks that save alone are led by a controller that is back", unled.ranks_that_save_alone_turn_to_controllers, ("I14",), unled.comes_back, within=100),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
     Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),

@@ -32,6 +32,8 @@ class Route:
         """Until then everything arrives twice."""
         self.loses: type | None = None
         """The next message of this kind is lost, on a stream that lives."""
+        self.rejects = False
+        """Whatever it dials from now on is refused, as by a firewall."""
         self.slowest_s = 0.0
         """Longest delay of a message, where it is longer than the job's."""
 
@@ -143,7 +145,7 @@ class RankStream(Stream):
         process, controller = self._process, self.controller
         if process.handler.stream is not self:
             return  # it was given up meanwhile
-        if controller.gone:
+        if controller.gone or self._route.rejects:
             answered = max(self._route.held_until.values())
             if answered > self._scheduler.now:
                 process.later(answered - self._scheduler.now, self._refuse)

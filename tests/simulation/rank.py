@@ -7,7 +7,6 @@ it is called again later (`waits.py`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections import deque
@@ -16,6 +15,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
+from tests.simulation.boundaries import Boundary
 from tests.simulation.collectives import ATTEMPT
 from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.network import BEAT, RankStream, Route, Stream
@@ -24,7 +24,7 @@ from tests.simulation.replica import Replica
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective, ProtocolError
-from ttp.optim.participation import Contribution
+from ttp.optim.participation import Contribution, Ending
 from ttp.processor import events as ev
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
@@ -49,6 +49,7 @@ class Rank:
         self.waits = Waits(self.clock)
         self.gate = Gate(rank, waits=self.waits)
         self.gate.on_boundary = lambda step: self.put(ev.BoundaryReached(step))
+        self.boundary = Boundary(self)
         self.replica = Replica(rank, job.training)
         self.route = Route()
         self.alive, self.stopped, self.ended, self.ended_s = True, False, "", inf
@@ -86,7 +87,7 @@ class Rank:
         self.hang_work = False
         settings = ev.ProcessorSettings(
             rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0",
-            job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s,
+            job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s, self.boundary.possible,
         )  # fmt: skip
         self.handler = Handler(settings, "c0", self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)
@@ -281,6 +282,7 @@ class Rank:
 
     def leave(self, code: int, reason: str) -> None:
         self.job.note(f"rank {self.rank} leaves with {code}: {reason}")
+        self.boundary.leaves(code)
         self.job.process_gone(self, f"exit code {code}")
 
     def save_stacks(self, reason: str) -> None:
@@ -407,8 +409,7 @@ class Rank:
         self.job.happened(f"READY {step}", self.rank)
         members = self.job.training.collectives(self.rank)
         self.gate.waiting = True
-        if self.gate.notice:
-            self.job.told_to_leave.add((members, step))
+        self.boundary.contribute(members, step)
         update = partial(self.pass_gate, partial(self._begin_update, step), partial(self._update, step))
         go_on = partial(self.run, update)
         if step in self.late_results:
@@ -462,13 +463,11 @@ class Rank:
         step = self.gate.state_step
         if self.main_raised:
             return
-        if (self.job.training.collectives(self.rank), step) in self.job.told_to_leave:
-            self.job.happened("boundary", self.rank)
-            with contextlib.suppress(Blocked):  # here the training thread waits for the end of the process
-                self.gate.boundary(step)
-            return
         self.gate.waiting = False
-        self._compute()
+        if (ending := self.boundary.ending(step)) is Ending.GO_ON:
+            self._compute()
+        else:
+            self.boundary.stop(step, ending, self._compute)
 
     def _peer_failed(self) -> None:
         self.run(lambda: self.fault(CauseKind.PEER_ERROR, "connection closed by peer"))

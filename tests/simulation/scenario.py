@@ -14,6 +14,8 @@ from tests.simulation.lost import lose_something
 from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers, loses_in_turn
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
+from tests.simulation.noticed import STEPS as NOTICED_STEPS
+from tests.simulation.noticed import lose_all_and_notify, loses_all
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
 from tests.simulation.stale import remember
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
@@ -84,6 +86,9 @@ def build(
     losses = loses_in_turn(seed) if faults and not (steps or layout or watched or handed_on) else None
     if losses is not None:
         training, standbys = Training(training.layout, LONG_STEPS, training.local_copy), max(1, standbys)
+    noticed = loses_all(seed) if faults and losses is None and not (steps or layout or watched or handed_on) else None
+    if noticed is not None:
+        training, standbys = Training(training.layout, NOTICED_STEPS, training.local_copy), noticed.choice((0, 0, 1, 2))
     apart = random.Random(f"own directories {seed}")
     if own is None and faults:
         own = _own_directories(apart, training.layout)
@@ -105,6 +110,10 @@ def build(
         return scenario
     if losses is not None:
         scenario.faults += lose_controllers(job, losses)
+        return scenario
+    if noticed is not None:
+        scenario.harmless = False
+        scenario.faults += lose_all_and_notify(job, noticed)
         return scenario
     scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
     if handed_on:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulation import (
     losing_controllers,
+    unled,
     wrong_adapters,
     wrong_answers,
     wrong_controllers,
@@ -41,6 +42,7 @@ def test_the_table_names_every_wrong_variant_once() -> None:
         function
         for module in (
             losing_controllers,
+            unled,
             wrong_adapters,
             wrong_answers,
             wrong_controllers,

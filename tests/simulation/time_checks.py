@@ -74,8 +74,8 @@ def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
         strike.kind in _OF_ROUTES and strike.at_s >= since_s and (strike.rank == rank.rank or "all" in strike.kind)
         for strike in job.strikes
     )
-    slow = rank.route.slowest_s > 0.0
-    return rank.started and not (cut or slow or rank.was_stopped or rank.ended_s <= verdict_s)
+    slow = rank.route.slowest_s > 0.0 or rank.route.rejects
+    return rank.started and not (cut or slow or rank.boundary.saving or rank.was_stopped or rank.ended_s <= verdict_s)
 
 
 def _decided_late(job: Job, verdict_s: float) -> list[str]:

@@ -16,9 +16,11 @@ TRAINING, BESIDE = "the training thread", "a thread beside it"
 class Blocked(Exception):
     """This thread would wait for so long; a negative time: without end."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, event: Event | None = None) -> None:
         super().__init__(timeout_s)
         self.timeout_s = timeout_s
+        self.event = event
+        """What it would wait for, if that is no lock."""
 
 
 class Lock:
@@ -61,9 +63,12 @@ class Lock:
 class Event:
     def __init__(self) -> None:
         self._set = False
+        self.when_set: Callable[[], None] = lambda: None
+        """Goes on with what waits for it; a thread that asks again instead leaves it as it is."""
 
     def set(self) -> None:
         self._set = True
+        self.when_set()
 
     def clear(self) -> None:
         self._set = False
@@ -73,7 +78,7 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._set:
-            raise Blocked(-1.0)
+            raise Blocked(-1.0, self)
         return True
 
 

@@ -8,7 +8,7 @@ Owns the order of one step around the trainer's own `optimizer.step()`:
     step         the optimizer's own update           local maths
     post hook    end_update                                                                          state = t
 
-In *barrier* mode the all-reduce is 56 bytes that only this needs. In *norm* mode (`clip`) it carries the global gradient norm
+In *barrier* mode the all-reduce is 64 bytes that only this needs. In *norm* mode (`clip`) it carries the global gradient norm
 that clipping needs anyway: the trainer's own clipping is left out then. Never writes checkpoints, never talks to a controller.
 """
 
@@ -36,6 +36,7 @@ from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFini
 from ttp.exchange import exchange_json, world
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
 from ttp.optim.lane import Lane
+from ttp.optim.participation import Ending
 from ttp.optim.spanning import Spanning
 from ttp.optim.split import gradient_of
 from ttp.optim.verdict import ClipNorm, clip_factor
@@ -78,9 +79,10 @@ class AdoptedOptimizer:
         self.device = self._state.device
         self._lane = Lane(self.device)
         self._spanning = Spanning(_world(), None, self.device)
+        self.spans_job = self._spanning.spans_job
         self._tracker: UpdateTracker = NullTracker()
         self._computing = self._ready = 0
-        self._told_to_leave = False
+        self._ending = Ending.GO_ON
         self._record: CommitRecord | None = None
         self._updating = 0
         """The step whose update the training thread has begun and not ended (it writes and reads); 0: none."""
@@ -204,7 +206,7 @@ class AdoptedOptimizer:
             self._ready = step
             self._tracker.ready(step)
             self._point("ready", step)
-            record, self._told_to_leave = self._agree(step)
+            record, self._ending = self._agree(step)
         self._point("record", step)
         self._tracker.begin_update(step, record)
         try:
@@ -234,8 +236,8 @@ class AdoptedOptimizer:
         self._updating = 0
         self._point("done", step)
         self.on_step_end(step)
-        if self._told_to_leave:
-            self._tracker.boundary(step)
+        if self._ending is not Ending.GO_ON:
+            self._tracker.boundary(step, self._ending is Ending.SAVE)
 
     def _step_calls(self) -> int:
         """Count this optimizer's steps on this thread's stack: torch calls the hooks in a class's own step, and in its parent's that
@@ -262,18 +264,18 @@ class AdoptedOptimizer:
                 " scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
 
-    def _agree(self, step: int) -> tuple[CommitRecord, bool]:
+    def _agree(self, step: int) -> tuple[CommitRecord, Ending]:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
         squares = self._own_squares() if self._tells_norm else torch.zeros((), dtype=torch.float64, device=self.device)
         squares = squares + self._numbers.zero_or_nan(self.device)  # the collective then reports an overflow
-        agreed = self._spanning.agree(step, squares, self._tracker.notice, None)
+        agreed = self._spanning.agree(step, squares, self._tracker.notice, self._tracker.unled, None)
         total = math.inf if agreed.overflow else math.sqrt(agreed.squares)
         skipped = (self.clip is not None or self._on_nonfinite == "skip") and not math.isfinite(total)
         if not math.isfinite(total):
             self._nonfinite_at(step, skipped)
         factor = 1.0 if skipped else clip_factor(self.clip, total)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), agreed.told_to_leave
+        return CommitRecord(step, math.inf if skipped else total, factor, skipped, 1.0, rates, ()), agreed.ending
 
     def _nonfinite_at(self, step: int, skipped: bool) -> None:
         """Some rank's loss or gradients are not finite: on each such rank warn once, on all ranks stop where that was asked for."""

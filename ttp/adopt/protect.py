@@ -51,7 +51,7 @@ _ROUNDS_ANEW = (
 
 _MODES = {
     "norm": "the all-reduce of the gradient norm tells that all ranks are ready; clipping is done by ttp",
-    "barrier": "one all-reduce of 56 bytes before each optimizer.step() tells that all ranks are ready",
+    "barrier": "one all-reduce of 64 bytes before each optimizer.step() tells that all ranks are ready",
 }
 
 

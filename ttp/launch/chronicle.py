@@ -25,7 +25,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ttp import last_step
+from ttp import last_step, saved_alone
 from ttp.console import open_console
 from ttp.last_step import LastStep
 from ttp.launch.aside import Aside
@@ -42,6 +42,7 @@ from ttp.launch.hindsight import (
     told_by,
     until_second_signal,
 )
+from ttp.launch.saved_alone import lines_of
 from ttp.launch.story import Recorded
 from ttp.launch.story_text import Summary, fault_lines, summary_lines
 from ttp.wording import counted
@@ -325,6 +326,10 @@ class Chronicle:
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
+        if ending.log_dir is not None and (
+            account := saved_alone.read(ending.log_dir, start.number, start.begun_unix_s)
+        ):
+            lines = lines_of(account, lines)
         lines = until_second_signal(lines, ending.at_once)
         story = fault_of(
             start.number,

@@ -103,8 +103,8 @@ class Round:
             self._chronicle.begin(hosts_rank_zero, self._start.number)
         self._told_to_end = ""
         """The signal after which nothing follows this start here."""
-        self._told_by = ""
-        """The same, if the ranks were told to leave for it."""
+        self._told_by: str | None = None
+        """The same, if the ranks were told to leave for it; empty: for another reason; None: they were not."""
         self._at_once = AtOnce()
         self._over_since_s: float | None = None
         """Since when it is known here that the job has failed on another node."""
@@ -309,7 +309,8 @@ class Round:
         while (left_s := self._left_s(fault)) > 0:
             if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or only_shells(deaths)):
                 break
-            if self.has_controller:
+            saving_alone = self._told_by is not None and self.had_controller and not self.failed()
+            if self.has_controller or saving_alone:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"no controller has led the ranks for {unled_s:.0f} s"
@@ -470,7 +471,7 @@ class Round:
             succeeded=self.succeeded(),
             first_step=self._courier.first_step,
             skipped=self._courier.skipped,
-            told_by=self._told_by,
+            told_by=self._told_by or "",
             at_once=self._at_once,
         )
         self._chronicle.end(self._start, ending)

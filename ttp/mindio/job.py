@@ -193,8 +193,7 @@ class MindioJob:
         self.step_args.settle(step, optimizer.core.device)
         if self._protection is not None and self._protection.gate.final:
             self._protection.hold()
-        if optimizer.told_to_leave:
-            optimizer.core.boundary(step)
+        optimizer.core.boundary(step, optimizer.ending)
 
     def _say_what_is_missing(self) -> None:
         """After the first step, once: what a fault would find missing, when it is too late to add it."""

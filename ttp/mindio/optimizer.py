@@ -26,6 +26,7 @@ from ttp.exchange import world
 from ttp.mindio.scaler import loss_scale_of
 from ttp.mindio.state import WholeState, gather_whole, load_whole
 from ttp.optim.base_state import KERNEL_CHOICES
+from ttp.optim.participation import Ending
 from ttp.optim.replica_optimizer import ClipNorm
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer as Core
@@ -119,8 +120,8 @@ class TTPReplicaOptimizer:
         """True from `set_dump_args` on: what is saved is a dying gasp."""
         self.save_args: dict[str, Any] = {}
         """What `set_dump_args` was given: rank, step, rank_list. Empty before."""
-        self.told_to_leave = False
-        """Some rank was told to leave: all do when they have finished this step."""
+        self.ending = Ending.GO_ON
+        """What all ranks do when they have finished this step."""
         self._begun = True
         """The trainer has begun something new since the last update."""
         for model in self.models:
@@ -209,7 +210,7 @@ class TTPReplicaOptimizer:
         self._whole = None
         step = self.current_step + 1
         try:
-            self._record, self.told_to_leave = self.core.agree()
+            self._record, self.ending = self.core.agree()
         except RuntimeError as error:
             if not self._job.overtaken_after(error, step):
                 raise

@@ -1,6 +1,7 @@
-"""What shows that a spanning collective's result is the sum of every rank's contribution to this very step (PURE).
+"""What shows that a spanning collective's result is the sum of every rank's contribution to this very step, and how the step ends (PURE).
 
-Owns the four numbers that each rank adds to the vector, and what their sums must be. An aborted collective may return without an
+Owns the four numbers that each rank adds to the vector, what their sums must be, and what follows from the counts of preemption notices
+and of ranks without a controller. An aborted collective may return without an
 error: with this rank's own contribution, with the sum of some ranks', or with memory of an earlier step. A commit record proves
 that every rank was READY only if the result is complete, so a result that fails this check commits nothing.
 Never touches tensors.
@@ -8,6 +9,7 @@ Never touches tensors.
 
 from __future__ import annotations
 
+import enum
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,26 @@ NUMBERS = 4
 _ATTEMPTS = 1 << 20
 _PLACES = 1 << 12
 """Steps are compared modulo this: no two ranks are so far apart. Both keep sums over a million ranks exact in FP64."""
+
+
+class Ending(enum.Enum):
+    """What all ranks do when they have finished a step: the same on every rank, as all have read the same sums."""
+
+    GO_ON = "go on"
+    WAIT = "wait"
+    """Some rank has a preemption notice: all stop behind this step and wait for their controller."""
+    SAVE = "save"
+    """The same, and no rank has a controller: all save this step together and exit."""
+
+
+def ending_of(notices: float, unled: float, size: int, world: int) -> Ending:
+    """Return how a step ends of whose `size` ranks so many have a preemption notice, and so many no controller.
+
+    `world`: ranks of the job. A collective over fewer of them proves nothing about the others, which would be saved without.
+    """
+    if not notices:
+        return Ending.GO_ON
+    return Ending.SAVE if unled == size == world else Ending.WAIT
 
 
 def attempt_number(name: str) -> int:

@@ -37,6 +37,7 @@ from ttp.optim.gathering import Gather
 from ttp.optim.lane import Lane
 from ttp.optim.overflow import SkippedSteps
 from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
+from ttp.optim.participation import Ending
 from ttp.optim.spanning import Spanning
 from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
@@ -99,7 +100,7 @@ class TTPReplicaOptimizer(Optimizer):
         own masters unless this is True; then masters have memory of their own, as those of 16-bit parameters always have.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
-        more all-reduce of 48 bytes right before the update makes the commit record prove that all of them were ready,
+        more all-reduce of 56 bytes right before the update makes the commit record prove that all of them were ready,
         and an overflow anywhere skips the step everywhere. `compare_every`: after so many steps the replicas' bits are
         compared, and a difference is reported (0: never). `base_kwargs` go to `base`.
 
@@ -118,6 +119,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
         span = self._group if span is None else span
         self.spanning = Spanning(span, barrier, device)
+        self.spans_job = self.spanning.spans_job
         world = self._group.size() if self._group is not None else 1
         self.clip = clip
         self.gradient_divisor = float(world * micro_batches)
@@ -199,7 +201,7 @@ class TTPReplicaOptimizer(Optimizer):
         `sums`: small numbers (a loss, a token count) that come back summed over the ranks; as many on every rank. Collective:
         every rank calls it. It is `agree`, `begin_update`, `apply`, `end_update`, `start_gather`, `finish_gather`, in this order.
         """
-        record, told_to_leave = self.agree(sums)
+        record, ending = self.agree(sums)
         step = record.step
         self.begin_update(record)
         self.apply(record)
@@ -208,16 +210,12 @@ class TTPReplicaOptimizer(Optimizer):
         self.finish_gather()
         if self.compare_every and step % self.compare_every == 0:
             self.compare_replicas()
-        if told_to_leave:
-            self._tracker.boundary(step)
+        self.boundary(step, ending)
         return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
 
     @torch.no_grad()
-    def agree(self, sums: Sequence[float] | torch.Tensor | None = None) -> tuple[CommitRecord, bool]:
-        """Finish the reductions, be ready, and agree on the step's commit record with all ranks (collectives).
-
-        Also says whether some rank was told to leave: then every rank calls `boundary` when it has finished the step.
-        """
+    def agree(self, sums: Sequence[float] | torch.Tensor | None = None) -> tuple[CommitRecord, Ending]:
+        """Finish the reductions, be ready, and agree on the commit record with all ranks (collectives), and on how the step ends."""
         step = self.current_step + 1
         self._touch()
         self.finish_gather()  # a gather still under way may write where the update will
@@ -231,10 +229,10 @@ class TTPReplicaOptimizer(Optimizer):
         self._ready = step
         self._tracker.ready(step)
         self._point("ready", step)
-        record, told_to_leave = self._agree(step, sums)
+        record, ending = self._agree(step, sums)
         self._tracker.waiting = False
         self._point("record", step)
-        return record, told_to_leave
+        return record, ending
 
     def begin_update(self, record: CommitRecord) -> None:
         """Take the gate for the update that `record` commits; waits while frozen."""
@@ -257,9 +255,10 @@ class TTPReplicaOptimizer(Optimizer):
         self._tracker.end_update(step)
         self._point("done", step)
 
-    def boundary(self, step: int) -> None:
-        """Some rank was told to leave and `step` is finished here: does not return while the process has to be led out."""
-        self._tracker.boundary(step)
+    def boundary(self, step: int, ending: Ending) -> None:
+        """`step` is finished here. Where some rank was told to leave: does not return while the process has to be led out."""
+        if ending is not Ending.GO_ON:
+            self._tracker.boundary(step, ending is Ending.SAVE)
 
     @torch.no_grad()
     def start_gather(self, step: int) -> None:
@@ -436,16 +435,16 @@ class TTPReplicaOptimizer(Optimizer):
         if self.on_point is not None:
             self.on_point(name, step or self.current_step + 1)
 
-    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, bool]:
+    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, Ending]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
         squares = torch.stack([part.shards.square_sum() for part in self._parts]).sum()
-        agreed = self.spanning.agree(step, squares, self._tracker.notice, sums)
+        agreed = self.spanning.agree(step, squares, self._tracker.notice, self._tracker.unled, sums)
         scale = self._scale.scale
         self._skipped.note(step, scale, squares, sums, agreed)
         norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
         factor = 1.0 if agreed.overflow else clip_factor(self.clip, norm)
         record = CommitRecord(step, norm, factor, bool(agreed.overflow), scale, self._rates, agreed.sums)
-        return record, agreed.told_to_leave
+        return record, agreed.ending
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.exchange import check_joined
+from ttp.exchange import check_joined, world
 from ttp.optim.communicators import check_communicators
-from ttp.optim.participation import NUMBERS, Contribution
+from ttp.optim.participation import NUMBERS, Contribution, Ending, ending_of
 
 _SLICE = timedelta(milliseconds=20)
 """On the CPU: how long a collective is waited for before `abandons` is asked again. A wait that is shorter costs what a plain
@@ -37,8 +37,8 @@ class Agreed:
     """Sum of squares of the gradient as it was reduced; counts for nothing after an overflow."""
     overflow: int
     """So many ranks' squares are not finite (where ranks of several groups share the model: the groups are counted together)."""
-    told_to_leave: bool
-    """Some rank was told to leave."""
+    ending: Ending
+    """What all ranks do when they have finished the step."""
     sums: tuple[float, ...]
 
 
@@ -61,19 +61,26 @@ class Spanning:
         check_communicators(self._device, step)
 
     def agree(
-        self, step: int, squares: torch.Tensor, notice: bool, sums: Sequence[float] | torch.Tensor | None
+        self,
+        step: int,
+        squares: torch.Tensor,
+        notice: bool,
+        unled: bool,
+        sums: Sequence[float] | torch.Tensor | None,
     ) -> Agreed:
-        """Sum this rank's squares (FP64, 0-d), its notice and the caller's sums over all ranks (a collective).
+        """Sum this rank's squares (FP64, 0-d), its notice, whether no controller leads it, and the caller's sums over all ranks (a
+        collective).
 
         Raises AbortedCollective when the result is not the sum over all ranks, ProtocolError when ranks are at different steps.
         """
         contribution = Contribution(self.attempt, step)
         finite = squares.isfinite()
-        overflow, told = (~finite).double(), torch.full_like(squares, float(notice))
+        overflow, alone = (~finite).double(), torch.full_like(squares, float(unled))
+        told = torch.full_like(squares, float(notice))
         proof = torch.tensor(contribution.numbers, dtype=torch.float64, device=self._device)
         norm = torch.where(finite, squares, torch.zeros_like(squares))
         extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
-        vector = torch.cat([proof, torch.stack([overflow, told, norm]), extra])
+        vector = torch.cat([proof, torch.stack([overflow, told, alone, norm]), extra])
         if self._span is not None:
             self._sum(step, vector, self._span)
         in_span = vector[:NUMBERS].clone()
@@ -82,14 +89,25 @@ class Spanning:
             # own group's result is incomplete takes no part: then no rank's is complete.
             whole = (in_span == proof * self._size(self._span)).all().double()
             vector[:NUMBERS] = proof * whole
-            self._sum(step, vector[: NUMBERS + 2], self._barrier)
+            vector[NUMBERS + 2] = alone  # each rank's own, not its group's sum
+            self._sum(step, vector[: NUMBERS + 3], self._barrier)
         self.check_communicators(step)
         numbers = torch.cat([in_span, vector]).tolist()  # the one wait for the device
         contribution.check(numbers[:NUMBERS], self._size(self._span))
         if self._barrier is not None:
             contribution.check(numbers[NUMBERS : 2 * NUMBERS], self._size(self._barrier))
-        overflows, notices, total, *summed = numbers[2 * NUMBERS :]
-        return Agreed(total, round(overflows), notices > 0, tuple(summed))
+        overflows, notices, unleds, total, *summed = numbers[2 * NUMBERS :]
+        ending = ending_of(notices, unleds, self._whole_size, world()[1])
+        return Agreed(total, round(overflows), ending, tuple(summed))
+
+    @property
+    def spans_job(self) -> bool:
+        """Every rank of the job enters it."""
+        return self._whole_size == world()[1]
+
+    @property
+    def _whole_size(self) -> int:
+        return self._size(self._span if self._barrier is None else self._barrier)
 
     @staticmethod
     def _size(group: Any) -> int:

@@ -68,6 +68,25 @@ def test_survivors_whose_controller_was_lost_are_not_held_for_the_whole_timeout(
     assert "no controller has led the ranks for 1 s" in caplog.text
 
 
+@pytest.mark.parametrize("signalled", [True, False])
+def test_ranks_that_were_told_to_leave_are_not_ended_for_want_of_a_controller(
+    led: Start, signalled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They save without one; but not after a failure of one of them."""
+    monkeypatch.setattr(rounds, "signal_workers", lambda pids, number: list(pids))  # these workers would die of SIGTERM
+    led.line.attached = False
+    if signalled:
+        led.round.told_to_end("SIGTERM")
+    leaving = threading.Thread(target=led.round.take_leave)
+    leaving.start()
+    leaving.join(3 * rounds.UNLED_S)
+    assert leaving.is_alive() and led.round.living() == [0, 1]
+    led.leave(3)
+    leaving.join(DEADLINE_S)
+    assert led.round.living() == [] and "no controller has led the ranks for 1 s: rank 1 still here" in caplog.text
+    led.held.start()
+
+
 def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
     led: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

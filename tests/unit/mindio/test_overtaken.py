@@ -96,7 +96,7 @@ def test_the_spanning_collective_is_left_when_it_is_abandoned(monkeypatch: pytes
 
     spanning.abandons = abandon
     with pytest.raises(Overtaken, match="enough"):
-        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, False, [1.0])
     assert asked == [7, 7, 7] and len(spanning._left) == 1
 
 
@@ -108,7 +108,7 @@ def test_a_collective_that_completes_within_a_slice_is_not_polled(monkeypatch: p
     spanning = Spanning("a group", None, torch.device("cpu"))
     asked: list[int] = []
     spanning.abandons = asked.append
-    agreed = spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+    agreed = spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, False, [1.0])
     assert (agreed.squares, asked, work.waits, spanning._left) == (2.0, [7], 1, [])
 
 
@@ -123,5 +123,5 @@ def test_a_collective_that_fails_while_it_may_be_abandoned_fails_with_its_own_er
     asked: list[int] = []
     spanning.abandons = asked.append
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, [1.0])
+        spanning.agree(7, torch.tensor(2.0, dtype=torch.float64), False, False, [1.0])
     assert asked == [7, 7, 7]

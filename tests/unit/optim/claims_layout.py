@@ -104,7 +104,7 @@ def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
 
 
 def the_wire_carries_what_theory_says() -> None:
-    """Gradients: as much as they are large, once. Parameters back: (1 - 1/shards). Else: four of proof, squares, two flags, two sums."""
+    """Gradients: as much as they are large, once. Parameters back: (1 - 1/shards). Else: four of proof, squares, three counts, two sums."""
     for dtype in (torch.float32, torch.bfloat16):
         for ring in (False, True) if job.world % 2 == 0 else (True,):
             net = make_net(dtype=dtype)
@@ -119,7 +119,7 @@ def the_wire_carries_what_theory_says() -> None:
                 "sum": 0 if ring else total // row,
                 "copy": total // row if ring else 0,
                 "gather": total * (row - 1) // row,
-                "other": 2 * (job.world - 1) * 9 * 8 // job.world,
+                "other": 2 * (job.world - 1) * 10 * 8 // job.world,
             }
             assert sent == wanted, (dtype, ring, sent, wanted)
             assert sent["scatter"] + sent["sum"] + sent["copy"] == total

@@ -15,7 +15,7 @@ import ttp
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import AbortedCollective, ProtocolError
 from ttp.optim import communicators, spanning
-from ttp.optim.participation import NUMBERS, Contribution, attempt_number
+from ttp.optim.participation import NUMBERS, Contribution, Ending, attempt_number, ending_of
 from ttp.optim.spanning import Spanning
 from ttp.processor.faults import cause_of
 from ttp.proto.messages import CauseKind, CommitRecord
@@ -100,7 +100,7 @@ def make(
 def test_a_collective_that_returns_its_own_contribution_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an in-place all-reduce leaves that was aborted before it began."""
     with pytest.raises(AbortedCollective, match="contributions of 1 ranks, expected 2"):
-        make(monkeypatch, lambda vector, group: None).agree(1, SQUARES, False, None)
+        make(monkeypatch, lambda vector, group: None).agree(1, SQUARES, False, False, None)
 
 
 def test_a_collective_that_returns_the_last_steps_result_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_a_collective_that_returns_the_last_steps_result_commits_nothing(monkeyp
             kept.append(vector.clone())
 
     both = make(monkeypatch, double_once)
-    assert both.agree(1, SQUARES, False, [1.0]).squares == 4.0
+    assert both.agree(1, SQUARES, False, False, [1.0]).squares == 4.0
     with pytest.raises(AbortedCollective, match="is not of this step"):
-        both.agree(2, SQUARES, False, [1.0])
+        both.agree(2, SQUARES, False, False, [1.0])
 
 
 def test_the_result_of_another_attempts_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_the_result_of_another_attempts_rank_is_refused(monkeypatch: pytest.Monk
     both = make(monkeypatch, with_a_stranger)
     both.attempt = 5
     with pytest.raises(AbortedCollective, match="attempt 9, expected 10"):
-        both.agree(1, SQUARES, False, None)
+        both.agree(1, SQUARES, False, False, None)
     both.attempt = 4
-    assert both.agree(1, SQUARES, False, None).squares == 4.0
+    assert both.agree(1, SQUARES, False, False, None).squares == 4.0
 
 
 def test_a_group_whose_result_is_incomplete_takes_no_part_in_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,21 +145,98 @@ def test_a_group_whose_result_is_incomplete_takes_no_part_in_the_barrier(monkeyp
             vector.mul_(4)
 
     with pytest.raises(AbortedCollective, match="contributions of 1 ranks, expected 2"):
-        make(monkeypatch, sums, "barrier").agree(1, SQUARES, False, None)
+        make(monkeypatch, sums, "barrier").agree(1, SQUARES, False, False, None)
     assert given == {"span": 1.0, "barrier": 0.0}
 
 
 def test_a_barrier_that_lacks_a_rank_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AbortedCollective, match="contributions of 3 ranks, expected 4"):
         make(monkeypatch, lambda vector, group: vector.mul_(2 if group == "span" else 3), "barrier").agree(
-            1, SQUARES, False, None
+            1, SQUARES, False, False, None
         )
 
 
 def test_a_complete_barrier_carries_the_verdict_and_leaves_the_groups_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = make(monkeypatch, lambda vector, group: vector.mul_(2 if group == "span" else 4), "barrier")
-    agreed = spans.agree(6, SQUARES, True, [3.0])
-    assert (agreed.squares, agreed.overflow, agreed.told_to_leave, agreed.sums) == (4.0, False, True, (6.0,))
+    agreed = spans.agree(6, SQUARES, True, False, [3.0])
+    assert (agreed.squares, agreed.overflow, agreed.ending, agreed.sums) == (4.0, False, Ending.WAIT, (6.0,))
+
+
+# --- how a step ends ---
+
+
+@pytest.mark.parametrize(
+    ("notices", "unled", "size", "ending"),
+    [
+        (0, 0, 4, Ending.GO_ON),
+        (0, 4, 4, Ending.GO_ON),  # training goes on without protection
+        (1, 0, 4, Ending.WAIT),
+        (1, 3, 4, Ending.WAIT),  # the controller of one rank leads
+        (1, 4, 4, Ending.SAVE),
+        (4, 4, 4, Ending.SAVE),
+        (1, 2, 2, Ending.WAIT),  # the collective is over half of the job's ranks
+    ],
+)
+def test_ranks_save_together_only_if_no_rank_of_the_job_has_a_controller(
+    notices: float, unled: float, size: int, ending: Ending
+) -> None:
+    assert ending_of(notices, unled, size, 4) is ending
+
+
+def contributed(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[bool, bool]], barrier: str | None
+) -> tuple[Ending, list[tuple[str, int]]]:
+    """What rank 0 reads when ranks contribute (notice, unled): four ranks, in groups of two where there is a barrier. And the
+    all-reduces of it: the group and its length."""
+    calls: list[tuple[str, int]] = []
+    notices, unleds = ([float(rank[which]) for rank in ranks] for which in (0, 1))
+    in_span = slice(0, 2) if barrier else slice(0, 4)
+
+    def all_reduce(vector: torch.Tensor, group: str) -> None:
+        calls.append((group, len(vector)))
+        members = 4 if group == "barrier" or barrier is None else 2
+        vector[:NUMBERS] *= members
+        counted = slice(0, 4) if group == "barrier" else in_span
+        vector[NUMBERS + 1], vector[NUMBERS + 2] = sum(notices[counted]), sum(unleds[counted])
+
+    sizes = {"span": 2 if barrier else 4, "barrier": 4}
+    monkeypatch.setattr(spanning, "dist", SimpleNamespace(all_reduce=all_reduce, get_world_size=sizes.__getitem__))
+    monkeypatch.setattr(spanning, "world", lambda: (0, 4))
+    return Spanning("span", barrier, CPU).agree(1, SQUARES, *ranks[0], [3.0, 4.0]).ending, calls
+
+
+@pytest.mark.parametrize("barrier", [None, "barrier"])
+def test_the_collective_counts_ranks_without_a_controller(monkeypatch: pytest.MonkeyPatch, barrier: str | None) -> None:
+    """With a barrier it is the one that counts: the other is over two ranks."""
+    alone, noticed, led = (False, True), (True, True), (False, False)
+    assert contributed(monkeypatch, [alone, alone, alone, noticed], barrier)[0] is Ending.SAVE
+    assert contributed(monkeypatch, [alone, alone, led, noticed], barrier)[0] is Ending.WAIT
+    assert contributed(monkeypatch, [alone] * 4, barrier)[0] is Ending.GO_ON
+    assert contributed(monkeypatch, [led] * 4, barrier)[0] is Ending.GO_ON
+
+
+@pytest.mark.parametrize("unled", [False, True])
+def test_a_step_has_no_other_collective_for_it(monkeypatch: pytest.MonkeyPatch, unled: bool) -> None:
+    """One all-reduce, of eight bytes more; two of them with a barrier, as ever."""
+    two_sums = 2
+    assert contributed(monkeypatch, [(False, unled)] * 4, None)[1] == [("span", NUMBERS + 4 + two_sums)]
+    assert contributed(monkeypatch, [(False, unled)] * 4, "barrier")[1] == [
+        ("span", NUMBERS + 4 + two_sums),
+        ("barrier", NUMBERS + 3),
+    ]
+
+
+def test_a_rank_contributes_its_own_lack_of_a_controller_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the sum of its group: the barrier would count that once for each of its ranks."""
+    given: list[float] = []
+
+    def sums(vector: torch.Tensor, group: str) -> None:
+        vector[:NUMBERS] *= 2 if group == "span" else 4
+        given.append(float(vector[NUMBERS + 2]))
+        vector[NUMBERS + 2] *= 2
+
+    make(monkeypatch, sums, "barrier").agree(1, SQUARES, True, True, None)
+    assert given == [1.0, 1.0]
 
 
 # --- communicators of an accelerator ---

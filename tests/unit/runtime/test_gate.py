@@ -429,3 +429,39 @@ def test_the_boundary_holds_the_training_thread_through_a_thaw_until_it_is_relea
     assert trainer.is_alive() and reached == [1]
     gate.release_boundary()
     trainer.finish()
+
+
+def test_a_training_thread_that_leaves_the_boundary_waits_again_at_the_next() -> None:
+    """Every controller was lost: it goes on, once. A gate that is released never holds it again."""
+    gate = Gate(0)
+    reached: list[int] = []
+    gate.on_boundary = reached.append
+
+    def body() -> None:
+        for step in (1, 2, 3):
+            one_update(gate, step)
+            gate.boundary(step)
+
+    trainer = Trainer(body)
+    for step in (1, 2):
+        while reached != list(range(1, step + 1)):
+            assert trainer.is_alive()
+        trainer.join(0.05)
+        assert trainer.is_alive() and reached[-1] == step
+        if step == 1:
+            gate.leave_boundary()
+    gate.release_boundary()
+    trainer.finish()
+    assert reached == [1, 2, 3]
+
+
+def test_at_a_boundary_that_no_controller_leads_the_ranks_save() -> None:
+    """And wait for the end of the process, which the save asks for."""
+    gate = Gate(0)
+    saved: list[int] = []
+    gate.on_unled_boundary = saved.append
+    gate.on_boundary = lambda step: pytest.fail("a controller is told of it")
+    gate.release_boundary()  # the end, for this test
+    one_update(gate, 1)
+    gate.boundary(1, unled=True)
+    assert saved == [1]

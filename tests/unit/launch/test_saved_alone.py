@@ -1,0 +1,101 @@
+"""What is reported of ranks that saved a step without a controller: what is on disk, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.test_chronicle import KILLED_AT_S, ending, put, written
+from ttp import saved_alone
+from ttp.checkpoint.manifest import Manifest, write_manifest
+from ttp.launch.chronicle import Chronicle
+from ttp.launch.fault_story import Line, fault_of
+from ttp.launch.saved_alone import lines_of
+from ttp.launch.story_text import fault_lines
+from ttp.proto.messages import Cause, CauseKind, FileEntry
+from ttp.saved_alone import SavedAlone
+
+STEP = 9
+
+
+def published(folder: Path, step: int = STEP) -> Path:
+    """A checkpoint of which the manifest is there."""
+    path = folder / f"iter_{STEP:07d}"
+    path.mkdir()
+    files = tuple(FileEntry(f"__{rank}_0.distcp", 100 + rank, "0" * 64, rank) for rank in range(2))
+    cause = Cause(CauseKind.PREEMPTED, (1,), "SIGTERM")
+    state: dict[str, object] = {"optimizer": {"param_groups": []}, "trainer": {}}
+    manifest = Manifest(
+        step=step, cause=cause, layout={}, files=files, tensors={}, state=state, record=None, created_unix_s=KILLED_AT_S,
+        attempt="attempt", term=1, versions={},
+    )  # fmt: skip
+    write_manifest(path, manifest)
+    return path
+
+
+def account(path: Path | str, error: str = "") -> SavedAlone:
+    return SavedAlone(KILLED_AT_S, KILLED_AT_S + 0.5, STEP, str(path), error, (1,), 3, "/a/iter_0000004")
+
+
+def test_a_save_without_a_controller_is_reported_with_its_step_and_directory(tmp_path: Path) -> None:
+    path = published(tmp_path)
+    story = fault_of(0, lines_of(account(path), []), {})
+    assert story is not None and story.saved is not None
+    assert (story.kind, [one.rank for one in story.culprits], story.steps_lost) == ("preempted", [1], 0)
+    assert (story.saved.step, story.saved.path, story.saved.bytes, story.saved.ranks) == (STEP, str(path), 201, (0, 1))
+    told = "\n".join(fault_lines(story))
+    assert f"cause   SIGTERM; step {STEP} is finished, and no controller led the ranks" in told
+    assert f"saved   step {STEP} in {path} (201 B, written by ranks 0-1); no step lost" in told
+
+
+@pytest.mark.parametrize("missing", ["directory", "manifest", "step", "path"])
+def test_what_is_not_on_disk_was_not_saved(tmp_path: Path, missing: str) -> None:
+    """Whatever rank 0 wrote: the steps since the newest checkpoint are lost."""
+    path, error = tmp_path / f"iter_{STEP:07d}", ""
+    if missing == "manifest":
+        path.mkdir()
+    elif missing == "step":
+        published(tmp_path, STEP - 1)
+    elif missing == "path":
+        error = "CheckpointError: no directory took it"
+    story = fault_of(0, lines_of(account("" if error else path, error), []), {})
+    assert story is not None and story.saved is None
+    assert story.not_saved.startswith("no controller led the ranks, and ") and (error or str(path)) in story.not_saved
+    assert (story.goes_on_from, story.steps_lost) == ("/a/iter_0000004", STEP - 4)
+
+
+def test_what_a_lost_controller_makes_of_it_later_does_not_count(tmp_path: Path) -> None:
+    """One that was cut off takes all ranks for dead and refuses, before the save or after it."""
+    lines: list[Line] = [
+        {"unix_s": 1.0, "event": "registered", "fields": {"rank": 1, "host": "node-a", "pid": 71}, "controller": 0},
+        *(
+            {"unix_s": KILLED_AT_S + after_s, "event": event, "fields": {"reason": "all are silent"}, "controller": 0}
+            for after_s in (-5.0, 0.2, 5.0)
+            for event in ("suspect", "refused", "exit_sent")
+        ),
+    ]
+    story = fault_of(0, lines_of(account(published(tmp_path)), lines), {})
+    assert story is not None and story.saved is not None
+    (culprit,) = story.culprits
+    assert (culprit.host, culprit.pid) == ("node-a", 71)
+
+
+def test_the_summary_says_that_the_step_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The controller was killed before it noticed anything: its journal has no fault."""
+    start, calm = put("killed", tmp_path), tmp_path / "journal_0.jsonl"
+    lines = calm.read_text().splitlines(keepends=True)
+    calm.write_text("".join(lines[: 1 + next(n for n, line in enumerate(lines) if '"assembled"' in line)]))
+    saved_alone.write(saved_alone.path_of(tmp_path, start.number), account(published(tmp_path)))
+    chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
+    chronicle.begin(here=True)
+    chronicle.end(start, replace(ending(tmp_path), told_by="SIGTERM"))
+    chronicle.finish("ended by SIGTERM")
+    told = capsys.readouterr().err
+    assert (
+        "cause   ttprun got SIGTERM, and told the ranks to leave (SIGTERM); step 9 is finished, and no controller"
+        in told
+    )
+    assert "faults  0 faults, 1 notice to leave" in told and "\nsaved   step 9\nlost    0 steps;" in told
+    assert written(tmp_path / "story.jsonl")[-2]["saved"]["step"] == STEP

@@ -1,0 +1,173 @@
+"""A rank that is told to leave after its controller was killed saves the step by itself: a real session, controller and disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ttp
+from tests.waiting import until
+from ttp import saved_alone
+from ttp.alone import BoundarySave
+from ttp.checkpoint.manifest import read_manifest
+from ttp.config import Settings
+from ttp.controller.agent_link import request_status
+from ttp.errors import CheckpointError
+from ttp.proto.messages import EXIT_CODE_PREEMPTED, CauseKind
+from ttp.saved_alone import SavedAlone
+
+
+class Trained:
+    """A session of one rank, whose process's end is noted, and lets its training thread go."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(8, 4)
+        self.optimizer = ttp.TTPReplicaOptimizer(self.model.named_parameters(), replicas=1, lr=0.05)
+        self.session = ttp.start(self.optimizer, save_dirs=[folder], settings=Settings(heartbeat_s=0.05))
+        self.session.resume()
+        protection = self.session.protection
+        assert protection is not None
+        self.gate, self.processor = protection.gate, protection.processor
+        self.codes: list[int] = []
+
+        def ended(code: int) -> None:
+            self.codes.append(code)
+            self.gate.release_boundary()
+
+        monkeypatch.setattr(self.processor, "_exit_process", ended)
+
+    def step(self) -> None:
+        step = self.optimizer.current_step + 1
+        self.optimizer.zero_grad()
+        self.model(torch.full((2, 8), float(step))).square().mean().backward()
+        self.session.set_step_state(step, {"samples": step})
+        self.optimizer.step()
+
+    def lose_the_controller(self) -> None:
+        os.kill(request_status(self.processor.controller).pid, signal.SIGKILL)
+        until(lambda: self.gate.unled, "the loss of the controller")
+
+
+def test_the_step_in_flight_is_saved_and_the_resumed_rank_has_its_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Trained(tmp_path, monkeypatch)
+    for _ in range(3):
+        first.step()
+    first.lose_the_controller()
+    first.step()
+    assert first.codes == [], "training goes on without protection"
+    first.processor.preempted()
+    first.step()
+    assert first.codes == [EXIT_CODE_PREEMPTED]
+    manifest = read_manifest(tmp_path / "iter_0000005")
+    assert (manifest.step, manifest.cause.kind, manifest.cause.ranks) == (5, CauseKind.PREEMPTED, (0,))
+    assert "no controller led the ranks" in manifest.cause.text
+    account = saved_alone.read(first.session.log_dir, 0, 0.0)
+    assert account is not None and (account.step, account.noticed, account.world_size) == (5, (0,), 1)
+    assert account.path == str(tmp_path / "iter_0000005") and not account.error
+    weights = first.model.weight.detach().clone()
+    first.session.raised = True  # its end is none that a trainer sees
+    first.session.close()
+    again = Trained(tmp_path, monkeypatch)
+    assert again.optimizer.current_step == 5 and torch.equal(again.model.weight, weights)
+    again.session.raised = True
+    again.session.close()
+
+
+class NoProcess:
+    """Keeps what a processor was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def saves_alone(self, step: int) -> None:
+        self.calls.append(("saves", step))
+
+    def saved_alone(self, step: int, path: str, error: str = "") -> None:
+        self.calls.append(("saved", step, path, error))
+
+
+class Saves:
+    """A save that fails, after it has published perhaps."""
+
+    def __init__(self, error: Exception, published: Path | None = None) -> None:
+        self.error, self.published = error, published
+
+    def save(self, step: int, cause: object) -> str:
+        if self.published is not None:
+            self.published.mkdir()
+        raise self.error
+
+
+class Holder:
+    checkpoint = "/older"
+
+    class optimizer:
+        device = torch.device("cpu")
+
+
+def fail(folder: Path, saves: Saves) -> tuple[list[tuple[object, ...]], SavedAlone]:
+    processor = NoProcess()
+    account = saved_alone.path_of(folder, 0)
+    save = BoundarySave(saves, Holder(), [str(folder)], 0, account)  # type: ignore[arg-type]
+    save(7, True, processor)  # type: ignore[arg-type]
+    written = saved_alone.read(folder, 0, 0.0)
+    assert written is not None
+    return processor.calls, written
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no directory took it"), RuntimeError("closed by peer"), OSError(5)])
+def test_a_save_that_fails_is_no_save(tmp_path: Path, error: Exception) -> None:
+    """Whatever it raises, the process exits: no controller would end it."""
+    calls, account = fail(tmp_path, Saves(error))
+    text = f"{type(error).__name__}: {error}"
+    assert calls == [("saves", 7), ("saved", 7, "", text)]
+    assert (account.path, account.error, account.newest) == ("", text, "/older")
+
+
+def test_a_rank_whose_last_collective_failed_believes_the_disk(tmp_path: Path) -> None:
+    """The others had learned of the publish, and had exited."""
+    published = tmp_path / "iter_0000007"
+    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer"), published))
+    assert calls == [("saves", 7), ("saved", 7, str(published), "")]
+    assert (account.path, account.error) == (str(published), "")
+
+
+def test_until_all_ranks_are_in_the_save_a_failure_is_a_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes out as from any step, and the rank may still be led."""
+
+    def gone(value: object, device: object) -> list[object]:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr("ttp.alone.exchange_json", gone)
+    processor = NoProcess()
+    save = BoundarySave(Saves(OSError()), Holder(), [], 0, tmp_path / "account")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        save(7, True, processor)  # type: ignore[arg-type]
+    assert processor.calls == [] and not (tmp_path / "account").exists()
+
+
+ACCOUNT = SavedAlone(10.0, 11.0, 7, "/a/iter_0000007", "", (1,), 3, "")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"step": 7}', "\x00", '{"unix_s": "x"}', "null", '{"noticed": ["x"]}']
+)
+def test_an_account_that_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
+    saved_alone.write(saved_alone.path_of(tmp_path, 2), ACCOUNT)
+    assert saved_alone.read(tmp_path, 2, 9.0) == ACCOUNT
+    assert saved_alone.read(tmp_path, 2, 12.0) is None, "an earlier job's"
+    assert saved_alone.read(tmp_path, 3, 9.0) is None
+    saved_alone.path_of(tmp_path, 2).write_text(content)
+    assert saved_alone.read(tmp_path, 2, 9.0) is None
+
+
+def test_an_account_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_alone.write(tmp_path / "no_such" / "account.json", ACCOUNT)
+    assert "that step 7 was saved without a controller cannot be written" in caplog.text
