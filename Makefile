@@ -13,13 +13,17 @@ MATRIX_ARGS ?=
 PAIRS_ARGS ?=
 FLAKY_ARGS ?=
 FUZZ_ARGS ?=
+NEWEST := build/newest_torch
+NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_trainers.py::test_plain_ddp_survives_the_death_of_rank_0 \
+	tests/chaos/test_other_trainers.py::test_hsdp_survives_the_death_of_a_rank[0-updating]
 
-.PHONY: demo test check unit chaos flaky bench soak mutants proto docs clean help
+.PHONY: demo test check unit chaos newest flaky bench soak mutants proto docs clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
+	@echo "make newest                       the demo, DDP and FSDP2, one fault each, with the newest torch that pip gives (a part of make chaos)"
 	@echo "make flaky [FLAKY_ARGS='--minutes 60']  every test with real processes ten times beside two busy ones; goes on where it was"
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input, real kills"
 	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
@@ -49,8 +53,19 @@ unit: $(STAMP)
 
 chaos: $(STAMP)
 	$(PY) -m pytest tests -m long
+	@$(MAKE) --no-print-directory newest
 	@$(PY) -m ttp.chaos.kills $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 	@$(PY) -m ttp.cli chaos matrix $(MATRIX_ARGS)
+
+# In an environment of its own: all pinned versions but torch's.
+newest:
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(NEWEST)/constraints.txt --upgrade torch --editable . \
+		pytest pytest-timeout hypothesis
+	$(NEWEST)/bin/python -m ttp.chaos.demo $(if $(SEED),--seed $(SEED)) --output output/demo_newest_torch
+	$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS)
+	@$(NEWEST)/bin/python -c 'import torch; from ttp.torch_range import untested; print("passed with torch", torch.__version__, untested(torch.__version__))'
 
 flaky: $(STAMP)
 	@$(PY) -m tests.flaky $(FLAKY_ARGS)

@@ -126,6 +126,7 @@ TESTED: dict[str, Proof] = {
     "make demo KILL_RANK=0": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
     "make chaos": Proof(f"{_COMMANDS}::test_random_kills_find_nothing", {"make": "ttp.chaos.kills", "chaos": "ttp.chaos.kills"}),
     "make test": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
+    "make newest": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
     "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
     "make bench": Proof(f"{_MAKE}::test_a_benchmark_tells_whether_its_limit_was_kept"),
     "make mutants": Proof(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 TESTED = ("2.13.0", "2.14.1")
-"""The first with all tests, the last with the unit tests and tests/chaos/test_launch.py only."""
+"""The first with all tests, the last with the unit tests, tests/chaos/test_launch.py and `make newest` only."""
 
 
 def untested(version: str) -> str:

@@ -140,6 +140,13 @@ def test_make_runs_what_there_is() -> None:
         assert done.returncode == 0, f"make {target}: {done.stderr}"
         modules = re.findall(r"-m ([\w.]+)", done.stdout)
         assert modules and all(module == "long" or importlib.util.find_spec(module) for module in modules), modules
+        for path, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", done.stdout):
+            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+        if target in ("newest", "chaos"):
+            assert "grep -v '^torch=='" in done.stdout and "--upgrade torch" in done.stdout
+            assert (
+                done.stdout.count("::test_") == 2 and "build/newest_torch/bin/python -m ttp.chaos.demo" in done.stdout
+            )
         if target == "test":
             assert 'pytest tests --ignore tests/chaos -m "not long"' in done.stdout
             assert 'pytest tests/chaos -m "not long"' in done.stdout
