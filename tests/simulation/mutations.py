@@ -22,6 +22,7 @@ from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
 from tests.simulation import wrong_liveness as liveness
 from tests.simulation import wrong_memories as memories
+from tests.simulation import wrong_pieces as pieces
 from tests.simulation import wrong_ranks as ranks
 from tests.simulation.arranged import (
     aborted_collectives,
@@ -119,7 +120,7 @@ MUTATIONS = (
     Mutation("an earlier step's result is believed", ranks.only_participants_are_counted, ("I6",), aborted_collectives, within=20),
     # Writing and publishing.
     Mutation("published before every part is written", controllers.publishes_before_all_is_written, ("I5",)),
-    Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I3",)),
+    Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I12",)),
     Mutation("the checkpoint has another step's record", controllers.publishes_an_older_record, ("I12",), within=20),
     Mutation("a replaced writer's late answer counts as well", controllers.lost_writers_answer_counts, ("I5",)),
     Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
@@ -133,10 +134,10 @@ MUTATIONS = (
     Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
     Mutation("one rank's disk vetoes the directory", controllers.one_ranks_disk_vetoes_the_directory, ("I9: /a serves",), within=600),
     # Directories of each host's own.
-    Mutation("published when the first of several hosts has", controllers.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
-    Mutation("what a lost host had written is written by nobody", controllers.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
-    Mutation("a host's piece is ordered from another host", controllers.publisher_of_another_host, ("I9", "I11", RAISED), each_publishes_its_piece, within=20),
-    Mutation("a piece of an earlier attempt counts", controllers.piece_of_an_earlier_attempt_counts, ("I1",), host_dies_with_its_files, within=20),
+    Mutation("published when the first of several hosts has", pieces.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
+    Mutation("what a lost host had written is written by nobody", pieces.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
+    Mutation("a host's piece is ordered from another host", pieces.publisher_of_another_host, ("I9", "I11", RAISED), each_publishes_its_piece, within=20),
+    Mutation("a piece of an earlier attempt counts", pieces.piece_of_an_earlier_attempt_counts, ("I1",), host_dies_with_its_files, within=20),
     Mutation("a piece is removed for a later one", ranks.earlier_piece_is_removed, ("I8",), host_dies_with_its_files, within=20),
     Mutation("a lower term's piece takes the place of a higher one's", ranks.late_publisher_of_a_lower_term_supersedes, ("I8",), publisher_comes_back, within=20),
     Mutation("a piece is published with a torn file", ranks.piece_without_looking_at_sizes, ("I5",), within=600),

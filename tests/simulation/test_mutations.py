@@ -12,6 +12,7 @@ from tests.simulation import (
     wrong_controllers,
     wrong_liveness,
     wrong_memories,
+    wrong_pieces,
     wrong_ranks,
 )
 from tests.simulation.mutations import MUTATIONS, Mutation, first_caught, main
@@ -49,6 +50,7 @@ def test_the_table_names_every_wrong_variant_once() -> None:
             wrong_liveness,
             wrong_ranks,
             wrong_memories,
+            wrong_pieces,
         )
         for name, function in vars(module).items()
         if getattr(function, "__module__", "") == module.__name__ and function.__annotations__.get("patch") == "Patch"

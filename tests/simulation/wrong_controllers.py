@@ -28,12 +28,13 @@ from ttp.controller import (
 from ttp.controller import transitions as tables
 from ttp.controller.coverage import Coverage, coverage_of
 from ttp.controller.decision import Decision, Refusal, decide
-from ttp.controller.events import ControllerSettings, Effect, Journal, Send
-from ttp.controller.leaving import leave, refuse
+from ttp.controller.events import ControllerSettings, Effect, Send
+from ttp.controller.leaving import refuse
 from ttp.controller.planning import hand_over, share_out
 from ttp.controller.presence import welcome
 from ttp.controller.publishing import start_publishing
 from ttp.controller.state import ControllerState, Stage
+from ttp.processor import orders
 from ttp.processor.gate import Gate
 from ttp.processor.worker import Tasks
 from ttp.proto.messages import (
@@ -174,10 +175,17 @@ def publishes_before_all_is_written(patch: Patch) -> None:
 
 
 def publishes_as_an_older_step(patch: Patch) -> None:
+    """And the ranks, which would refuse such an order, believe it."""
+
     def wrong(*, step: int, **rest: Any) -> PublishOrder:
         return PublishOrder(step=max(1, step - 1), **rest)
 
     patch.setattr(publishing, "PublishOrder", wrong)
+    _believe_orders(patch)
+
+
+def _believe_orders(patch: Patch) -> None:
+    patch.setattr(orders, "why_no_order", lambda state, order: "")
 
 
 def lost_writers_answer_counts(patch: Patch) -> None:
@@ -211,7 +219,8 @@ def lost_writers_parts_are_dropped(patch: Patch) -> None:
 
 
 def publishes_an_older_record(patch: Patch) -> None:
-    """The manifest gets the oldest record that anybody told."""
+    """The manifest gets the oldest record that anybody told, and the ranks, which would refuse it, believe it."""
+    _believe_orders(patch)
 
     def wrong(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
         dump, fault = state.dump, state.fault
@@ -278,75 +287,6 @@ def pauses_are_not_heard_of(patch: Patch) -> None:
     """A rank that says that it does something else counts as one that does not get on."""
     advance = progress.advance
     patch.setattr(hangs, "advance", lambda pace, beat, *rest: advance(pace, replace(beat, paused=False), *rest))
-
-
-# --- publishing where each host has directories of its own ---
-
-
-def published_after_the_first_place(patch: Patch) -> None:
-    places, published = publishing._places, publishing.published
-
-    def wrong(state: Any, answer: Any, now: float, out: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(publishing, "_places", lambda state: places(state)[:1])
-            return published(state, answer, now, out)
-
-    patch.setattr(tables, "published", wrong)
-
-
-def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
-    """A host without a rank that could publish is passed over."""
-    places, advance = publishing._places, publishing._advance
-
-    def there(state: Any) -> tuple[str, ...]:
-        alive = {publishing._place_of(state, rank) for rank in _living(state)}
-        return tuple(place for place in places(state) if place in alive)
-
-    def wrong(state: Any, now: float, out: Any) -> Any:
-        state = advance(state, now, out)
-        dump = state.dump
-        if dump is None or not dump.published_places or not dump.published_places.issuperset(there(state)):
-            return state
-        return _says_published(state, dump.order.directory, now, out)
-
-    patch.setattr(publishing, "_places", there)
-    patch.setattr(publishing, "_advance", wrong)
-
-
-def publisher_of_another_host(patch: Patch) -> None:
-    """The lowest rank that lives is told to publish every host's piece."""
-    order = publishing._order_publish
-    patch.setattr(
-        publishing, "_order_publish", lambda state, able, now, out: order(state, _living(state)[:1], now, out)
-    )
-
-
-def _living(state: Any) -> list[int]:
-    return [rank for rank in range(state.settings.world_size) if rolling.is_holder(state, rank)]
-
-
-def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
-    """A host that has published stays done when all is written anew."""
-    published, start, done = publishing.published, start_publishing, set[tuple[float, str]]()
-
-    def remembers(state: Any, answer: Any, now: float, out: Any) -> Any:
-        done.add((state.fault.began, publishing._place_of(state, answer.rank)))
-        return published(state, answer, now, out)
-
-    def wrong(state: Any, now: float, out: Any) -> Any:
-        if all((state.fault.began, place) in done for place in publishing._places(state)):
-            dump = state.dump
-            return _says_published(state, dump.directories[dump.attempt], now, out)
-        return start(state, now, out)
-
-    patch.setattr(tables, "published", remembers)
-    patch.setattr(settling, "start_publishing", wrong)
-
-
-def _says_published(state: Any, directory: str, now: float, out: Any) -> Any:
-    step = state.dump.decision.step
-    out.append(Journal("published", {"rank": 0, "step": step, "path": f"{directory}/iter_{step:07d}"}))
-    return leave(state, "published", now, out)
 
 
 # --- reports, suspicions, thaws ---

@@ -1,0 +1,81 @@
+"""Controllers that are wrong on purpose in publishing where each host has directories of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ttp.controller import publishing, rolling, settling
+from ttp.controller import transitions as tables
+from ttp.controller.events import Journal
+from ttp.controller.leaving import leave
+from ttp.controller.publishing import start_publishing
+
+Patch = pytest.MonkeyPatch
+
+
+def published_after_the_first_place(patch: Patch) -> None:
+    places, published = publishing._places, publishing.published
+
+    def wrong(state: Any, answer: Any, now: float, out: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(publishing, "_places", lambda state: places(state)[:1])
+            return published(state, answer, now, out)
+
+    patch.setattr(tables, "published", wrong)
+
+
+def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
+    """A host without a rank that could publish is passed over."""
+    places, advance = publishing._places, publishing._advance
+
+    def there(state: Any) -> tuple[str, ...]:
+        alive = {publishing._place_of(state, rank) for rank in _living(state)}
+        return tuple(place for place in places(state) if place in alive)
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        state = advance(state, now, out)
+        dump = state.dump
+        if dump is None or not dump.published_places or not dump.published_places.issuperset(there(state)):
+            return state
+        return _says_published(state, dump.order.directory, now, out)
+
+    patch.setattr(publishing, "_places", there)
+    patch.setattr(publishing, "_advance", wrong)
+
+
+def publisher_of_another_host(patch: Patch) -> None:
+    """The lowest rank that lives is told to publish every host's piece."""
+    order = publishing._order_publish
+    patch.setattr(
+        publishing, "_order_publish", lambda state, able, now, out: order(state, _living(state)[:1], now, out)
+    )
+
+
+def _living(state: Any) -> list[int]:
+    return [rank for rank in range(state.settings.world_size) if rolling.is_holder(state, rank)]
+
+
+def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
+    """A host that has published stays done when all is written anew."""
+    published, start, done = publishing.published, start_publishing, set[tuple[float, str]]()
+
+    def remembers(state: Any, answer: Any, now: float, out: Any) -> Any:
+        done.add((state.fault.began, publishing._place_of(state, answer.rank)))
+        return published(state, answer, now, out)
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        if all((state.fault.began, place) in done for place in publishing._places(state)):
+            dump = state.dump
+            return _says_published(state, dump.directories[dump.attempt], now, out)
+        return start(state, now, out)
+
+    patch.setattr(tables, "published", remembers)
+    patch.setattr(settling, "start_publishing", wrong)
+
+
+def _says_published(state: Any, directory: str, now: float, out: Any) -> Any:
+    step = state.dump.decision.step
+    out.append(Journal("published", {"rank": 0, "step": step, "path": f"{directory}/iter_{step:07d}"}))
+    return leave(state, "published", now, out)
