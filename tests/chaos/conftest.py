@@ -100,23 +100,6 @@ def killed_together(output: Path, ranks: int, victims: Collection[int], step: in
     return run_to_end(output, ranks, *overrides, faults=faults, meanwhile=kill_all, environ={"TTP_LEASE_S": "60"})
 
 
-KILLS = (
-    "kill:rank=1,step=3,point=backward,round=0",
-    "kill:rank=2,step=6,point=ready,round=1",
-    "kill:rank=3,step=9,point=record,round=2",
-    "kill:rank=0,step=12,point=updating,round=3",
-    "kill:rank=1,step=15,point=done,round=4",
-    "kill:rank=0,step=18,point=gathering,round=5",
-)
-"""One kill in each place of a step, over all ranks, a start each."""
-
-
-@pytest.fixture(scope="session")
-def killed_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Return the finished job of four ranks that was killed at every point of a step (KILLS)."""
-    return run_to_end(tmp_path_factory.mktemp("killed") / "dp4", 4, faults=";".join(KILLS), restarts=len(KILLS))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def hang_up_is_not_ignored() -> Iterator[None]:
     """Jobs begin with SIGHUP as a terminal has it, also where the tests themselves run under nohup: ttprun heeds the difference."""

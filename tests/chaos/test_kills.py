@@ -6,9 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import JOB_S, KILLS, RunJob, killed_together, run_to_end
+from tests.chaos.conftest import JOB_S, RunJob, killed_together, run_to_end
 from ttp.chaos.job import Job
 from ttp.chaos.verdict import compare
+from ttp.controller.replay import compare as replay_compare
+from ttp.controller.replay import main as replay
+
+DECISIONS = ["death_seen", "freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published", "exit_sent"]
+
+KILLS = (
+    "kill:rank=1,step=3,point=backward,round=0",
+    "kill:rank=2,step=6,point=ready,round=1",
+    "kill:rank=3,step=9,point=record,round=2",
+    "kill:rank=0,step=12,point=updating,round=3",
+    "kill:rank=1,step=15,point=done,round=4",
+    "kill:rank=0,step=18,point=gathering,round=5",
+)
+"""One kill in each place of a step, over all ranks, a start each."""
+
+
+@pytest.fixture(scope="module")
+def killed_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return the finished job of four ranks that was killed at every point of a step (KILLS)."""
+    return run_to_end(tmp_path_factory.mktemp("killed") / "dp4", 4, faults=";".join(KILLS), restarts=len(KILLS))
 
 
 def published_steps(job: Job) -> list[int]:
@@ -40,6 +60,27 @@ def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: Job, whole_job:
     assert steps[2] in (8, 9) and steps[3] in (11, 12)
     assert steps[4] in (14, 15) and steps[5] in (17, 18)
     assert_equal(killed_job, whole_job(4))
+
+
+def test_journals_of_killed_ranks_replay_to_the_same_decisions(
+    killed_job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks, one killed in each start: freeze, step, roll-forward, writers and publisher come out as they did."""
+    paths = sorted((killed_job.output_dir / "log").glob("journal_*.jsonl"))
+    assert len(paths) == len(KILLS) + 1, "the starts that were hurt, and one that finished"
+    for path in paths:
+        compared = replay_compare(path)
+        assert compared.difference == ""
+        assert compared.told, path
+    for path in paths[:-1]:
+        hurt = [line for line in replay_compare(path).again if line.event in DECISIONS]
+        assert [name for name in DECISIONS if name in {line.event for line in hurt}] == DECISIONS
+        (decided,) = [line for line in hurt if line.event == "decided"]
+        (published,) = [line for line in hurt if line.event == "published"]
+        assert decided.fields["step"] == published.fields["step"]
+    assert replay([str(paths[0]), "--sent"]) == 0
+    printed = capsys.readouterr().out
+    assert "Freeze to" in printed and "WriteOrder to" in printed and "the replay decides the same" in printed
 
 
 @pytest.mark.parametrize(

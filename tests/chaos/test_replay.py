@@ -1,4 +1,4 @@
-"""The journal of a real job, with a real kill, replays: the machine decides the same once more."""
+"""The journal of a real job replays. That a job's journals do so whose ranks were killed, `test_kills` tests on its own job."""
 
 from __future__ import annotations
 
@@ -6,33 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import KILLS, run_to_end
-from ttp.chaos.job import Job
+from tests.chaos.conftest import run_to_end
 from ttp.controller.journal import inputs_path, read_inputs
 from ttp.controller.replay import compare, decide_again, main
-
-DECISIONS = ["death_seen", "freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published", "exit_sent"]
-
-
-def test_journals_of_killed_ranks_replay_to_the_same_decisions(
-    killed_job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Four ranks, one killed in each start: freeze, step, roll-forward, writers and publisher come out as they did."""
-    paths = sorted((killed_job.output_dir / "log").glob("journal_*.jsonl"))
-    assert len(paths) == len(KILLS) + 1, "the starts that were hurt, and one that finished"
-    for path in paths:
-        compared = compare(path)
-        assert compared.difference == ""
-        assert compared.told, path
-    for path in paths[:-1]:
-        hurt = [line for line in compare(path).again if line.event in DECISIONS]
-        assert [name for name in DECISIONS if name in {line.event for line in hurt}] == DECISIONS
-        (decided,) = [line for line in hurt if line.event == "decided"]
-        (published,) = [line for line in hurt if line.event == "published"]
-        assert decided.fields["step"] == published.fields["step"]
-    assert main([str(paths[0]), "--sent"]) == 0
-    printed = capsys.readouterr().out
-    assert "Freeze to" in printed and "WriteOrder to" in printed and "the replay decides the same" in printed
 
 
 @pytest.mark.long
