@@ -37,6 +37,8 @@ class ProcessorSettings:
     """Between two attempts of rank 0 to start a controller where there is none."""
     saves_alone: bool = False
     """The ranks can save a finished step together without a controller."""
+    alone_s: float = 120.0
+    """So long a rank that was told to leave waits, without a controller, for the end of the step that all save, and again for the save."""
 
 
 # --- in ---

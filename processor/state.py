@@ -67,7 +67,7 @@ class ProcessorState:
     """When the next heartbeat is due; inf until welcomed on this stream."""
     heartbeat_s: float = inf
     answer_by: float = inf
-    """A fault was told and no controller has reacted: the rank gives up then."""
+    """A fault was told and no controller has reacted, or the ranks save a step without one: the rank gives up then."""
     term: int = -1
     """Of the controller that welcomed last."""
     freeze_id: int = 0

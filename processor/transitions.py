@@ -233,8 +233,12 @@ def _new_times(state: ProcessorState) -> tuple[float, ...]:
 def give_up_at(state: ProcessorState) -> float:
     """Return when the missing controller has consequences; inf: never."""
     standing = state.standing
-    if standing is _LEAVING or state.alone or _will_be_saved_alone(state):
+    if standing is _LEAVING:
         return inf
+    if state.alone:
+        return state.answer_by
+    if _will_be_saved_alone(state):
+        return state.lost_since + state.settings.alone_s
     if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):
         return inf
     lost = state.lost_since + state.settings.controller_lost_s
@@ -250,6 +254,13 @@ def _will_be_saved_alone(state: ProcessorState) -> bool:
 
 def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:
     """No controller for too long. Only a rank that cannot go on by itself leaves."""
+    if state.alone or _will_be_saved_alone(state):
+        text = (
+            "the save without a controller"
+            if state.alone
+            else f"after {state.notice}, the step that is saved without a controller"
+        )
+        return _exit(state, 1, f"{text} did not end within {state.settings.alone_s:g} s", out)
     waited = f"no controller answered for {state.settings.controller_lost_s:g} s"
     if state.faults:
         return _exit(state, 1, f"{waited} after: {state.faults[0].cause.text}", out)
@@ -311,7 +322,8 @@ def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, 
 def saves_alone(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
     """All training threads are in the save: this rank turns to no controller any more, and does nothing for one that leads it since."""
     out.append(Log(f"no controller leads any rank: all ranks save step {event.step} together"))
-    return replace(state, alone=True, notice_by=inf, looks_at=inf, heartbeat_at=inf)
+    by = now + state.settings.alone_s
+    return replace(state, alone=True, answer_by=by, notice_by=inf, looks_at=inf, heartbeat_at=inf)
 
 
 def saved_alone(state: ProcessorState, event: SavedAlone, now: float, out: list[Effect]) -> ProcessorState:

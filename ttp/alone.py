@@ -6,12 +6,15 @@ done: every rank has read the same sums in the step's spanning collective (`ttp.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ttp.checkpoint.durable import step_directory_name
+from ttp.checkpoint.verify import verify
+from ttp.errors import CheckpointError
 from ttp.exchange import exchange_json
 from ttp.holder import OptimizerHolder
 from ttp.periodic import PeriodicSaves
@@ -51,9 +54,7 @@ class BoundarySave:
             path = self._saves.save(step, Cause(CauseKind.PREEMPTED, tuple(noticed), f"SIGTERM; {cause_text(step)}"))
         except Exception as problem:  # whatever it was, no controller ends this process
             error = f"{type(problem).__name__}: {problem}"
-            if path := self._published(
-                step
-            ):  # a rank that had learned of it first has exited, which ended this one's collective
+            if path := self._published(step):  # others had learned of it and exited, which ended this rank's collective
                 error = ""
             else:
                 log.error("rank %d: step %d could not be saved without a controller: %s", self._rank, step, error)
@@ -66,6 +67,13 @@ class BoundarySave:
         processor.saved_alone(step, path, error)
 
     def _published(self, step: int) -> str:
-        """Return the checkpoint of this step that is on disk under its own name, which a whole one has; empty: there is none."""
-        paths = (Path(directory) / step_directory_name(step) for directory in self._directories)
-        return next((str(path) for path in paths if path.is_dir()), "")
+        """Return the valid checkpoint of this step that is on disk, all bytes read; empty: this rank sees none.
+
+        One that an earlier job has left may be broken. Of nodes' own directories a rank sees those of its node: a piece is no checkpoint.
+        """
+        for path in (Path(directory) / step_directory_name(step) for directory in self._directories):
+            with contextlib.suppress(CheckpointError, OSError):
+                manifest = verify(path)
+                if all((path / file.name).exists() for file in manifest.files):
+                    return str(path)
+        return ""

@@ -24,6 +24,7 @@ from ttp.checkpoint import load, writer
 from ttp.checkpoint.durable import step_of_directory, write_durably
 from ttp.checkpoint.pieces import list_pieces, remove_superseded
 from ttp.errors import CheckpointError, NotWritable
+from ttp.input_file import read_text
 
 log = logging.getLogger("ttp")
 
@@ -167,10 +168,10 @@ class RunDirectories:
             return None
         for directory in self._readable:
             try:
-                note = json.loads((Path(directory) / NOTE_NAME).read_text(encoding="utf-8"))
+                note = json.loads(read_text(Path(directory) / NOTE_NAME))
                 if note["job_id"] == self._job_id:
                     return set(note["found"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue
         return None
 

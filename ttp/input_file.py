@@ -39,6 +39,11 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     return io.FileIO(descriptor, "rb")
 
 
+def open_text(path: str | os.PathLike[str]) -> io.TextIOWrapper:
+    """Open a regular file for reading as UTF-8. Raises OSError."""
+    return io.TextIOWrapper(io.BufferedReader(open_regular(path)), encoding="utf-8")
+
+
 def read_text(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> str:
     """Return the text of a regular file of at most `most` bytes. Raises OSError, also for what is not UTF-8."""
     with open_regular(path) as raw, io.BufferedReader(raw) as stream:

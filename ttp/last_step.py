@@ -13,6 +13,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp import checked
+from ttp.input_file import read_text
+
+MOST_BYTES = 1 << 12
+
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
@@ -40,10 +45,12 @@ def write(log_dir: Path, round_number: int, last: LastStep) -> None:
 def read(log_dir: Path, round_number: int, since_unix_s: float) -> LastStep | None:
     """Return what rank 0 of an attempt wrote; None: nothing that can be read, or an earlier job's."""
     try:
-        fields = json.loads(path_of(log_dir, round_number).read_text(encoding="utf-8"))
-        step, saved = fields["step"], fields["saved_step"]
-        if fields["unix_s"] < since_unix_s or not isinstance(step, int) or not isinstance(saved, int | None):
-            return None
-        return LastStep(step, saved)
-    except (OSError, ValueError, KeyError, TypeError):
+        fields = checked.mapping(json.loads(read_text(path_of(log_dir, round_number), MOST_BYTES)), "last step")
+        checked.number(*checked.field(fields, "unix_s", ""), least=since_unix_s)
+        saved, where = checked.field(fields, "saved_step", "")
+        return LastStep(
+            checked.integer(*checked.field(fields, "step", "")),
+            None if saved is None else checked.integer(saved, where),
+        )
+    except (OSError, ValueError, RecursionError):
         return None

@@ -16,8 +16,8 @@ from ttp.errors import CheckpointError
 from ttp.exchange import exchange_json
 from ttp.holder import OptimizerHolder
 from ttp.job_directories import JobDirectories
-from ttp.proto.messages import Cause, FileEntry, Part, PublishOrder, ShareResult
-from ttp.standby import term_of
+from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, PublishOrder, ShareResult
+from ttp.standby import last_term_of, term_of
 
 log = logging.getLogger("ttp")
 
@@ -109,7 +109,9 @@ class PeriodicSaves:
             results=results,
             cause=cause,
             record=record if record is not None and record.step == step else None,
-            term=term_of(self._round_number),  # no controller orders it: any controller's dump may replace it
+            # No controller orders it, and any controller's dump may replace it. But where all ranks save without one they execute no
+            # order any more: of nodes' own directories one may have a piece of a dump that will never be whole, which gives way.
+            term=(last_term_of if cause.kind is CauseKind.PREEMPTED else term_of)(self._round_number),
         )
 
 

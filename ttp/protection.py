@@ -102,6 +102,7 @@ class Protection:
                 address=address,
                 look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
                 saves_alone=save_alone is not None,
+                alone_s=settings.total_timeout_s,
             ),
             address,
             settings.start_name,

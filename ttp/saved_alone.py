@@ -12,7 +12,13 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp import checked
+from ttp.input_file import read_text
+
 log = logging.getLogger("ttp")
+
+MOST_BYTES = 1 << 24
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,24 @@ def write(path: Path, account: SavedAlone) -> None:
 def read(log_dir: Path, round_number: int, since_unix_s: float) -> SavedAlone | None:
     """Return what rank 0 of an attempt wrote; None: nothing that can be read, or an earlier job's."""
     try:
-        fields = json.loads(path_of(log_dir, round_number).read_text(encoding="utf-8"))
-        account = SavedAlone(**{**fields, "noticed": tuple(map(int, fields["noticed"]))})
-        numbers = (account.began_unix_s, account.unix_s, account.step, account.world_size)
-        strings = (account.path, account.error, account.newest)
-        valid = all(isinstance(one, int | float) for one in numbers) and all(isinstance(one, str) for one in strings)
-        return account if valid and account.unix_s >= since_unix_s else None
-    except (OSError, ValueError, KeyError, TypeError):
+        fields = checked.mapping(json.loads(read_text(path_of(log_dir, round_number), MOST_BYTES)), "account")
+        account = SavedAlone(
+            began_unix_s=checked.number(*checked.field(fields, "began_unix_s", ""), least=0),
+            unix_s=checked.number(*checked.field(fields, "unix_s", ""), least=since_unix_s),
+            step=checked.integer(*checked.field(fields, "step", "")),
+            path=_text(*checked.field(fields, "path", "")),
+            error=_text(*checked.field(fields, "error", "")),
+            noticed=checked.integers(*checked.field(fields, "noticed", "")),
+            world_size=checked.integer(*checked.field(fields, "world_size", ""), least=1, most=MOST_RANKS),
+            newest=_text(*checked.field(fields, "newest", "")),
+        )
+    except (OSError, ValueError, RecursionError):
         return None
+    return account if all(rank < account.world_size for rank in account.noticed) else None
+
+
+def _text(value: object, path: str) -> str:
+    """Return a string; the bytes of a path need not be UTF-8."""
+    if type(value) is not str:
+        raise checked.Invalid(path, value, "a string")
+    return value

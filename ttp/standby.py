@@ -37,6 +37,11 @@ def term_of(round_number: int, place: int = 0) -> int:
     return round_number * TERMS_OF_A_START + 1 + place
 
 
+def last_term_of(round_number: int) -> int:
+    """Return the highest term of an attempt, which none of its controllers has: of what the ranks save when they obey none any more."""
+    return term_of(round_number, TERMS_OF_A_START - 1)
+
+
 def standbys_of(settings: Settings, world_size: int) -> int:
     """Return how many standbys the job keeps behind its active controller: one on a single node, else one on each further node up to
     TTP_STANDBYS."""

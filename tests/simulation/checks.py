@@ -31,6 +31,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
+    found += [] if ended else _saves_for_ever(job)
     found += late(job)
     found += wrongly_dead_or_alive(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
@@ -44,6 +45,12 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += _vetoed(job)
     found += _outcome(scenario)
     return found
+
+
+def _saves_for_ever(job: Job) -> list[str]:
+    """I11: a save without a controller ends by itself, whoever hangs in it."""
+    saving = job.saving()
+    return [f"I11: ranks {saving} still save a step without a controller"] if saving else []
 
 
 def _older_and_newest(job: Job) -> list[str]:

@@ -432,13 +432,16 @@ class Job:
 
     def ended(self) -> bool:
         """Nobody runs any more but standbys that nobody came to: the launchers end those."""
-        if self.now > self._last_kill_s + 3 * self.times.controller_lost_s and all(
-            c.gone for c in self._within_reach()
-        ):
+        no_controller = all(c.gone for c in self._within_reach())
+        if self.now > self._last_kill_s + 3 * self.times.controller_lost_s and no_controller and not self.saving():
             return True  # who is left hangs in a collective or a gate, and its launcher ends it
         return all(c.gone or c.idle for c in self.controllers) and all(
             not p.alive or p.stopped_for_good for p in self.ranks
         )
+
+    def saving(self) -> list[int]:
+        """Return the ranks that run and save a step without a controller."""
+        return [r.rank for r in self.ranks if r.boundary.saving and r.alive and not (r.stopped_for_good or r.hogged)]
 
     def _within_reach(self) -> set[Controller]:
         """Return the controllers that some living rank knows of, all where none lives: of a standby that began while a rank was

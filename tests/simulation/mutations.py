@@ -222,6 +222,7 @@ MUTATIONS = (
     Mutation("nobody contributes that every controller is lost", unled.lost_controllers_are_waited_for, ("I14",), unled.killed, within=20),
     Mutation("ranks wait for ever for a controller behind a step", unled.ranks_wait_behind_a_step_for_lost_controllers, ("I14",), unled.killed_in_the_notice, within=20),
     Mutation("ranks that save alone obey a controller", unled.ranks_that_save_alone_obey_a_controller, ("I14",), unled.comes_back, base=180, within=20),
+    Mutation("a save without a controller is waited for for ever", unled.a_save_alone_has_no_bound, ("I11",), unled.a_rank_stops_in_the_save, within=20),
     Mutation("ranks that save alone are led by a controller that is back", unled.ranks_that_save_alone_turn_to_controllers, ("I14",), unled.comes_back, within=100),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),

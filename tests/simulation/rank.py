@@ -88,6 +88,7 @@ class Rank:
         settings = ev.ProcessorSettings(
             rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0",
             job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s, self.boundary.possible,
+            job.times.total_timeout_s,
         )  # fmt: skip
         self.handler = Handler(settings, "c0", self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)

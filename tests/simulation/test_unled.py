@@ -77,3 +77,14 @@ def test_a_rank_that_dies_in_the_save_leaves_a_whole_checkpoint_or_none() -> Non
     """What is on disk is judged by the invariants; both happen."""
     whole = [len(ended(unled.a_rank_dies_in_the_save, seed).disk.published) for seed in range(3 * SEEDS)]
     assert set(whole) == {0, 1}
+
+
+def test_a_rank_that_stops_in_the_save_does_not_hold_the_others_for_ever() -> None:
+    """They exit as ranks that failed, unless the step was on disk by then."""
+    ends: set[str | None] = set()
+    for seed in range(SEEDS):
+        job = ended(unled.a_rank_stops_in_the_save, seed)
+        ends |= {rank.ended for rank in job.ranks if not rank.stopped}
+    assert "exit code 1" in ends and ends <= {
+        f"exit code {code}" for code in (1, EXIT_CODE_PREEMPTED, EXIT_CODE_PERSISTED)
+    }

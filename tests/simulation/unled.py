@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -143,6 +144,15 @@ def a_rank_dies_in_the_save(seed: int) -> Scenario:
     return scenario
 
 
+def a_rank_stops_in_the_save(seed: int) -> Scenario:
+    """For good, and no controller sees it: the others do not wait for ever."""
+    scenario = killed(seed)
+    job = scenario.job
+    job.must_save = ""
+    job.hook("saving alone", 1 + seed % 4, lambda rank: job.stop((rank + 1) % 4, None))
+    return scenario
+
+
 # --- wrong on purpose ---
 
 
@@ -215,6 +225,17 @@ def ranks_that_save_alone_turn_to_controllers(patch: Patch) -> None:
 
     def wrong(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
         return state
+
+    for standing in (Standing.TRAINING, Standing.FROZEN):
+        patch.setitem(tables.TRANSITIONS, (standing, SavesAlone), wrong)
+
+
+def a_save_alone_has_no_bound(patch: Patch) -> None:
+    """A rank that is stopped in it holds all others up."""
+    begin = transitions.saves_alone
+
+    def wrong(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
+        return replace(begin(state, event, now, out), answer_by=inf)
 
     for standing in (Standing.TRAINING, Standing.FROZEN):
         patch.setitem(tables.TRANSITIONS, (standing, SavesAlone), wrong)

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from ttp import last_step, saved_alone
 from ttp.console import open_console
+from ttp.input_file import open_text
 from ttp.last_step import LastStep
 from ttp.launch.aside import Aside
 from ttp.launch.earlier import Earlier, earlier
@@ -53,7 +54,7 @@ STORY_NAME = "story.jsonl"
 WRITE_S = 1.0
 """How long the launcher waits, while it holds ranks, for a line to be written."""
 _NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """What a journal that is missing, cut off or altered may raise."""
 
 
@@ -326,10 +327,8 @@ class Chronicle:
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
-        if ending.log_dir is not None and (
-            account := saved_alone.read(ending.log_dir, start.number, start.begun_unix_s)
-        ):
-            lines = lines_of(account, lines)
+        account = saved_alone.read(ending.log_dir, start.number, start.begun_unix_s) if ending.log_dir else None
+        lines = lines_of(account, lines) if account else lines
         lines = until_second_signal(lines, ending.at_once)
         story = fault_of(
             start.number,
@@ -441,7 +440,7 @@ def _is_cut_off(path: Path) -> bool:
 def _read_story(path: Path) -> list[Line]:
     """Return a story file's lines but for those that were cut off. Raises OSError."""
     found: list[Line] = []
-    with open(path, encoding="utf-8") as file:
+    with open_text(path) as file:
         for line in file:
             with suppress(json.JSONDecodeError):
                 found.append(json.loads(line))
@@ -462,7 +461,7 @@ def read_start(log_dir: Path, start: Start) -> list[Line]:
     lines: list[Line] = []
     for path in (*log_dir.glob(f"journal_{start.number}.jsonl"), *log_dir.glob(f"standby_{start.number}_*.jsonl")):
         place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
-        with open(path, encoding="utf-8") as file:
+        with open_text(path) as file:
             read = [json.loads(line) for line in file if line.endswith("\n")]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= start.begun_unix_s]
     return leading_lines(lines)

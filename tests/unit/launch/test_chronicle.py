@@ -239,9 +239,16 @@ def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
     assert written(path)[-1]["faults"] == 2
 
 
-def test_a_damaged_journal_costs_a_line_of_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The launcher goes on; the summary comes all the same."""
-    (tmp_path / "journal_0.jsonl").write_text('{"unix_s": 1.0, "event"\n')
+@pytest.mark.parametrize("content", ['{"unix_s": 1.0, "event"\n', "[" * 100_000 + "\n", None])
+def test_a_damaged_journal_costs_a_line_of_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    """The launcher goes on; the summary comes all the same. None: a pipe, which nothing writes to."""
+    journal = tmp_path / "journal_0.jsonl"
+    if content is None:
+        os.mkfifo(journal)
+    else:
+        journal.write_text(content)
     chronicle = Chronicle()
     chronicle.begin(here=True)
     start = Start(number=0, begun_unix_s=0.0)

@@ -18,6 +18,7 @@ from ttp.processor.events import (
     LocalFault,
     LookForControllers,
     Noticed,
+    ProcessorSettings,
     Received,
     ReportUnled,
     SavedAlone,
@@ -37,6 +38,7 @@ from ttp.proto.messages import (
 )
 
 LEASE_S = 3.0
+ALONE_S = ProcessorSettings(0).alone_s
 
 
 def attached(saves_alone: bool = True, standbys: tuple[str, ...] = ()) -> ProcessorBench:
@@ -126,7 +128,7 @@ def test_what_is_frozen_stays_behind_its_gate() -> None:
 
 
 def test_a_rank_that_was_told_to_leave_goes_on_to_the_step_that_all_save() -> None:
-    """However long the step takes; one with a fault besides gives up as ever."""
+    """Longer than it waits for a controller; one with a fault besides gives up as ever."""
     for fault, exits in ((False, 0), (True, 1)):
         rank = attached()
         rank.take(Noticed("SIGTERM"))
@@ -134,6 +136,32 @@ def test_a_rank_that_was_told_to_leave_goes_on_to_the_step_that_all_save() -> No
         if fault:
             rank.take(LocalFault(Cause(CauseKind.PEER_ERROR, (1,), "connection closed by peer"), ""))
         assert len(only(rank.wait(60.0), ExitProcess)) == exits
+
+
+def test_a_step_that_hangs_is_not_waited_for_for_ever() -> None:
+    """Where no controller finds hangs: other ranks may be stopped."""
+    rank = attached()
+    rank.take(Noticed("SIGTERM"))
+    refuse(rank)
+    told = rank.wait(rank.state.settings.boundary_s + 0.1)
+    assert not only(told, ExitProcess) and rank.state.faults, "the notice is told, but to nobody"
+    assert not only(rank.wait(ALONE_S - 1.0), ExitProcess)
+    (leaving,) = only(rank.wait(2.0), ExitProcess)
+    assert leaving.code == 1
+    assert (
+        leaving.reason == f"after SIGTERM, the step that is saved without a controller did not end within {ALONE_S:g} s"
+    )
+
+
+def test_a_save_that_hangs_is_not_waited_for_for_ever() -> None:
+    """It has its whole time, whenever the controller was lost; of one that leads the rank since, too."""
+    for led in (False, True):
+        rank = saving() if not led else attached()
+        if led:
+            rank.take(SavesAlone(8))
+        assert not only(rank.wait(ALONE_S - 1.0), ExitProcess)
+        (leaving,) = only(rank.wait(2.0), ExitProcess)
+        assert (leaving.code, leaving.reason) == (1, f"the save without a controller did not end within {ALONE_S:g} s")
 
 
 def saving() -> ProcessorBench:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,8 +21,9 @@ from ttp.checkpoint.manifest import read_manifest
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import CheckpointError
-from ttp.proto.messages import EXIT_CODE_PREEMPTED, CauseKind
+from ttp.proto.messages import EXIT_CODE_PREEMPTED, Cause, CauseKind, Part, PublishOrder, WriteOrder
 from ttp.saved_alone import SavedAlone
+from ttp.standby import TERMS_OF_A_START, last_term_of, term_of
 
 
 class Trained:
@@ -28,7 +33,9 @@ class Trained:
         torch.manual_seed(3)
         self.model = torch.nn.Linear(8, 4)
         self.optimizer = ttp.TTPReplicaOptimizer(self.model.named_parameters(), replicas=1, lr=0.05)
-        self.session = ttp.start(self.optimizer, save_dirs=[folder], settings=Settings(heartbeat_s=0.05))
+        self.session = ttp.start(
+            self.optimizer, save_dirs=[folder], settings=Settings(heartbeat_s=0.05, total_timeout_s=77.0)
+        )
         self.session.resume()
         protection = self.session.protection
         assert protection is not None
@@ -60,6 +67,7 @@ def test_the_step_in_flight_is_saved_and_the_resumed_rank_has_its_bits(
     for _ in range(3):
         first.step()
     first.lose_the_controller()
+    assert first.processor._settings.alone_s == 77.0, "TTP_OT bounds the save too"
     first.step()
     assert first.codes == [], "training goes on without protection"
     first.processor.preempted()
@@ -94,14 +102,12 @@ class NoProcess:
 
 
 class Saves:
-    """A save that fails, after it has published perhaps."""
+    """A save that fails."""
 
-    def __init__(self, error: Exception, published: Path | None = None) -> None:
-        self.error, self.published = error, published
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def save(self, step: int, cause: object) -> str:
-        if self.published is not None:
-            self.published.mkdir()
         raise self.error
 
 
@@ -131,12 +137,79 @@ def test_a_save_that_fails_is_no_save(tmp_path: Path, error: Exception) -> None:
     assert (account.path, account.error, account.newest) == ("", text, "/older")
 
 
-def test_a_rank_whose_last_collective_failed_believes_the_disk(tmp_path: Path) -> None:
+class Saved:
+    """A session of one rank without a controller, after some steps."""
+
+    def __init__(self, folder: Path, steps: int, *, shared_dirs: bool) -> None:
+        self.model = torch.nn.Linear(8, 4)
+        self.optimizer = ttp.TTPReplicaOptimizer(self.model.named_parameters(), replicas=1, lr=0.05)
+        settings = Settings(enable=False, shared_dirs=shared_dirs)
+        self.session = ttp.start(self.optimizer, save_dirs=[folder], settings=settings)
+        for step in range(1, steps + 1):
+            self.model(torch.full((2, 8), float(step))).square().mean().backward()
+            self.session.set_step_state(step, {})
+            self.optimizer.step()
+
+
+def published(folder: Path, *, shared_dirs: bool = True) -> Path:
+    """Return a checkpoint of step 7 that is there when the save fails."""
+    session = Saved(folder, 7, shared_dirs=shared_dirs).session
+    path = Path(session.save())
+    session.close()
+    return path
+
+
+@pytest.mark.parametrize("shared_dirs", [True, False])
+def test_a_rank_whose_last_collective_failed_believes_the_disk(tmp_path: Path, shared_dirs: bool) -> None:
     """The others had learned of the publish, and had exited."""
-    published = tmp_path / "iter_0000007"
-    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer"), published))
-    assert calls == [("saves", 7), ("saved", 7, str(published), "")]
-    assert (account.path, account.error) == (str(published), "")
+    path = published(tmp_path, shared_dirs=shared_dirs)
+    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer")))
+    assert calls == [("saves", 7), ("saved", 7, str(path), "")]
+    assert (account.path, account.error) == (str(path), "")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", ["a bit", "another node's file", "all but the name"])
+def test_what_only_has_the_name_of_a_checkpoint_is_none(tmp_path: Path, harm: str) -> None:
+    """A broken one of an earlier job, which this one had skipped; or this node's piece, whose other nodes have none."""
+    path = published(tmp_path, shared_dirs=harm != "another node's file")
+    file = next(iter(sorted(path.glob("*.distcp"))))
+    if harm == "a bit":
+        flip_a_bit(file)
+    elif harm == "another node's file":
+        file.unlink()
+    else:
+        shutil.rmtree(path)
+        path.mkdir()
+    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer")))
+    assert calls == [("saves", 7), ("saved", 7, "", "RuntimeError: closed by peer")] and account.path == ""
+
+
+def test_pieces_that_ranks_save_alone_take_the_place_of_a_dumps_that_will_never_be_whole(tmp_path: Path) -> None:
+    """A controller that was back for a moment had one node publish its piece; no other node follows its orders any more."""
+    saved = Saved(tmp_path, 1, shared_dirs=False)
+    optimizer, session = saved.optimizer, saved.session
+    parts = tuple(Part(group.group_id, 0, 1) for group in optimizer.shard_groups())
+    newest = term_of(0, TERMS_OF_A_START - 2)
+    for number, term in enumerate((1, newest)):
+        write = WriteOrder(1, 1, str(tmp_path), f"iter_0000001_tmp_{number}", parts)
+        cause = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
+        order = PublishOrder(1, 1, str(tmp_path), write.tmp_name, (session.holder.write(write),), cause, None, term)
+        path = session.holder.publish(order)
+    assert read_manifest(Path(path)).term == newest
+    account = saved_alone.path_of(tmp_path, 0)
+    calls = NoProcess()
+    save = BoundarySave(session._saves, session.holder, session.save_dirs, 0, account)
+    save(1, True, calls)  # type: ignore[arg-type]
+    assert calls.calls == [("saves", 1), ("saved", 1, path, "")]
+    manifest = read_manifest(Path(path))
+    assert (manifest.term, manifest.cause.kind) == (last_term_of(0), CauseKind.PREEMPTED)
+    session.close()
 
 
 def test_until_all_ranks_are_in_the_save_a_failure_is_a_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +227,29 @@ def test_until_all_ranks_are_in_the_save_a_failure_is_a_peers(tmp_path: Path, mo
 
 
 ACCOUNT = SavedAlone(10.0, 11.0, 7, "/a/iter_0000007", "", (1,), 3, "")
+WRITTEN = dataclasses.asdict(ACCOUNT)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"step": 7}', "\x00", '{"unix_s": "x"}', "null", '{"noticed": ["x"]}']
+    "content",
+    [
+        *("", "[]", "{}", '{"step": 7}', "\x00", '{"unix_s": "x"}', "null", '{"noticed": ["x"]}', "[" * 100_000),
+        *(
+            json.dumps({**WRITTEN, name: value})
+            for name, value in [
+                ("step", 10**30),
+                ("world_size", 10**12),
+                ("world_size", 0),
+                ("unix_s", math.inf),
+                ("began_unix_s", math.nan),
+                ("noticed", [3]),
+                ("noticed", [-1]),
+                ("path", None),
+                ("step", True),
+                ("error", 5),
+            ]
+        ),
+    ],
 )
 def test_an_account_that_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
     saved_alone.write(saved_alone.path_of(tmp_path, 2), ACCOUNT)
@@ -165,6 +257,17 @@ def test_an_account_that_cannot_be_read_is_none(tmp_path: Path, content: str) ->
     assert saved_alone.read(tmp_path, 2, 12.0) is None, "an earlier job's"
     assert saved_alone.read(tmp_path, 3, 9.0) is None
     saved_alone.path_of(tmp_path, 2).write_text(content)
+    assert saved_alone.read(tmp_path, 2, 9.0) is None
+
+
+def test_a_path_that_is_no_utf8_is_read_as_it_was_written(tmp_path: Path) -> None:
+    account = dataclasses.replace(ACCOUNT, path="/a\udcff/iter_0000007")
+    saved_alone.write(saved_alone.path_of(tmp_path, 2), account)
+    assert saved_alone.read(tmp_path, 2, 9.0) == account
+
+
+def test_a_pipe_in_place_of_the_account_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(saved_alone.path_of(tmp_path, 2))
     assert saved_alone.read(tmp_path, 2, 9.0) is None
 
 

@@ -147,7 +147,7 @@ def test_the_newest_checkpoint_is_looked_for_where_directories_can_be_read(tmp_p
     assert found is None and [path for path, _ in heard] == [save_dirs[0], older]
 
 
-@pytest.mark.parametrize("note", [None, "", "{}", "[1]", '{"job_id": "other", "found": []}'])
+@pytest.mark.parametrize("note", [None, "", "{}", "[1]", "[" * 100_000, "pipe", '{"job_id": "other", "found": []}'])
 def test_the_note_of_any_directory_tells_a_restart_from_a_first_start(tmp_path: Path, note: str | None) -> None:
     """The first one's may be lost, cut off, or another job's: a run that began with `never` goes on all the same."""
     save_dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
@@ -157,9 +157,11 @@ def test_the_note_of_any_directory_tells_a_restart_from_a_first_start(tmp_path: 
     run.release()
     written = Path(save_dirs[0]) / directories.NOTE_NAME
     assert written.exists()
-    if note is None:
+    if note in (None, "pipe"):
         written.unlink()
-    else:
+    if note == "pipe":
+        os.mkfifo(written)
+    elif note is not None:
         written.write_text(note)
     published = publish(tmp_path / "b", 7)
     assert RunDirectories(save_dirs, "job", first_start=False).candidates("never") == published

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,14 @@ def test_the_agent_reads_where_training_ended(tmp_path: Path) -> None:
     assert last_step.read(log_dir, 0, 0.0) == LastStep(4, 2)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"step": "x", "saved_step": 1, "unix_s": 9}', '{"step": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", '{"step": "x", "saved_step": 1, "unix_s": 9}', '{"step": 1}', "[" * 4000),
+        *('{"step": -1, "saved_step": 1, "unix_s": 9}', '{"step": 7, "saved_step": true, "unix_s": 9}'),
+        *('{"step": 7, "saved_step": 7, "unix_s": NaN}', '{"step": 7, "saved_step": 7, "unix_s": 9}' + " " * 5000),
+    ],
+)
 def test_a_file_that_is_not_of_this_attempt_or_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
     last_step.write(tmp_path, 3, LastStep(7, 7))
     written = json.loads(last_step.path_of(tmp_path, 3).read_text())
@@ -76,4 +84,9 @@ def test_a_file_that_is_not_of_this_attempt_or_cannot_be_read_is_none(tmp_path: 
     assert last_step.read(tmp_path, 3, written["unix_s"] + 1.0) is None, "an earlier job's"
     assert last_step.read(tmp_path, 4, 0.0) is None
     last_step.path_of(tmp_path, 3).write_text(content)
+    assert last_step.read(tmp_path, 3, 0.0) is None
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(last_step.path_of(tmp_path, 3))
     assert last_step.read(tmp_path, 3, 0.0) is None
