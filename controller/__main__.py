@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from ttp.errors import ControllerError
+from ttp.options import above_zero, whole
+from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
 from ttp.proto.transport import grpc, join_address
 
 from .agent_link import request_shutdown
@@ -45,6 +47,8 @@ decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
 PORT_WAIT_S = 10.0
 """How long a taken port is tried for again."""
+MOST_RANKS = 1_000_000
+_SECONDS = above_zero("seconds", 1e12)
 PORT_RETRY_S = 0.25
 SUPERSEDE_TIMEOUT_S = 30.0
 """A stopped controller hears of its successor when it goes on, if that is not longer after."""
@@ -55,26 +59,36 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = ControllerSettings(job_id="", term=1, world_size=1)
     parser = argparse.ArgumentParser(prog="ttp-controller", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--bind", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--port", type=whole(most=65535), default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--job-id", required=True)
-    parser.add_argument("--term", type=_positive_int, default=defaults.term, help="this controller's number")
-    parser.add_argument("--world-size", type=_positive_int, required=True)
+    parser.add_argument("--term", type=whole(1, LAST_STEP), default=defaults.term, help="this controller's number")
+    parser.add_argument("--world-size", type=whole(1, MOST_RANKS), required=True)
     parser.add_argument(
-        "--standby", type=int, default=0, metavar="I", help="wait as the I-th standby (default: active)"
+        "--standby",
+        type=whole(most=MOST_ADDRESSES),
+        default=0,
+        metavar="I",
+        help="wait as the I-th standby (default: active)",
     )
-    parser.add_argument("--standbys", type=int, default=0, metavar="N", help="keep so many standbys behind this one")
+    parser.add_argument(
+        "--standbys",
+        type=whole(most=MOST_ADDRESSES),
+        default=0,
+        metavar="N",
+        help="keep so many standbys behind this one",
+    )
     parser.add_argument("--advertise", default="", help="host that the others reach this one by (default: --bind)")
     parser.add_argument(
-        "--guardian", type=int, action="append", default=[], metavar="PID", help="see above; repeatable"
+        "--guardian", type=whole(1), action="append", default=[], metavar="PID", help="see above; repeatable"
     )
     parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
     parser.add_argument("--local-dirs", action="store_true", help="every node has checkpoint directories of its own")
     parser.add_argument(
-        "--port-wait-s", type=_positive, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
+        "--port-wait-s", type=_SECONDS, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
     )
     for name in _TIMES:
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=_positive, default=getattr(defaults, name), metavar="S")
+        parser.add_argument(flag, type=_SECONDS, default=getattr(defaults, name), metavar="S")
     return parser.parse_args(arguments)
 
 
@@ -209,20 +223,6 @@ def _announce(line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: wanted seconds above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: wanted 1 or more")
-    return value
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Never decides anything.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import queue
@@ -25,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from ttp.checked import field, mapping, number, string
 from ttp.controller.record import from_json, plain_json, to_json
+from ttp.input_file import open_regular
 
 from .events import ControllerSettings, Effect, Event
 
@@ -149,8 +152,8 @@ class Journal:
 
     def _write_all(self, batch: list[tuple[str, Any]]) -> None:
         waited = not self._idle.wait(PATIENCE_S)
-        for number, (kind, content) in enumerate(batch):
-            if number % LINES_AT_ONCE == 0 and not waited:
+        for place, (kind, content) in enumerate(batch):
+            if place % LINES_AT_ONCE == 0 and not waited:
                 waited = not self._idle.wait(PATIENCE_S)
             self._write(kind, content)
         self._story.flush()
@@ -215,19 +218,28 @@ def _set_aside(path: Path, *companions: Path) -> None:
 
 
 def read_story(path: Path) -> Iterator[JournalLine]:
-    """Yield the story's lines; a last line that was cut off by a crash is left out."""
+    """Yield the story's lines; a last line that was cut off by a crash is left out. Raises OSError, ValueError."""
     for line in _whole_lines(path):
-        yield JournalLine(line["unix_s"], line["monotonic_s"], line["event"], line["fields"])
+        entry = mapping(line, "a line")
+        yield JournalLine(
+            unix_s=number(*field(entry, "unix_s", "")),
+            monotonic_s=number(*field(entry, "monotonic_s", "")),
+            event=string(*field(entry, "event", "")),
+            fields=mapping(*field(entry, "fields", "")),
+        )
 
 
 def read_inputs(path: Path) -> Recording:
-    """Read one inputs file. Raises ValueError when it has no first line."""
+    """Read one inputs file. Raises OSError, and ValueError when it has no first line or lines that no journal has."""
     lines = _whole_lines(path)
     first = next(lines, None)
     if first is None:
         raise ValueError(f"{path} is empty: wanted settings and state on its first line")
-    inputs = tuple((now, from_json(event)) for now, event in lines)
-    return Recording(from_json(first["settings"]), from_json(first["state"]), inputs)
+    try:
+        inputs = tuple((now, from_json(event)) for now, event in lines)
+        return Recording(from_json(first["settings"]), from_json(first["state"]), inputs)
+    except (TypeError, LookupError, AttributeError, RecursionError, ImportError) as error:
+        raise ValueError(f"{path} holds a line that no journal has: {type(error).__name__}: {error}") from None
 
 
 class Transition(Protocol):
@@ -246,7 +258,10 @@ def replay(recording: Recording, transition: Transition) -> Iterator[tuple[float
 
 
 def _whole_lines(path: Path) -> Iterator[Any]:
-    with open(path, encoding="utf-8") as file:
+    with open_regular(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except RecursionError:
+                    raise ValueError(f"{path} holds a line that is nested too deep") from None

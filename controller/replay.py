@@ -65,7 +65,12 @@ def compare(path: Path) -> Comparison:
     """Replay the journal `path`. Raises OSError or ValueError when it cannot be read."""
     inputs = inputs_path(path)
     earlier = Path(f"{inputs}.1")
-    again = tuple(itertools.chain.from_iterable(decide_again(read_inputs(p)) for p in (earlier, inputs) if p.exists()))
+    try:
+        again = tuple(
+            itertools.chain.from_iterable(decide_again(read_inputs(p)) for p in (earlier, inputs) if p.exists())
+        )
+    except (TypeError, LookupError, AttributeError) as error:  # values of a shape that no journal has
+        raise ValueError(f"{inputs} holds what no controller has recorded: {type(error).__name__}: {error}") from None
     told = tuple(
         Decided(line.monotonic_s, line.event, line.fields)
         for line in read_story(path)

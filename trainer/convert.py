@@ -24,6 +24,7 @@ import yaml
 
 import ttp
 from ttp.errors import CheckpointError, ConfigError, TTPError
+from ttp.input_file import read_json
 
 from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
 from .device_table import HOST
@@ -36,6 +37,8 @@ from .prepare import unfinished_beside
 from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, holds_tokenizer, open_tokenizer
 from .weights import open_trained, put_weights
 from .world import World, joined
+
+MOST_INDEX_BYTES = 256 << 20
 
 
 def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer: str | None = None) -> int:
@@ -67,13 +70,7 @@ def from_hugging_face(source: Path, output: Path, tokenizer: str | None = None) 
     with fresh optimizer state. `tokenizer`: a path or BYTES; None: that of `source`. Returns its configuration. Raises
     ConfigError, CheckpointError."""
     _check_free(output)
-    try:
-        theirs = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{source}/config.json cannot be read ({exc}): wanted a folder of save_pretrained") from None
-    if not isinstance(theirs, dict):
-        raise ConfigError(f"{source}/config.json holds no mapping: wanted a folder of save_pretrained")
-    model_config = from_hf_config(theirs)
+    model_config = read_config(source)
     named = _tokenizer_of(source, tokenizer)
     weights = from_hf(_read_safetensors(source), model_config)
     with _appearing(output) as folder:
@@ -92,6 +89,17 @@ def from_hugging_face(source: Path, output: Path, tokenizer: str | None = None) 
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
     return model_config
+
+
+def read_config(source: Path) -> ModelConfig:
+    """Return the configuration of a folder of save_pretrained. Raises ConfigError."""
+    try:
+        theirs = read_json(source / "config.json")
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{source}/config.json cannot be read ({exc}): wanted a folder of save_pretrained") from None
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{source}/config.json holds no mapping: wanted a folder of save_pretrained")
+    return from_hf_config(theirs)
 
 
 def _tokenizer_of(source: Path, given: str | None) -> str | None:
@@ -155,7 +163,7 @@ def _names_of_weights(source: Path) -> list[str]:
     if not index.is_file():
         return ["model.safetensors"]
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted(set(read_json(index, MOST_INDEX_BYTES)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{index} does not say which file has which weight ({type(exc).__name__}: {exc}): wanted a weight_map; copy it again"

@@ -6,7 +6,6 @@ Owns the choice of the next token, and the command line. One process, any checkp
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from ttp.errors import ConfigError, TTPError
 
-from .config import check
+from .config import LARGEST, check
 from .device_table import DEVICES
 from .devices import bind, choose_device
 from .model import GPT
@@ -36,8 +35,8 @@ class Sampling:
     """Only the most likely ones that together have this probability."""
 
     def __post_init__(self) -> None:
-        ok = math.isfinite(self.temperature) and self.temperature >= 0
-        check(ok, "--temperature", self.temperature, "0 or more")
+        ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6
+        check(ok, "--temperature", self.temperature, "0, or 1e-06 to 1e+06")
         check(self.top_k is None or self.top_k >= 1, "--top-k", self.top_k, "1 or more")
         check(0 < self.top_p <= 1, "--top-p", self.top_p, "more than 0, at most 1")
 
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     try:
         sampling = Sampling(0.0 if given.greedy else given.temperature, given.top_k, given.top_p)
-        check(given.max_new_tokens >= 0, "--max-new-tokens", given.max_new_tokens, "0 or more")
+        check(0 <= given.max_new_tokens <= LARGEST, "--max-new-tokens", given.max_new_tokens, f"0 to {LARGEST}")
         check(-(2**63) <= given.seed < 2**64, "--seed", given.seed, "a number of 64 bits")
         trained = open_trained(given.checkpoint)
         tokenizer = _tokenizer(given.tokenizer or trained.tokenizer)

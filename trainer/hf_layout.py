@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ttp import checked
 from ttp.errors import CheckpointMismatch, ConfigError
 
-from .config import ModelConfig
+from .config import LARGEST, ModelConfig
 
 FAMILIES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 """Their model types, and the class of each that has our output."""
@@ -113,9 +114,40 @@ def to_hf_config(config: ModelConfig, dtype: str = "float32", end_of_text: int |
 def from_hf_config(theirs: Mapping[str, Any]) -> ModelConfig:
     """Return our configuration of their config.json. Raises ConfigError naming what we have no counterpart for."""
     family = theirs.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(f"config.json: model_type is {family!r}: wanted one of {', '.join(FAMILIES)}")
+    if type(family) is not str or family not in FAMILIES:
+        raise ConfigError(f"config.json: model_type is {checked.shown(family)}: wanted one of {', '.join(FAMILIES)}")
+    _check_types(theirs)
     return _from_gpt2(theirs) if family == "gpt2" else _from_llama(theirs, family == "mixtral")
+
+
+_INTEGERS = (
+    "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "vocab_size", "num_hidden_layers", "hidden_size", "head_dim", "intermediate_size",
+    "max_position_embeddings", "sliding_window", "num_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
+_NUMBERS = (
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "rope_theta", "rms_norm_eps", "attention_dropout",
+    "router_aux_loss_coef",
+)  # fmt: skip
+
+_MAY_BE_NULL = ("n_inner", "sliding_window", "head_dim", "num_key_value_heads", "attention_dropout")
+
+
+def _check_types(theirs: Mapping[str, Any]) -> None:
+    """Refuse what save_pretrained does not write, before it is reckoned with. Raises ConfigError."""
+    try:
+        for name in ("rope_parameters", "rope_scaling"):
+            if theirs.get(name) is not None:
+                rotation = checked.mapping(theirs[name], name)
+                if rotation.get("rope_theta") is not None:
+                    checked.number(rotation["rope_theta"], f"{name}.rope_theta")
+        given = [name for name, value in theirs.items() if value is not None or name not in _MAY_BE_NULL]
+        for name in given:
+            if name in _INTEGERS:
+                checked.integer(theirs[name], name, 1, LARGEST)
+            elif name in _NUMBERS:
+                checked.number(theirs[name], name)
+    except checked.Invalid as error:
+        raise ConfigError(f"config.json: {error}; copy it again from where it came") from None
 
 
 def _from_gpt2(theirs: Mapping[str, Any]) -> ModelConfig:
@@ -157,7 +189,7 @@ def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
     rotation = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind != "default":
-        raise ConfigError(f"config.json: the rope_type is {kind!r}: wanted default, without scaling")
+        raise ConfigError(f"config.json: the rope_type is {checked.shown(kind)}: wanted default, without scaling")
     for place in (theirs, rotation):  # of transformers 4 and 5
         _expect(place, "partial_rotary_factor", (1, None), 1)
     heads = theirs.get("num_attention_heads", 32)
@@ -193,7 +225,7 @@ def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
 def _expect(theirs: Mapping[str, Any], name: str, wanted: tuple[Any, ...], default: Any) -> None:
     value = theirs.get(name, default)
     if value not in wanted:
-        raise ConfigError(f"config.json: {name} is {value!r}: wanted {' or '.join(map(repr, wanted))}")
+        raise ConfigError(f"config.json: {name} is {checked.shown(value)}: wanted {' or '.join(map(repr, wanted))}")
 
 
 # --- weights ---

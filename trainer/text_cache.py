@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.errors import DatasetError
+from ttp.input_file import read_json
 
 from . import prepare
 from .indexed import IndexedTokens
@@ -38,6 +39,7 @@ FORMAT = 2
 
 _POLL_S = 0.2
 _DAY_S = 86400.0
+_MOST_NOTE_BYTES = 256 << 20
 _RECENT_NS = 2 * 10**9
 """A file that changed so shortly before it was hashed may have changed again under the same time."""
 _READ_BYTES = 4 << 20
@@ -109,7 +111,7 @@ def hash_files(root: Path, cache_dir: Path) -> dict[str, tuple[int, str]]:
 def _noted(home: Path, files: Mapping[str, Path], asked_ns: int) -> dict[str, list[Any]]:
     """Return the noted entries [size, mtime_ns, inode, when it was hashed, hash] of the files that are still what they were."""
     try:
-        noted = json.loads(home.read_text(encoding="utf-8"))
+        noted = read_json(home, _MOST_NOTE_BYTES)
     except (OSError, ValueError):  # there is none, or it is no note
         return {}
     known = {}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ttp.errors import ConfigError
+from ttp.input_file import read_json
 
 from .config import BYTE_VALUES
 from .tokens import END_OF_TEXT
@@ -182,10 +182,11 @@ def _letter(byte: int) -> str:
 def _named_end(folder: Path) -> str | None:
     """Return the end-of-text token that a folder's tokenizer_config.json names."""
     try:
-        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        said = read_json(folder / "tokenizer_config.json").get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    return said.get("content") if isinstance(said, dict) else said
+    token = said.get("content") if isinstance(said, dict) else said
+    return token if isinstance(token, str) else None
 
 
 def _library(name: str, path: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ttp import checked
-from ttp.input_file import read_text
+from ttp.input_file import read_json
 
 NAME = "controllers.json"
 MOST_BYTES = 1 << 20
@@ -44,13 +44,10 @@ def write(directory: Path, known: Controllers) -> None:
 def read(directory: Path) -> Controllers | None:
     """Return what the first rank of this node has written; None: nothing so far. Raises ValueError, OSError, each with one line."""
     try:
-        text = read_text(directory / NAME, MOST_BYTES)
+        content = read_json(directory / NAME, MOST_BYTES)
     except FileNotFoundError:
         return None
-    try:
-        fields = checked.mapping(json.loads(text), "controllers")
-    except RecursionError:
-        raise ValueError(f"controllers: expected at most {checked.DEEPEST} levels of nesting") from None
+    fields = checked.mapping(content, "controllers")
     addresses = tuple(_address(*item) for item in checked.items(*checked.field(fields, "addresses", "")))
     pid = checked.integer(*checked.field(fields, "pid", ""), most=2**31 - 1)
     log_dir, path = checked.field(fields, "log_dir", "")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 TEXT_BYTES = 16 << 20
 """Of a configuration, a scenario, a rank table: a larger file is something else."""
@@ -56,3 +58,13 @@ def read_text(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> str:
         raise OSError(
             errno.EINVAL, f"expected UTF-8, got byte {content[error.start]:#x} at {error.start}", str(path)
         ) from None
+
+
+def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> Any:
+    """Return the value of a JSON file, as `read_text` reads it. Raises OSError, and ValueError for what is no JSON, nested too deep, or has
+    a number of thousands of digits."""
+    text = read_text(path, most)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("got values nested too deep to be read") from None

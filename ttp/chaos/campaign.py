@@ -10,12 +10,14 @@ Owns the folders of a campaign, the unbroken run that laps are compared with, an
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ttp import checked
 from ttp.chaos.harness import Harness, Told, run_unbroken
 from ttp.chaos.incident import Incident
 from ttp.chaos.job import JobError
@@ -29,6 +31,7 @@ from ttp.chaos.tensors import compare_checkpoints
 from ttp.chaos.watch import Record, StepTold
 from ttp.checkpoint.load import list_checkpoints, step_of
 from ttp.errors import ConfigError
+from ttp.input_file import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Soak:
 
     duration_s: float
     faults_per_hour: float
+
+
+MOST_UNBROKEN_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -179,17 +185,29 @@ def write_unbroken(path: Path, record: Record, final: Path | None) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def _told(step: str, told: object) -> StepTold:
+    """Return what a step told. Raises ValueError."""
+    if type(told) is not list or len(told) != 2 or not (step.isascii() and step.isdigit()):
+        raise checked.Invalid(f"steps.{step}", told, "a norm and a list of sums")
+    sums = tuple(checked.string(*each) for each in checked.items(told[1], f"steps.{step}[1]"))
+    norm = checked.string(told[0], f"steps.{step}[0]")
+    for number in (norm, *sums):
+        float.fromhex(number)
+    return StepTold(int(step), 0.0, 0, (0, 0), norm, sums)
+
+
 def read_unbroken(path: Path) -> tuple[Record, Path | None]:
     """Raises ConfigError: that is not what `write_unbroken` wrote."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        steps = [
-            StepTold(int(step), 0.0, 0, (0, 0), norm, tuple(sums)) for step, (norm, sums) in content["steps"].items()
-        ]
-        final = Path(content["final"]) if content["final"] else None
-        world_size = int(content["world_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}; wanted the unbroken.json of a campaign of the same command") from None
+        content = checked.mapping(read_json(path, MOST_UNBROKEN_BYTES), "content")
+        steps = [_told(*step) for step in checked.mapping(*checked.field(content, "steps", "")).items()]
+        named, at = checked.field(content, "final", "")
+        final = Path(checked.string(named, at)) if named else None
+        world_size = checked.integer(*checked.field(content, "world_size", ""), 1)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{path}: {' '.join(str(error).split())}; wanted the unbroken.json of a campaign of the same command"
+        ) from None
     newest = max((told.step for told in steps), default=0)
     record = Record(world_size=world_size, steps=steps, newest_step=newest)
-    return record, final if final is not None and final.is_dir() else None
+    return record, final if final is not None and os.path.isdir(final) else None

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -27,19 +25,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ttp import checked
 from ttp.chaos import matrix
 from ttp.chaos.campaign import Soak, run_campaign
+from ttp.chaos.folder import empty
 from ttp.chaos.job import JobError
 from ttp.chaos.live import Screen, show_summary
 from ttp.chaos.nodes import NodesError
 from ttp.chaos.patience import Patience
-from ttp.chaos.report import write_report
+from ttp.chaos.report import page, write_report
 from ttp.chaos.result import result_of, write_result
 from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
+from ttp.config import MOST_S
 from ttp.console import open_console
 from ttp.errors import ConfigError
+from ttp.input_file import read_json
+from ttp.options import above_zero, whole
 
 GOOD, BAD, USAGE, PARTLY = 0, 1, 2, 3
+MOST_RESULT_BYTES = 1 << 30
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -91,11 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     run = what.add_parser("run", help="run a job under a scenario: ttp chaos run SCENARIO [options] -- COMMAND")
     run.add_argument("scenario", type=Path)
     run.add_argument("--output", type=Path, default=Path("output/chaos"), help="folder of runs, result and report")
-    run.add_argument("--seed", type=int, help="instead of the scenario's")
+    run.add_argument("--seed", type=whole(most=checked.INT64_MAX), help="instead of the scenario's")
     run.add_argument("--unbroken", type=Path, help="unbroken.json of an earlier campaign of the same command")
     run.add_argument("--no-compare", action="store_true", help="make no unbroken run: nothing is compared")
     run.add_argument("--duration", help="soak: draw from the scenario's faults for so long (90, 30m, 2h)")
-    run.add_argument("--faults-per-hour", type=float, help="soak: how many (default: 60)")
+    run.add_argument("--faults-per-hour", type=above_zero("a number", 1e6), help="soak: how many (default: 60)")
     run.add_argument("--keep", action="store_true", help="keep what is in the output folder (default: it is emptied)")
     what.add_parser("faults", help="list the kinds of faults")
     check = what.add_parser("check", help="read a scenario, and say what it would do")
@@ -112,26 +116,26 @@ def _parser() -> argparse.ArgumentParser:
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="default: output/chaos-matrix, with --nodes output/chaos-nodes")
     parser.add_argument("--nodes", action="store_true", help="the faults of nodes, on two nodes of network namespaces")
-    parser.add_argument("--repeat", type=int, default=2, help="how often every cell is run")
-    parser.add_argument("--per-job", type=int, default=8, help="cells that one job takes, one after the other")
+    parser.add_argument("--repeat", type=whole(1), default=2, help="how often every cell is run")
+    parser.add_argument("--per-job", type=whole(1), default=8, help="cells that one job takes, one after the other")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th (0 to N-1)")
-    parser.add_argument("--limit", type=int, help="at most so many cells now")
-    parser.add_argument("--minutes", type=float, help="begin no job after so long")
+    parser.add_argument("--limit", type=whole(), help="at most so many cells now")
+    parser.add_argument("--minutes", type=above_zero("minutes", 1e6), help="begin no job after so long")
     parser.add_argument("--kinds", help="only these kinds of cells, separated by commas")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, and of all that is left to chance")
+    parser.add_argument(
+        "--seed", type=whole(most=checked.INT64_MAX), default=0, help="of the order, and of all that is left to chance"
+    )
     parser.add_argument("--table", action="store_true", help="print what has been run so far, and run nothing")
 
 
 def _run(console: Console, args: argparse.Namespace, command: Sequence[str], patience: Patience) -> int:
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
-        if args.seed < 0:
-            raise ConfigError(f"--seed is {args.seed}: wanted a whole number from 0")
         scenario = dataclasses.replace(scenario, seed=args.seed)
     soak = _soak(args)
     output: Path = args.output.resolve()
     unbroken = args.unbroken.resolve() if args.unbroken else None
-    _empty(output, keep=args.keep)
+    empty(output, keep=args.keep)
     console.print(
         f"scenario {escape(scenario.name)}: {len(scenario.faults)} faults; seed {scenario.seed}; output {output}"
     )
@@ -172,32 +176,16 @@ def _soak(args: argparse.Namespace) -> Soak | None:
                 f"--faults-per-hour is {args.faults_per_hour} without --duration: say for how long, as in --duration 2h"
             )
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", args.duration)
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhd]?)", args.duration)
     rate = 60.0 if args.faults_per_hour is None else args.faults_per_hour
     if match is None or not float(match[1]):
-        raise ConfigError(f"--duration is {args.duration!r}: wanted seconds, or a number with s, m, h or d (30m)")
-    if rate <= 0:
-        raise ConfigError(f"--faults-per-hour is {rate}: wanted a number above 0")
-    return Soak(float(match[1]) * _UNITS[match[2]], rate)
-
-
-_MADE = r"lap_\d+|unbroken|unbroken\.json|result\.json|report\.html"
-"""What a campaign makes in its folder."""
-
-
-def _empty(output: Path, *, keep: bool) -> None:
-    """Remove an earlier campaign, and nothing else."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output is {output}: a file; wanted a folder")
-    if not output.exists() or keep:
-        return
-    known = [path for path in output.iterdir() if re.fullmatch(_MADE, path.name)]
-    if strange := sorted(path.name for path in output.iterdir() if path not in known):
         raise ConfigError(
-            f"--output is {output}: it holds {strange[0]!r}, which no campaign makes; name another folder, or give --keep"
+            f"--duration is {checked.shown(args.duration)}: wanted seconds, or a number with s, m, h or d (30m)"
         )
-    for path in known:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    lasts_s = float(match[1]) * _UNITS[match[2]]
+    if lasts_s > MOST_S:
+        raise ConfigError(f"--duration is {checked.shown(args.duration)}: wanted at most {MOST_S:g} s")
+    return Soak(lasts_s, rate)
 
 
 def _list_kinds(console: Console) -> int:
@@ -242,16 +230,13 @@ def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> i
 
 
 def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
-    match = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", args.shard)
     if match is None or not int(match[1]) < int(match[2]):
-        raise ConfigError(f"--shard is {args.shard!r}: wanted I/N with I from 0 to N - 1")
+        raise ConfigError(f"--shard is {checked.shown(args.shard)}: wanted I/N with I from 0 to N - 1")
     kinds = tuple(args.kinds.split(",")) if args.kinds else ()
     known = dict.fromkeys(cell.kind for cell in matrix.cells(nodes=args.nodes))
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"--kinds has {unknown[0]!r}: wanted some of {', '.join(known)}")
-    for name, value in (("--repeat", args.repeat), ("--per-job", args.per_job)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: wanted a whole number from 1")
     return matrix.Plan(
         output=output,
         repeat=args.repeat,
@@ -267,13 +252,29 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
 
 def _draw(console: Console, args: argparse.Namespace) -> int:
     try:
-        content = json.loads(args.result.read_text(encoding="utf-8"))
+        content = checked.mapping(read_json(args.result, MOST_RESULT_BYTES), "content")
         wanted = {"incidents", "verdicts", "curves", "name"} - set(content)
+        if wanted:
+            raise ValueError(f"no {', '.join(sorted(wanted))}")
+        body = page(content)
+    except OSError as error:
+        raise ConfigError(f"{args.result}: {error.strerror}; wanted the result.json of a campaign") from None
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # of a shape that no campaign writes
+        raise ConfigError(
+            f"{args.result}: {' '.join(str(error).split()) or type(error).__name__}; wanted the result.json of a campaign"
+        ) from None
+    output = args.output or args.result.parent / "report.html"
+    try:
+        output.write_text(body, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{args.result}: {error}; wanted the result.json of a campaign") from None
-    if wanted:
-        raise ConfigError(f"{args.result}: no {', '.join(sorted(wanted))}; wanted the result.json of a campaign")
-    console.print(str(write_report(content, args.output or args.result.parent / "report.html")))
+        raise ConfigError(f"{output} cannot be written: {error}") from None
+    console.print(str(output))
     return GOOD
 
 

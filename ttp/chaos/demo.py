@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import statistics
 import sys
 import time
@@ -22,9 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ttp.chaos.folder import empty
 from ttp.chaos.job import Job, JobError, Kill
 from ttp.chaos.verdict import Comparison, FaultTimeline, by_step, compare, lost_steps, timeline
 from ttp.console import open_console
+from ttp.errors import ConfigError
+from ttp.options import MOST, whole
 
 STAGE_WORDS = {
     "death_seen": "death seen by the controller",
@@ -38,7 +40,7 @@ STAGE_WORDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration and return the exit status."""
-    args = _parse(argv)
+    args = parse(argv)
     console = open_console()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10_000)
     rng = random.Random(seed)
@@ -51,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"[bold]TTP demo[/]: {args.config} on {args.ranks} ranks, {args.steps} steps; demo seed {seed}")
     console.print(f"will SIGKILL rank {victim} during step {kill_step}, {fraction:.0%} into the step\n")
     output = Path(args.output).resolve()
-    shutil.rmtree(output, ignore_errors=True)
     try:
+        empty(output)
         return _run(args, console, output, victim, kill_step, fraction)
+    except ConfigError as error:
+        console.print(f"ttp.chaos.demo: {error}", markup=False, style="red")
+        return 2
     except JobError as error:
         console.print(f"[red]the demo failed[/]: {error}", markup=True)
         return 1
@@ -62,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ttp.chaos.demo", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--kill-rank", type=int, help="the rank to kill (default: random)")
-    parser.add_argument("--seed", type=int, help="seed of the rank, step and moment (default: random, printed)")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kill-rank", type=whole(-MOST), help="the rank to kill (default: random)")
+    parser.add_argument("--seed", type=whole(), help="seed of the rank, step and moment (default: random, printed)")
+    parser.add_argument("--ranks", type=whole(2, 1000), default=4)
+    parser.add_argument("--steps", type=whole(4, 10**9), default=60)
     parser.add_argument("--text", help="a text file or folder to train on (default: text that comes with Python)")
     parser.add_argument("--output", default="output/demo")
     parser.add_argument("--config", default="gpt_tiny")

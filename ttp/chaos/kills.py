@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import statistics
 import sys
 import time
@@ -23,9 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ttp.chaos.folder import empty
 from ttp.chaos.job import Job, JobError, Kill
 from ttp.chaos.verdict import Comparison, FaultTimeline, Line, compare, known_to_the_dead_alone, lost_steps, timeline
 from ttp.console import open_console
+from ttp.errors import ConfigError
+from ttp.options import whole
 
 STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
@@ -45,24 +47,32 @@ class Survived:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the kills and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ttp.chaos.kills", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--output", default="output/chaos")
-    parser.add_argument("--config", default="gpt_tiny")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse(argv)
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
     console = open_console()
     console.print(f"{args.kills} random kills over {args.ranks} ranks; seed {seed}")
     output = Path(args.output).resolve()
-    shutil.rmtree(output, ignore_errors=True)
     try:
+        empty(output)
         survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)
+    except ConfigError as error:
+        console.print(f"ttp.chaos.kills: {error}", markup=False, style="red")
+        return 2
     except JobError as error:
         console.print(f"[red]failed[/] (seed {seed}): {error}")
         return 1
     return _report(console, survived, same, leftovers, seed, args.kills)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and what is for the trainer."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.chaos.kills", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--kills", type=whole(1, 100_000), default=20)
+    parser.add_argument("--ranks", type=whole(2, 1000), default=4)
+    parser.add_argument("--seed", type=whole())
+    parser.add_argument("--output", default="output/chaos")
+    parser.add_argument("--config", default="gpt_tiny")
+    return parser.parse_known_args(argv)
 
 
 def run(

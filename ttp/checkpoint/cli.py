@@ -18,6 +18,7 @@ from rich.markup import escape
 from ttp.checkpoint.answer import Answer, Status, UsageError, print_answer, told_by_system
 from ttp.console import open_console
 from ttp.errors import TTPError
+from ttp.options import whole
 
 COMMANDS = {
     "list": "ttp.checkpoint.look:list_folder",
@@ -87,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     diff = _command(commands, "diff", "compare two checkpoints bit by bit: weights, optimizer state, plain values")
     diff.add_argument("a", type=Path, metavar="A", help=one)
     diff.add_argument("b", type=Path, metavar="B", help=one)
-    diff.add_argument("--limit", type=_natural, default=20, metavar="N", help="differing tensors shown (default: 20)")
+    diff.add_argument("--limit", type=whole(1), default=20, metavar="N", help="differing tensors shown (default: 20)")
     diff.add_argument("--shallow", action="store_true", help="do not compare checksums first")
 
     export = _command(commands, "export", "write the newest valid checkpoint, or the one named, as one file or folder")
@@ -107,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         "path", type=Path, nargs="+", metavar="PATH", help=many + "; where each node has its own: those of all nodes"
     )
     prune.add_argument(
-        "--keep", type=_natural, required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
+        "--keep", type=whole(1), required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
     )
     prune.add_argument(
         "--partial", action="store_true", help="pieces of older steps that are not whole in these folders go as well"
@@ -140,12 +141,6 @@ def _command(
     )
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return command
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}: wanted a number, 1 or more")
-    return int(text)
 
 
 def _refusal(command: str, status: Status, text: str) -> Answer:

@@ -11,9 +11,11 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
-from ttp.config import enabled
+from ttp import checked
+from ttp.config import MOST_S, enabled
 from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
 from ttp.launch.futility import FUTILE_STARTS
+from ttp.options import above_zero, whole
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: coming back is the point (torchrun's is 0)."""
@@ -49,7 +51,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument(
         "--ttp-ot",
         "--ttp_ot",
-        type=_positive,
+        type=above_zero("seconds", MOST_S),
         default=None,
         metavar="SECONDS",
         help="bound of a fault: survivors are ended after it (default: the variable TTP_OT, or 120)",
@@ -65,7 +67,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument(
         "--ttp-futile-starts",
         "--ttp_futile_starts",
-        type=_count,
+        type=whole(),
         default=FUTILE_STARTS,
         metavar="COUNT",
         help=f"stop after so many starts in a row that died before their first new step; 0: never (default: {FUTILE_STARTS})",
@@ -104,25 +106,11 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     return make_parser().parse_args(argv)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ArgumentTypeError(f"{text!r}: wanted a whole number from 0")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"{text!r}: wanted seconds above 0")
-    return value
-
-
 def _poll(text: str) -> float:
     """Refuse what was meant in milliseconds: a watch that looks so seldom sees no death in time."""
-    value = _positive(text)
+    value = above_zero("seconds", MOST_S)(text)
     if value > LONGEST_POLL_S:
-        raise ArgumentTypeError(f"{text!r}: wanted seconds above 0, at most {LONGEST_POLL_S:g} (2 ms are 0.002)")
+        raise ArgumentTypeError(
+            f"{checked.shown(text)}: wanted seconds above 0, at most {LONGEST_POLL_S:g} (2 ms are 0.002)"
+        )
     return value

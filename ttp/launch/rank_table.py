@@ -14,7 +14,6 @@ host's own.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 from ttp import checked
 from ttp.errors import ConfigError
-from ttp.input_file import read_text
+from ttp.input_file import read_json
 
 VERSIONS = ("1.0", "1.2")
 """Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
@@ -74,11 +73,9 @@ class _Device:
 def read_rank_table(path: str) -> RankTable:
     """Read and check a rank table. Raises ConfigError naming the file, the field, its value and what was wanted."""
     try:
-        table = json.loads(read_text(path))
+        table = read_json(path)
     except OSError as error:
         raise ConfigError(f"--rank_table_file {path} cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise ConfigError(f"--rank_table_file {path} is not a rank table: it is nested too deep") from None
     except ValueError as error:  # a number of thousands of digits, too
         raise ConfigError(f"--rank_table_file {path} is not JSON: {error}") from None
     try:

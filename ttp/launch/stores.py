@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ttp.errors import ConfigError
 from ttp.launch.aside import Aside
 from ttp.launch.rank_table import is_own_address
+from ttp.options import whole
 
 log = logging.getLogger("ttp.launch")
 
@@ -231,7 +232,7 @@ class Window:
 def main(argv: Sequence[str] | None = None) -> int:
     """Keep a store at a port until told to end."""
     parser = argparse.ArgumentParser(prog="python -m ttp.launch.stores", description=main.__doc__)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=whole(most=65535), default=DEFAULT_PORT)
     arguments = parser.parse_args(argv)
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in the store's own threads too

@@ -169,8 +169,9 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     assert main(["run", str(scenario), "--output", "/proc/none", "--", "true"]) == 2
     assert "wanted a folder that can be made" in capsys.readouterr().out
     (output / "lap_times.csv").unlink()
-    assert main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"]) == 2
-    assert "--seed is -1" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"])
+    assert "--seed: got '-1', expected an integer from 0" in capsys.readouterr().err
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 1
     assert "no rank has called ttp.start in lap 0" in capsys.readouterr().out, "nothing was judged, so nothing held"
     assert main(["run", str(scenario), "--output", str(output), "--duration", "soon", "--", "true"]) == 2

@@ -462,7 +462,7 @@ def test_wrong_command_lines_are_2(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         ([], "the following arguments are required: COMMAND"),
         (["prune", "x"], "the following arguments are required: --keep"),
-        (["prune", "x", "--keep", "0"], "got '0': wanted a number, 1 or more"),
+        (["prune", "x", "--keep", "0"], "got '0', expected an integer from 1"),
         (["export", "x", "y"], "the following arguments are required: --to"),
         (["export", "x", "y", "--to", "onnx"], "invalid choice: 'onnx'"),
         (["diff", "x"], "the following arguments are required: B"),

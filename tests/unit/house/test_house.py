@@ -34,9 +34,12 @@ PURE_MAY_IMPORT = {
     "operator", "re", "types", "typing",
 }  # fmt: skip
 
+CHECKS_OF_INPUT = ("ttp.checked", "ttp.input_file", "ttp.options")
+"""They import nothing of the rest."""
+
 MAY_IMPORT = {
     "ttp.proto": ("ttp.proto", "ttp.errors"),
-    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.wording", "ttp.controller"),
+    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.wording", *CHECKS_OF_INPUT, "ttp.controller"),
     "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }

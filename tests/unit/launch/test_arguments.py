@@ -146,7 +146,7 @@ def test_a_bad_time_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args([f"--ttp-ot={value}", "train.py"])
     assert caught.value.code == 2
-    assert f"--ttp-ot/--ttp_ot: '{value}': wanted seconds above 0" in capsys.readouterr().err
+    assert f"--ttp-ot/--ttp_ot: got '{value}', expected seconds above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", LINES, ids=[" ".join(line[:2]) for line in LINES])
@@ -222,7 +222,7 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
         (("--local-addr", "no such host"), "--local-addr is 'no such host', which does not resolve here ("),
         (("--rank_table_file", ""), "--rank_table_file is empty: wanted the path of a rank table"),
         (("--rank_table_file", " "), "--rank_table_file is empty: wanted the path of a rank table"),
-        (("--ttp-ot", "1e10"), "TTP_OT is 10000000000.0: wanted seconds above 0, at most 1e+09"),
+        (("--ttp-ot", "1e10"), "got '1e10', expected seconds above 0, at most 1e+09"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -180,7 +180,7 @@ def test_a_wrong_field_is_named(
     [
         ("{", "is not JSON"),
         ("[]", "wanted an object, got list"),
-        ("[" * 100_000, "is not a rank table: it is nested too deep"),
+        ("[" * 100_000, "is not JSON: got values nested too deep"),
         ('{"server_list": [{"server_id": "a", "device": [{"rank_id": ' + "1" * 5000 + "}]}]}", "is not JSON: .*digits"),
     ],
     ids=["text", "list", "deep", "digits"],

@@ -37,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [
         ("", "Expecting value"),
         ("[]", "controllers"),
-        ("[" * 100_000, "levels of nesting"),
+        ("[" * 100_000, "nested too deep"),
         ("x" * (controller_file.MOST_BYTES + 1), "at most"),
         *(
             (json.dumps(GOOD | changed), named)
