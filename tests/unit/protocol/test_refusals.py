@@ -28,6 +28,7 @@ from ttp.proto.messages import (
     StateReport,
     StepFailed,
     Upward,
+    Working,
     WriteOrder,
     Written,
 )
@@ -61,6 +62,7 @@ UNASKED: dict[str, tuple[Callable[[], ControllerBench], tuple[Any, ...]]] = {
         (
             Written(0, 1, TMP, (Part("g0", 5, 6),), share(0)),
             Written(0, 1, "iter_0000006_tmp_9_1_1", (), share(0)),
+            Written(0, 1, "iter_0000006_tmp_9_1_1", dying().orders()[0].parts, share(0)),
             Written(0, 1, TMP, (Part("g0", 0, 2),), share(1)),
         ),
     ),
@@ -68,7 +70,7 @@ UNASKED: dict[str, tuple[Callable[[], ControllerBench], tuple[Any, ...]]] = {
         being_published,
         (Published(1, 1, 6, "/a/x"), Published(0, 1, 7, "/a/x"), StepFailed(0, 1, "sweep", TMP, ""), StepFailed(1, 1, "publish", TMP, "")),
     ),
-    "another freeze": (freezing, (report(0, 2, Phase.COMPUTE, 1), RolledForward(0, 7, 6))),
+    "another freeze": (freezing, (report(0, 2, Phase.COMPUTE, 1), RolledForward(0, 7, 6), Working(0, 2))),
 }  # fmt: skip
 
 

@@ -129,6 +129,16 @@ def test_the_logged_learning_rate_is_the_schedules_and_the_updates(run: Run, sma
         assert record is not None and set(record.learning_rates) == {rate}
 
 
+def test_steps_of_another_size_go_on_at_the_checkpoints_data_position(run: Run) -> None:
+    """As another world size makes them: 4 steps of 2 sequences, then 2 of 6. The position counts sequences, and none is trained twice or
+    left out, whatever the step's number times the step's size is now."""
+    run("other", {"training_config.training_iters": 4, "training_config.save_interval": 4})
+    output = run("other", {"dataset_config.batch_size": 6})
+    lines = account(read_lines(output / "metrics.jsonl"))
+    assert [lines[step]["consumed_samples"] for step in range(1, 7)] == [2, 4, 6, 8, 14, 20]
+    assert final(output)["consumed_samples"] == 20
+
+
 def test_nothing_is_left_to_do_after_the_last_step(run: Run) -> None:
     """Starting a finished run again changes nothing."""
     changes = {"training_config.save_interval": 3}
