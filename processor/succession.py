@@ -114,14 +114,17 @@ def start_standby(state: ProcessorState, message: StartStandby, now: float, out:
 def controller_started(
     state: ProcessorState, event: ControllerStarted, now: float, out: list[Effect]
 ) -> ProcessorState:
-    """Report it to the active controller; without one, ranks find it as they look for one."""
+    """Report it to the active controller; without one, ranks find it as they look for one, behind the standbys that they know.
+
+    A rank that went to it at once would begin its term while the others waited for an earlier standby.
+    """
     address = (
         event.address if event.address not in controllers(state) else ""
     )  # an earlier one's: it would not be told from that
     report = StandbyReport(state.settings.rank, address, bool(address), event.error)
     if state.link is _UP:
         out.append(Send(report))
-    elif state.settings.look_s < inf:
+    elif state.settings.look_s < inf and lost_all(state, now):
         state = replace(state, looks_at=now)
     if not address:
         out.append(Log(f"no controller was started here: {event.error or 'its address is taken'}"))

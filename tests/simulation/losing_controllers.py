@@ -25,9 +25,9 @@ LONG_STEPS = 650
 """Longer than all that befalls a job here."""
 
 
-def one_after_the_other(seed: int, standbys: int = 1) -> Scenario:
+def one_after_the_other(seed: int, standbys: int = 1, ranks: int = 4) -> Scenario:
     """Return a long job without faults."""
-    training = Training(even(4), steps=LONG_STEPS, local_copy=False)
+    training = Training(even(ranks), steps=LONG_STEPS, local_copy=False)
     return Scenario(seed, Job(random.Random(seed), training, Times(), agents=True, standbys=standbys))
 
 
@@ -68,6 +68,21 @@ def word_of_a_standby_is_missed(seed: int) -> Scenario:
     job = scenario.job
     job.scheduler.at(0.5, job.controllers[1].kill)
     job.hook("got Successors", 1 + seed % 3, lambda rank: job.controllers[0].kill())
+    return scenario
+
+
+def standby_comes_as_the_leader_dies(seed: int) -> Scenario:
+    """A rank is starting a standby in a lost one's place when the controller dies. The standby that is next is stopped for longer than
+    a lease, then there is one more, to which all come together."""
+    scenario = one_after_the_other(seed, standbys=3, ranks=2)
+    job = scenario.job
+    job.scheduler.at(0.5, job.controllers[3].kill)
+
+    def die(rank: int) -> None:
+        job.controllers[0].kill()
+        job.controllers[1].pause(1.5 * job.times.lease_s)
+
+    job.hook("got StartStandby", 1, die)
     return scenario
 
 
@@ -129,6 +144,11 @@ def unable_ranks_are_asked_again(patch: Patch) -> None:
 
 def ranks_look_for_no_controllers(patch: Patch) -> None:
     patch.setitem(tables.TRANSITIONS, (Standing.TRAINING, ControllersFound), tables.late)
+
+
+def new_standby_is_turned_to_at_once(patch: Patch) -> None:
+    """The rank that has started it leaves the order in which standbys take over."""
+    patch.setattr(succession, "lost_all", lambda state, now: True)
 
 
 def rank_0_starts_no_controller(patch: Patch) -> None:

@@ -213,6 +213,7 @@ MUTATIONS = (
     Mutation("a rank that does not answer is asked alone", losing.mute_ranks_are_waited_for, ("I13",), losing.first_asked_rank_is_mute, within=20),
     Mutation("a rank that cannot start a standby is asked alone", losing.unable_ranks_are_asked_again, ("I13",), losing.first_asked_rank_is_unable, within=20),
     Mutation("ranks look for no controllers", losing.ranks_look_for_no_controllers, ("I13", "I9", "I11", "I7"), losing.word_of_a_standby_is_missed, within=20),
+    Mutation("a rank turns to a standby as soon as it has started it", losing.new_standby_is_turned_to_at_once, ("I7",), losing.standby_comes_as_the_leader_dies, within=20),
     Mutation("rank 0 starts no controller", losing.rank_0_starts_no_controller, ("I13",), losing.all_controllers_die, within=20),
     # A notice without a controller.
     Mutation("ranks save together where only some have no controller", unled.some_ranks_without_a_controller_are_enough, ("I14",), unled.some_are_led, within=20),
