@@ -10,8 +10,6 @@ from tests.simulation.faults import HARMLESS, KINDS
 from tests.simulation.job import Job
 from tests.simulation.standbys import RESTORED_S
 
-LOST_IN_TURN = 0.005
-"""Part of the jobs."""
 LONG_STEPS = 200
 """They take about ten seconds."""
 _APART_S = RESTORED_S + 0.5
@@ -69,9 +67,3 @@ _LOSSES: tuple[tuple[str, Loss], ...] = (
     ("a standby is", _idle),
     ("all controllers are", _all),
 )
-
-
-def loses_in_turn(seed: int) -> random.Random | None:
-    """Return what a seed's losses are drawn from; None: it is no such job."""
-    rng = random.Random(f"lost in turn {seed}")
-    return rng if rng.random() < LOST_IN_TURN else None

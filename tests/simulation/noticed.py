@@ -8,20 +8,12 @@ from functools import partial
 from tests.simulation.faults import KINDS
 from tests.simulation.job import Job
 
-SHARE = 0.005
-"""Of random jobs."""
 STEPS = 300
 """More than are done before all is over."""
 _KINDS = (
     "kill", "exception", "brief stop", "interpreter held briefly", "full disk", "rank's disk", "failed fsync", "stop",
     "host loss", "several kills",
 )  # fmt: skip
-
-
-def loses_all(seed: int) -> random.Random | None:
-    """Return what such a job is drawn from; None: the seed's job is another one."""
-    rng = random.Random(f"noticed {seed}")
-    return rng if rng.random() < SHARE else None
 
 
 def lose_all_and_notify(job: Job, rng: random.Random) -> list[str]:

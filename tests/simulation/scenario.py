@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
-from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.held import Hold
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.lost import lose_something
-from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers, loses_in_turn
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
-from tests.simulation.noticed import STEPS as NOTICED_STEPS
-from tests.simulation.noticed import lose_all_and_notify, loses_all
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
+from tests.simulation.situations import WATCHED, WATCHED_STEPS, drawn
 from tests.simulation.stale import remember
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
 
@@ -37,14 +34,6 @@ _OF_PIECES = (
 """What goes wrong besides where each host publishes its own piece."""
 _PHASES = ("COMPUTE", "READY", "UPDATING", "DONE")
 
-WATCHED = Times(heartbeat_s=0.05, hang_floor_s=0.5, hang_factor=5.0, hang_start_s=2.0)
-"""Hangs are looked for: the job learns its own pace."""
-WATCHED_STEPS = 40
-
-HANDED_ON = 0.04
-"""Part of the jobs, in three replicas, in which a writer takes over another's parts and then fails itself."""
-ENDLESS = 0.004
-"""Part of the jobs in which work goes on for longer than a fault may take."""
 OWN_DIRECTORIES = 0.2
 """Part of the jobs over several hosts in which each has directories of its own."""
 
@@ -68,6 +57,15 @@ def build(
     chosen = rng.choice(LAYOUTS)
     training = Training(layout or chosen, steps=steps or rng.randint(2, 7), local_copy=rng.random() < 0.2)
     agents, standbys = rng.random() < 0.8, rng.choice((0, 1, 1, 2, 2))
+    found = drawn(seed) if faults and not steps and layout is None else None
+    if found is not None:
+        situation, draw = found
+        training, standbys = situation.fitted(training, standbys, draw)
+        own = own or _own_directories(draw, training.layout, situation.own)
+        job = Job(rng, training, situation.times, agents=agents or situation.agents, standbys=standbys, own=own)
+        job.slowest_s = rng.choice((0.001, 0.005, 0.05))
+        _draw_inputs(job, seed)
+        return Scenario(seed, job, situation.harmless, situation.put_in(job, draw))
     plan = random.Random(~seed)  # what is wrong is drawn apart: a job without faults is the seed's job all the same
     shape = plan.random()
     watched = faults and not steps and shape < 0.03
@@ -79,51 +77,20 @@ def build(
         training = Training(plan.choice(_EVEN_RANKS_COVER), training.steps, local_copy=True)
     if watched:
         training = Training(training.layout, WATCHED_STEPS, training.local_copy)
-    in_turn = random.Random(f"handed on {seed}")
-    handed_on = faults and not steps and layout is None and in_turn.random() < HANDED_ON
-    if handed_on:
-        training = Training(in_turn.choice(THREE_REPLICAS), training.steps, training.local_copy)
-    losses = loses_in_turn(seed) if faults and not (steps or layout or watched or handed_on) else None
-    if losses is not None:
-        training, standbys = Training(training.layout, LONG_STEPS, training.local_copy), max(1, standbys)
-    noticed = loses_all(seed) if faults and losses is None and not (steps or layout or watched or handed_on) else None
-    if noticed is not None:
-        training, standbys = Training(training.layout, NOTICED_STEPS, training.local_copy), noticed.choice((0, 0, 1, 2))
     apart = random.Random(f"own directories {seed}")
     if own is None and faults:
         own = _own_directories(apart, training.layout)
     job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
-    if faults:
-        inputs = random.Random(f"inputs {seed}")
-        job.beats_relayed = inputs.random() < RELAYED
-        aborted = random.Random(f"aborted {seed}")
-        job.collectives.garbage = aborted if aborted.random() < GARBAGE else None
-        for launcher in job.launchers.values():  # some come when training is on already
-            launcher.came_s = inputs.choice((0.0, 0.0, inputs.uniform(0.0, 0.4)))
-        if watched:
-            _pause(job, inputs)
-        else:
-            _slow_down(scenario, inputs)
     if not faults:
         return scenario
-    if losses is not None:
-        scenario.faults += lose_controllers(job, losses)
-        return scenario
-    if noticed is not None:
-        scenario.harmless = False
-        scenario.faults += lose_all_and_notify(job, noticed)
-        return scenario
+    inputs = _draw_inputs(job, seed)
+    if watched:
+        _pause(job, inputs)
+    else:
+        _slow_down(scenario, inputs)
     scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
-    if handed_on:
-        scenario.harmless = False
-        _begin_dump(scenario, in_turn)
-        scenario.faults.append(hand_on(job, in_turn))
-        return scenario
-    if random.Random(f"endless work {seed}").random() < ENDLESS and not steps:
-        _add_endless_work(scenario, rng)
-        return scenario
     if watched:
         _add_hang(scenario, rng)
     elif shape < 0.12:
@@ -142,6 +109,17 @@ def build(
         _hook(scenario, apart, apart.choice(_OF_PIECES), apart.choice(_PIECE_MOMENTS))
     _replace_a_process(scenario, random.Random(f"newcomers {seed}"))
     return scenario
+
+
+def _draw_inputs(job: Job, seed: int) -> random.Random:
+    """Draw what is no fault; return the rest of it."""
+    inputs = random.Random(f"inputs {seed}")
+    job.beats_relayed = inputs.random() < RELAYED
+    aborted = random.Random(f"aborted {seed}")
+    job.collectives.garbage = aborted if aborted.random() < GARBAGE else None
+    for launcher in job.launchers.values():  # some come when training is on already
+        launcher.came_s = inputs.choice((0.0, 0.0, inputs.uniform(0.0, 0.4)))
+    return inputs
 
 
 def _replace_a_process(scenario: Scenario, rng: random.Random) -> None:
@@ -187,10 +165,10 @@ def _slow_down(scenario: Scenario, rng: random.Random) -> None:
     job.note(f"slow, and no fault: {', '.join(steps)} of ranks {[process.rank for process in slow]}")
 
 
-def _own_directories(rng: random.Random, layout: Layout) -> OwnDirectories | None:
+def _own_directories(rng: random.Random, layout: Layout, certain: bool = False) -> OwnDirectories | None:
     """Draw whether each host has directories of its own, and whose disk goes with it."""
     hosts = sorted(set(layout.hosts))
-    if len(hosts) < 2 or rng.random() >= OWN_DIRECTORIES:
+    if len(hosts) < 2 or (rng.random() >= OWN_DIRECTORIES and not certain):
         return None
     fragile = frozenset(f"host{host}" for host in hosts if rng.random() < 0.5)
     return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
@@ -213,21 +191,6 @@ _EVEN_RANKS_COVER = (ring(3), ring(5), ring(4, replicas=3))
 """Layouts in which the even ranks hold every shard, so that they roll forward to a step that no odd rank has come to."""
 _ODD_RANKS_BEHIND = {("hang in compute", "rolling"), ("slow rank", "rolling")}
 """Cells that need such a layout, and records that do not span the ranks: a rank that still computes was never READY."""
-
-
-def _add_endless_work(scenario: Scenario, rng: random.Random) -> None:
-    """A dump in which some work gets on and on: nothing but the total timeout ends it."""
-    job = scenario.job
-    if rng.random() < 0.5:
-        _begin_rolling(scenario, rng)
-        step = rng.choice(("roll", "write", "manifest"))
-    else:
-        _begin_dump(scenario, rng)
-        step = rng.choice(("write", "manifest"))
-    longest_s = 1.5 * job.times.total_timeout_s
-    scenario.harmless = False
-    scenario.faults.append(f"'{step}' takes {longest_s:g} s, and gets on all the time")
-    job.holds[step] = Hold(longest_s=longest_s, gets_on=True)
 
 
 def _add_hang(scenario: Scenario, rng: random.Random) -> None:

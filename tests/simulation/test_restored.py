@@ -15,8 +15,9 @@ from tests.simulation.losing_controllers import (
     lost_controllers_are_not_replaced,
     one_after_the_other,
 )
-from tests.simulation.lost_in_turn import loses_in_turn
+from tests.simulation.lost_in_turn import lose_controllers
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.situations import drawn
 from tests.simulation.standbys import RESTORED_S
 from tests.simulation.truth import events
 from ttp.controller import standbys
@@ -84,7 +85,9 @@ def test_a_launcher_is_not_expected_to_know_a_standby_that_came_as_the_job_ended
 
 def test_random_jobs_lose_controllers_in_turn_and_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some seeds are long jobs: without a fault in the machines they keep I13, and one that replaces no controller is found in them."""
-    seeds = list(islice((seed for seed in count() if loses_in_turn(seed)), 8))
+    seeds = list(
+        islice((seed for seed in count() if (chosen := drawn(seed)) and chosen[0].put_in is lose_controllers), 8)
+    )
     jobs = [build(seed) for seed in seeds]
     assert not [found for job in jobs if (found := run_and_check(job))]
     assert sum(job.job.standbys.judged for job in jobs) >= len(jobs)

@@ -82,12 +82,12 @@ class Bench:
                 return
             for place, measured in enumerate(order):
                 tell(place)
-                _limit(measured.cpu_s)
+                limit_cpu(measured.cpu_s)
                 if not _holds(measured.check):
                     return
             tell(len(order))
 
-        told, status = _forked(trial)
+        told, status = forked(trial)
         if not told:
             raise RuntimeError(f"{mutant.name}: {mutant.change} at {mutant.place} could not be put in: status {status}")
         if told[-1] == IMPORT:
@@ -130,7 +130,7 @@ def measured(checks: Iterable[Check], longest_s: float = math.inf) -> Bench:
                 )
             )
 
-    told, status = _forked(trial)
+    told, status = forked(trial)
     failed = [listed[place].name for place, _, _, held in told if not held]
     if failed or len(told) < len(listed):
         raise RuntimeError(f"the shipped code fails {failed or listed[len(told)].name}, status {status}")
@@ -164,7 +164,7 @@ def _holds(check: Check) -> bool:
         return False
 
 
-def _limit(cpu_s: float) -> None:
+def limit_cpu(cpu_s: float) -> None:
     """The process ends when the check that begins now takes much longer than it does on the shipped code."""
     used = time.process_time()
     limit = math.ceil(used + MORE_CPU_S + MORE_OFTEN * cpu_s)
@@ -172,7 +172,7 @@ def _limit(cpu_s: float) -> None:
     signal.alarm(LONGEST_CHECK_S)
 
 
-def _forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any], int]:
+def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any], int]:
     """Do it in a process of its own; return what it told, and its status."""
     read_end, write_end = os.pipe()
     sys.stdout.flush()

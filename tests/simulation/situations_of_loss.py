@@ -1,0 +1,208 @@
+"""Situations about what is lost, late or said again, about disks, collectives, and controllers that change.
+
+Each puts into a job what must come together; who, when, for how long and what else is drawn. `situations` says how often each comes.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from tests.simulation.handed_on import hand_on
+from tests.simulation.job import Job
+from tests.simulation.lost import LOSABLE, lose
+from tests.simulation.outliving import delay_results
+from tests.simulation.situations_of_time import BEGINNINGS, PHASES, befall, fail, last_step, some
+from tests.simulation.stale import remember
+from ttp.proto.messages import Exit, FaultReport, Freeze, PublishOrder, RollForward, Thaw, WriteOrder
+
+# --- what is lost, late or said again ---
+
+
+def lost_in_a_false_alarm(job: Job, rng: random.Random) -> list[str]:
+    """A message is lost while all are frozen for nothing, or in a job without a fault."""
+    told = _lose(job, rng, (*LOSABLE, Thaw, Thaw, Thaw))
+    if rng.random() < 0.8:
+        whom, step = rng.choice(job.everybody), rng.randint(1, job.training.steps)
+        job.hook(f"DONE {step}", 1, lambda _: befall(job, rng, "stream break", whom))
+        told.append(f"the stream of rank {whom} breaks at 'DONE {step}'")
+    return told
+
+
+def lost_in_a_dump(job: Job, rng: random.Random) -> list[str]:
+    """A message of a dump is lost, mostly one of a rank that nobody can do without."""
+    told = _lose(job, rng, (*LOSABLE, Freeze, RollForward, WriteOrder, PublishOrder, Exit, FaultReport))
+    step = last_step(job, rng)
+    if rng.random() < 0.5:
+        return [*told, fail(job, rng, ("exception", "preemption", "kill"), f"{rng.choice(PHASES)} {step}")]
+    needed = next((rank for rank in job.everybody if job.ranks[rank].route.loses is not None), 0)
+    delay_results(job, rng, [needed], step)
+    group = next(holders for holders in job.training.layout.holders if needed in holders)
+    for other in group:
+        if other != needed:
+            job.hook(f"UPDATING {step}", 1, lambda _, other=other: befall(job, rng, "kill", other))  # type: ignore[misc]
+    return [*told, f"all other holders of a shard of rank {needed} are killed in update {step}"]
+
+
+def _lose(job: Job, rng: random.Random, kinds: tuple[type, ...]) -> list[str]:
+    told = []
+    for rank in some(job, rng, min(2, len(job.ranks))):
+        kind = rng.choice(kinds)
+        lose(job, rank, kind)
+        told.append(f"the next {kind.__name__} of rank {rank} is lost")
+    return told
+
+
+def late_reports(job: Job, rng: random.Random) -> list[str]:
+    """False alarms on a network that is slow, and a rank that dies while what was said in them is still under way."""
+    told, step = [], rng.randint(2, 4)
+    slowest_s = rng.uniform(0.05, 0.25)
+    job.hook(
+        f"DONE {step}", 1, lambda _: setattr(job, "slowest_s", slowest_s)
+    )  # for streams that are opened from now on
+    for rank in some(job, rng):
+        job.hook(f"DONE {step}", 1, lambda _, rank=rank: befall(job, rng, "stream break", rank))  # type: ignore[misc]
+    for _ in range(rng.randint(1, 2)):
+        whom, moment = rng.choice(job.everybody), rng.choice((f"DONE {step + rng.randint(1, 3)}", "thawed"))
+        job.hook(moment, 1, lambda _, whom=whom: befall(job, rng, "stream break", whom))  # type: ignore[misc]
+        told.append(f"the stream of rank {whom} breaks at '{moment}'")
+    kind, whom, count = rng.choice(("kill", "kill", "controller kill")), rng.choice(job.everybody), rng.randint(1, 2)
+    delay_s = rng.uniform(0.0, 0.2)
+    job.hook("thawed", count, lambda _: job.scheduler.after(delay_s, partial(befall, job, rng, kind, whom)))
+    return [*told, f"{kind} of rank {whom}, {delay_s:.3f} s after thaw {count}"]
+
+
+def words_come_again(job: Job, rng: random.Random) -> list[str]:
+    """A false alarm, and then a dump that is begun anew: what was said under the earlier freezes comes again."""
+    remember(job)
+    step = rng.randint(1, 2)
+    job.hook(f"DONE {step}", 1, partial(befall, job, rng, "stream break"))
+    job.disk.tearing.add((rng.choice(job.everybody), job.root_of(0, "/a")))
+    for process in job.ranks:
+        process.slow_work["write"] = rng.uniform(0.01, 0.1)
+
+    def say_again(_: int) -> None:
+        job.scheduler.after(
+            rng.uniform(0.0, 0.02), lambda: befall(job, rng, "stale message", rng.choice(job.everybody))
+        )
+
+    for moment in ("frozen", "write_sent", "writing", "written", "publish_sent", "publishing", "renamed", "got Freeze"):
+        for count in range(1, 9):
+            job.hook(moment, count, say_again)
+    return [fail(job, rng, ("exception", "kill", "preemption"), f"DONE {step + 2}"), "stale messages all along"]
+
+
+# --- disks, collectives, controllers ---
+
+
+def disks_fail(job: Job, rng: random.Random) -> list[str]:
+    """Directories are full or fail some ranks, and ranks are at two steps."""
+    told = []
+    for name in job.roots:
+        what = rng.choice(("serves", "full", "errors", "torn", "torn", "unsynced"))
+        for rank in list(job.everybody) if what == "full" else some(job, rng, max(1, len(job.ranks) // 2)):
+            root = job.root_of(rank, name)
+            if what == "full":
+                job.disk.full.add(root)
+            elif what != "serves":
+                known = {"errors": job.disk.broken_for, "torn": job.disk.tearing, "unsynced": job.disk.unsynced}
+                known[what].add((rank, root))
+        told.append(f"{name}: {what}")
+    step = last_step(job, rng)
+    if rng.random() < 0.5:
+        behind = rng.choice(job.everybody)
+        job.ranks[behind].slow_compute[step] = rng.uniform(0.3, 1.0)
+        told.append(f"rank {behind} is slow in step {step}")
+    return [*told, fail(job, rng, ("exception", "exception", "kill", "preemption"), f"DONE {step}")]
+
+
+def no_disk_takes_the_step(job: Job, rng: random.Random) -> list[str]:
+    """Some ranks can write nowhere, another one is a step behind, and all have copies of the step before."""
+    step, ranks = last_step(job, rng), list(job.everybody)
+    rng.shuffle(ranks)
+    behind, failing = ranks[0], ranks[1 : 1 + rng.randint(1, max(1, len(ranks) // 2))]
+    job.ranks[behind].slow_compute[step] = rng.uniform(0.3, 1.0)
+    for rank in failing:
+        job.disk.broken_for |= {(rank, job.root_of(rank, name)) for name in job.roots}
+    told = f"ranks {failing} can write nowhere, rank {behind} is slow in step {step}"
+    return [told, fail(job, rng, ("exception", "exception", "preemption", "kill"), f"DONE {step}")]
+
+
+def places_fail(job: Job, rng: random.Random) -> list[str]:
+    """A host is lost, or a publisher stands still while its controller dies, before all hosts have published what is theirs."""
+    moment = rng.choice(
+        ("written", "publish_sent", "place_published", "claimed", "claimed", "manifest written", "renamed")
+    )
+    how, stopped_s = rng.choice(("host loss", "host loss", "kill", "stop", "stop")), rng.uniform(0.5, 3.5)
+    count = rng.randint(1, len(set(job.training.layout.hosts)))
+
+    def strike(rank: int) -> None:
+        if how != "stop":
+            befall(job, rng, how, rank if rank >= 0 else rng.choice(job.everybody))
+            return
+        job.struck(how, rank)
+        job.stop(max(0, rank), stopped_s)
+        befall(job, rng, "controller kill", 0)
+
+    job.hook(moment, count, strike)
+    return [fail(job, rng), f"{how} at the {count}. '{moment}', for {stopped_s:.3f} s if it is a stop"]
+
+
+def aborted_collectives(job: Job, rng: random.Random) -> list[str]:
+    """Collectives that lose a member return garbage in place of raising."""
+    job.collectives.garbage, job.collectives.hang_chance = rng, 0.0
+    return [
+        fail(
+            job,
+            rng,
+            ("kill", "host loss", "exception"),
+            f"{rng.choice(('READY', 'READY', 'UPDATING'))} {last_step(job, rng)}",
+        )
+    ]
+
+
+_TAKEOVER_MOMENTS = (
+    "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "got RollForward", "rolling", "rolled_forward", "write_sent",
+    "writing", "written", "publish_sent", "publishing", "manifest written", "renamed", "fault_reported", "thawed",
+)  # fmt: skip
+
+
+def controllers_change(job: Job, rng: random.Random) -> list[str]:
+    """The controller dies, or is away for about a lease, at some moment of a dump or of a false alarm; ranks are silent about then."""
+    told = [fail(job, rng, (*BEGINNINGS, "stream break", "stream break"))]
+    moment, count = rng.choice(_TAKEOVER_MOMENTS), rng.randint(1, len(job.ranks))
+    how, away_s = rng.choice(("controller kill",) * 3 + ("controller pause", "controller cut")), rng.uniform(0.4, 1.2)
+
+    def strike(_: int) -> None:
+        controller = job.controller
+        if controller.gone:
+            return
+        job.struck(how, 0)
+        if how == "controller kill":
+            controller.kill()
+        elif how == "controller pause":
+            controller.pause(away_s)
+        else:
+            controller.cut(away_s)
+
+    job.hook(moment, count, strike)
+    told.append(f"{how} at the {count}. '{moment}'")
+    if rng.random() < 0.5:
+        other, silent_s = rng.choice(job.everybody), rng.uniform(0.3, 1.0)
+        around = rng.choice((moment, f"{rng.choice(PHASES)} {last_step(job, rng)}"))
+        job.hook(around, 1, lambda _: job.stop(other, silent_s))
+        told.append(f"rank {other} is stopped for {silent_s:.3f} s at '{around}'")
+    if rng.random() < 0.3:
+        job.hook(
+            "took_over",
+            1,
+            lambda _: job.scheduler.after(rng.uniform(0.0, 0.5), partial(befall, job, rng, "controller kill", 0)),
+        )
+        told.append("the next one is killed too")
+    return told
+
+
+def work_is_handed_on(job: Job, rng: random.Random) -> list[str]:
+    """A writer fails, and then one that owes two orders."""
+    step = last_step(job, rng)
+    return [fail(job, rng, ("exception", "kill", "preemption"), f"DONE {step}"), hand_on(job, rng)]

@@ -1,0 +1,88 @@
+"""`make mutants` tries the next mutants by random jobs alone, keeps what it has found, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.mutants import by_seeds
+from tests.simulation.mutants.changes import MODULES, mutants_of
+
+UNSEEN = ("controller.progress", "standstill", "len(named) > _NAMED: LtE")
+
+
+def name_of(module: str, function: str, change: str) -> str:
+    found = [mutant.name for mutant in mutants_of(module) if mutant.function == function and change in mutant.change]
+    assert found, f"{module}.{function} has no mutant '{change}' any more: choose another"
+    return found[0]
+
+
+def test_what_random_jobs_show_is_found_with_its_seed_and_not_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = name_of("controller.decision", "decide", "not lacking: without not")
+    given = ["--mutant", name, "--jobs", "60", "--state", str(tmp_path / "state.json")]
+    assert by_seeds.main(given) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("found by seed ") and f"({name})" in told and "1 of 1 mutants tried: 1 found" in told
+    assert by_seeds.main(given) == 0
+    assert capsys.readouterr().out.startswith("1 of 1 mutants tried: 1 found")
+
+
+def test_what_they_do_not_show_is_said_and_more_jobs_begin_behind_those_that_were_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit status says so too."""
+    name, path = name_of(*UNSEEN), tmp_path / "state.json"
+    ranges: list[tuple[int, int]] = []
+    look = by_seeds.look
+
+    def watched(change: Callable[[], bool], first: int, count: int) -> by_seeds.Found:
+        ranges.append((first, count))
+        return look(change, first, count)
+
+    monkeypatch.setattr(by_seeds, "look", watched)
+    for jobs in ("2", "5"):
+        assert by_seeds.main(["--mutant", name, "--jobs", jobs, "--state", str(path)]) == 1
+        assert f"NOT FOUND by {jobs} seeds" in capsys.readouterr().out
+    assert ranges == [(0, 2), (2, 3)]
+    assert json.loads(path.read_text())["found"] == {name: {"jobs": 5, "by": ""}}
+
+
+def test_a_change_of_the_code_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "state.json"
+    state = by_seeds.State("another", {"controller.rounds:1": by_seeds.Found(5, "I1")})
+    state.save(path)
+    assert by_seeds.State.load(path, "another") == state
+    assert by_seeds.State.load(path, by_seeds.code()).found == {}
+    assert "begins anew" in capsys.readouterr().out
+
+
+def test_so_many_in_one_go_and_the_next_ones_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an order that is always the same, and not that of the files."""
+    monkeypatch.setattr(by_seeds, "look", lambda change, first, count: by_seeds.Found(first + 1, "I1"))
+    given = ["--most", "3", "--state", str(tmp_path / "state.json")]
+    for tried in (3, 6):
+        assert by_seeds.main(given) == 0
+        assert f"\n{tried} of {len(by_seeds.in_order(by_seeds.MACHINES))} mutants tried" in capsys.readouterr().out
+    first = [mutant.name for mutant in by_seeds.in_order(by_seeds.MACHINES)[:6]]
+    assert list(json.loads((tmp_path / "state.json").read_text())["found"]) == first
+    assert len({name.split(":")[0] for name in first}) > 1
+
+
+def test_a_change_that_changes_nothing_is_no_mutant() -> None:
+    def fails() -> bool:
+        raise AssertionError("changes nothing")
+
+    with pytest.raises(RuntimeError, match="could not be made"):
+        by_seeds.look(fails, 0, 1)
+
+
+def test_the_machines_are_the_modules_that_are_no_adapters() -> None:
+    assert set(by_seeds.ADAPTERS) | set(by_seeds.NOT_RANDOM) | set(by_seeds.MACHINES) == set(MODULES)
+    assert "controller.patience" in by_seeds.MACHINES and "processor.transitions" in by_seeds.MACHINES
