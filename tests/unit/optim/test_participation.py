@@ -321,3 +321,31 @@ def test_a_communicators_error_is_looked_for_before_ready_and_before_the_update(
     with pytest.raises(AbortedCollective, match="step 1: a communicator failed"):
         plain.step() if adopted else optimizer.step()  # type: ignore[union-attr]
     assert tracker.reached == reached
+
+
+class Boundaries(NullTracker):
+    """Keeps how steps end behind which all ranks stop."""
+
+    def __init__(self, notice: bool, unled: bool) -> None:
+        self.notice, self.unled = notice, unled
+        self.reached: list[tuple[int, bool]] = []
+
+    def boundary(self, step: int, unled: bool = False) -> None:
+        self.reached.append((step, unled))
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize(
+    ("notice", "unled", "reached"), [(False, True, []), (True, False, [(1, False)]), (True, True, [(1, True)])]
+)
+def test_the_end_of_a_step_that_all_ranks_save_reaches_the_tracker(
+    adopted: bool, notice: bool, unled: bool, reached: list[tuple[int, bool]]
+) -> None:
+    """From either optimizer: with a notice it stops, and saves where no rank has a controller."""
+    model, tracker = torch.nn.Linear(2, 2), Boundaries(notice, unled)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = AdoptedOptimizer(model, plain) if adopted else ttp.TTPReplicaOptimizer(model.named_parameters(), lr=0.1)
+    optimizer.attach(tracker)
+    model(torch.ones(1, 2)).sum().backward()
+    plain.step() if adopted else optimizer.step()  # type: ignore[union-attr]
+    assert tracker.reached == reached and optimizer.current_step == 1
