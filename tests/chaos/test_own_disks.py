@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,12 @@ from tests.chaos.test_nodes import (
     train_a_little,
     wait_for_verdict,
 )
+from ttp import saved_alone
 from ttp.chaos.nodes import Node
 from ttp.chaos.nodes_job import NodesJob
 from ttp.checkpoint.durable import step_directory_name
 from ttp.checkpoint.manifest import Manifest, read_manifest
+from ttp.standby import last_term_of
 
 __all__ = ["nodes"]
 
@@ -118,3 +122,27 @@ def test_fewer_nodes_gather_what_they_have_and_share_it_with_one_that_comes(tmp_
         1000
     )
     assert job.leftovers() == []
+
+
+@pytest.mark.long
+def test_ranks_without_a_controller_leave_a_piece_of_one_checkpoint_on_each_node(
+    tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
+) -> None:
+    """The only controller is killed, and one rank is told to leave: all four save the step, and both nodes go on behind it."""
+    a, b = nodes(2)
+    environ = {"TTP_SHARED_DIRS": "False", "TTP_STANDBYS": "0"}
+    with NodesJob(tmp_path / "hurt", (a, b), overrides=arguments(*STEPS), own_checkpoints=True, environ=environ) as job:
+        train_a_little(job, 0)
+        (controller,) = job.controller_pids().values()
+        os.kill(controller, signal.SIGKILL)
+        job.wait_for_step(job.last_step() + 2)
+        job.kill(3, signal.SIGTERM)
+        train_a_little(job, 1)
+        account = saved_alone.read(job.output_dir / "log", 0, 0.0)
+        assert account is not None and not account.error and account.noticed == (3,), job.console_tail(80)
+        pieces = [piece(job, node, account.step) for node in (a, b)]
+        assert {(one.attempt, one.term) for one in pieces} == {(pieces[0].attempt, last_term_of(0))}
+        assert files_on(job, a, account.step) and files_on(job, b, account.step)
+        assert job.wait(timeout_s=200) == {"node-a": 0, "node-b": 0}, job.console_tail(60)
+        assert "no controller led the ranks" in job.console(a) + job.console(b)
+    assert_whole(job, whole_job(4, *STEPS))
