@@ -35,11 +35,11 @@ class Feed:
     def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
         """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes first."""
         self.used = True
-        # accelerate's loaders and Fabric's count the epochs of this process.
-        if isinstance(getattr(loader, "iteration", None), int) and hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        elif isinstance(getattr(loader, "_num_iter_calls", None), int):
-            loader._num_iter_calls = epoch
+        for _, part in list(parts(loader)):  # accelerate's loaders and Fabric's count the epochs of this process
+            if isinstance(getattr(part, "iteration", None), int) and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            elif isinstance(getattr(part, "_num_iter_calls", None), int):
+                part._num_iter_calls = epoch
         if self._seeds.enabled:
             shared = getattr(loader, "synchronized_generator", None)
             for path, generator in _generators(loader):

@@ -70,8 +70,14 @@ class HostObjects:
                 to_json(t.scheduler.state_dict(), f"schedulers[{i}]") for i, t in enumerate(self._schedulers)
             ],
             "ticks": [each.ticks for each in self._schedulers],
+            "early": [each.early for each in self._schedulers],
             "state": {name: to_json(each.state_dict(), name) for name, each in self._state.items()},
         }
+
+    def begin_pass(self) -> None:
+        """A forward pass is about to begin."""
+        for each in self._schedulers:
+            each.begin_pass()
 
     def give_back(self, taken: Mapping[str, Any], *, updated: bool) -> None:
         """Load what `take` returned. `updated`: an update has followed it, so the schedulers take their step after it.
@@ -85,9 +91,10 @@ class HostObjects:
                 f" and {sorted(self._state)}: give ttp.protect the objects of the run that wrote it"
             )
         ticks = taken.get("ticks", [None] * wanted)  # older checkpoints have none
-        for tick, value, count in zip(self._schedulers, saved, ticks, strict=True):
+        early = taken.get("early", [False] * wanted)
+        for tick, value, *known in zip(self._schedulers, saved, ticks, early, strict=True):
             tick.scheduler.load_state_dict(from_json(value))
-            tick.ticks = count
+            tick.begin(*known)
             if updated:
                 tick.repeat()
         for name, each in self._state.items():
@@ -101,8 +108,11 @@ def check_taken(taken: Mapping[str, Any]) -> None:
     for count, path in checked.items(taken.get("ticks", []), "ticks"):
         if count is not None:
             checked.integer(count, path, 0, MAX_TICKS)
-    if "ticks" in taken and len(taken["ticks"]) != len(taken.get("schedulers", [])):
-        raise checked.Invalid("ticks", taken["ticks"], "one count for each scheduler")
+    for early, path in checked.items(taken.get("early", []), "early"):
+        checked.boolean(early, path)
+    for name in ("ticks", "early"):
+        if name in taken and len(taken[name]) != len(taken.get("schedulers", [])):
+            raise checked.Invalid(name, taken[name], "one value for each scheduler")
     for value, path in [*schedulers, *((value, f"state.{name}") for name, value in state.items())]:
         try:
             from_json(value)

@@ -297,6 +297,7 @@ class Guard:
             self._recomputed = True
         else:
             self._adopted.begin_pass()
+            self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)

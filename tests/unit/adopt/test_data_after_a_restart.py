@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import ttp
 from ttp.adopt import seen
@@ -197,12 +197,43 @@ def of_accelerate_seedable() -> Any:
     return prepare_data_loader(loader, num_processes=2, process_index=1, rng_types=[], use_seedable_sampler=True)
 
 
+class Counting:
+    """Counts the epochs of its process for a sampler, as Fabric's wrapper of a loader does (the library is no test dependency)."""
+
+    def __init__(self, dataloader: Any) -> None:
+        self._dataloader = dataloader
+        self._num_iter_calls = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._dataloader.sampler.set_epoch(self._num_iter_calls)
+        self._num_iter_calls += 1
+        return iter(self._dataloader)
+
+
+def of_fabric() -> Counting:
+    samples = TensorDataset(torch.arange(12.0))
+    return Counting(DataLoader(samples, batch_size=3, sampler=DistributedSampler(samples, num_replicas=1, rank=0)))
+
+
+class Combined:
+    """Several loaders as one, as Lightning's CombinedLoader."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.flattened = list(loaders)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batches in zip(*self.flattened, strict=True):
+            yield torch.cat([batch[0] for batch in batches])
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "torch": of_torch,
     "numpy": lambda: DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, sampler=Shuffling()),
     "python": lambda: DataLoader(Numbered(), batch_size=3),
     "accelerate": of_accelerate,
     "accelerate, seedable": of_accelerate_seedable,
+    "Fabric": of_fabric,
+    "Lightning, combined": lambda: Combined(of_fabric(), of_torch()),
 }
 
 
@@ -320,6 +351,41 @@ def test_a_schedule_goes_on_however_often_it_steps_for_an_update(
     whole = train(tmp_path / "whole", 9)
     rest = [train(tmp_path / "cut", until) for until in (3, 4, 9)]
     assert {step: rate for told in rest for step, rate in told.items()} == whole
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch advises against it, and goes on
+@pytest.mark.parametrize("place", ["loop's begin", "behind each of three passes", "in front of the update"])
+@pytest.mark.parametrize("cut", [(1, 2, 9), (3, 4, 9), (5, 9)])
+def test_a_schedule_goes_on_wherever_in_the_loop_it_steps(tmp_path: Path, place: str, cut: tuple[int, ...]) -> None:
+    """What the trainer calls again by itself is not repeated for it. Saved behind the update, before what follows it."""
+
+    def train(folder: Path, until: int) -> dict[int, list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        guard = ttp.protect(model, optimizer, schedulers=[scheduler], save_dirs=[folder], settings=OFF)
+        told: dict[int, list[float]] = {}
+        for step in range(guard.step + 1, until + 1):
+            if place == "loop's begin":
+                scheduler.step()
+            for number in range(3):
+                told.setdefault(step, []).append(optimizer.param_groups[0]["lr"])
+                model(torch.ones(1, 2) / step).sum().backward()
+                if number == 2:
+                    if place == "in front of the update":
+                        scheduler.step()
+                    optimizer.step()
+                    if step == until:
+                        guard.save()
+                if place == "behind each of three passes":
+                    scheduler.step()
+        guard.close()
+        return told
+
+    whole = train(tmp_path / "whole", 9)
+    rest = [train(tmp_path / "cut", until) for until in cut]
+    assert {step: rates for told in rest for step, rates in told.items()} == whole
 
 
 def test_another_learning_rate_after_a_restart_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
@@ -12,10 +13,12 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-def repeated(scheduler: LRScheduler, advances: list[int]) -> int:
-    """Return how far a resume advances the schedule, after updates that were followed by so many steps each."""
+def repeated(scheduler: LRScheduler, advances: list[int], *, passes: bool = True) -> int:
+    """Return how far a resume advances the schedule, after updates that were followed by so many steps each. `passes`: forward passes are seen."""
     ticks = Ticks(scheduler)
     for count in [*advances, 0]:
+        if passes:
+            ticks.begin_pass()
         ticks.count()
         scheduler.optimizer.step()
         for _ in range(count):
@@ -28,7 +31,8 @@ def repeated(scheduler: LRScheduler, advances: list[int]) -> int:
 def test_what_follows_an_update_is_repeated() -> None:
     """Once, or once for each process; a step more at an epoch's end belongs to that epoch."""
     for advances, expected in (([], 1), ([1], 1), ([3, 3], 3), ([1, 1, 2], 1), ([4, 4, 5], 4), ([1, 0], 0)):
-        assert repeated(ExponentialLR(optimizer(), 0.9), advances) == expected, advances
+        for passes in (True, False):
+            assert repeated(ExponentialLR(optimizer(), 0.9), advances, passes=passes) == expected, advances
 
 
 def test_a_one_cycle_schedule_is_not_repeated_past_its_end() -> None:
@@ -36,3 +40,15 @@ def test_a_one_cycle_schedule_is_not_repeated_past_its_end() -> None:
     scheduler = OneCycleLR(optimizer(), max_lr=1.0, total_steps=10)
     assert repeated(scheduler, [3, 3, 3]) == 1
     assert scheduler.last_epoch == 10
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_what_is_known_of_a_run_is_kept_over_its_starts() -> None:
+    """At an epoch's end that is done again the schedule steps in front of a start's first pass: that is no loop which always does."""
+    for early in (False, True):
+        ticks = Ticks(ExponentialLR(optimizer(), 0.9))
+        ticks.begin(0 if early else 1, early)
+        ticks.scheduler.step()
+        ticks.begin_pass()
+        ticks.count()
+        assert (ticks.ticks, ticks.early) == (0 if early else 1, early)

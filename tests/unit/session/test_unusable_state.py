@@ -104,7 +104,7 @@ WATCHED = {
     ("change", "message"),
     [
         ({"ticks": [10**18]}, r"ticks\[0\]: got 10+, expected an integer from 0 to 1000000"),
-        ({"ticks": []}, r"ticks: got \[\], expected one count for each scheduler"),
+        ({"ticks": []}, r"ticks: got \[\], expected one value for each scheduler"),
         ({"loaders": [{"epoch": 0, "batch": 1}]}, r"loaders\[0\]\.states: is missing, expected a value"),
         (
             {"loaders": [{"epoch": 0, "batch": 1, "states": [{"__ttp__": "tensor"}]}]},
