@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
+import ttp
 from ttp.config import Settings
+from ttp.launch import main
 from ttp.nccl import NCCL_SETTINGS, nccl_warnings, set_nccl
 
 
@@ -38,3 +42,35 @@ def test_torch_knows_each_setting() -> None:
     for header in headers:
         text = header.read_text(encoding="utf-8")
         assert [name for name in NCCL_SETTINGS if f'"{name}"' not in text] == []
+
+
+@pytest.mark.parametrize(("use_ttp", "expected"), [("True", "0"), ("False", None)])
+def test_ttprun_sets_them_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, use_ttp: str, expected: str | None
+) -> None:
+    """Without TTP the job is torchrun's."""
+    for name in NCCL_SETTINGS:
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ENABLE_TTP", use_ttp)
+    found: list[dict[str, str | None]] = []
+
+    def started(*arguments: object) -> None:
+        found.append({name: os.environ.get(name) for name in NCCL_SETTINGS})
+
+    monkeypatch.setattr(main, "launch", started)
+    monkeypatch.setattr(main.torchrun, "run", started)
+    main.main(["--nproc-per-node", "1", "train.py"])
+    assert found == [dict.fromkeys(NCCL_SETTINGS, expected)]
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 1), ("cpu", 0)])
+def test_a_start_on_an_accelerator_shows_each_line_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, count: int
+) -> None:
+    optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
+    optimizer.device = torch.device(device)
+    session = ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(nccl_warnings=("TORCH_NCCL_X is not set",)))
+    optimizer.device = torch.device("cpu")
+    session.close()
+    assert caplog.text.count("TORCH_NCCL_X is not set") == count
