@@ -162,6 +162,17 @@ def test_a_complete_barrier_carries_the_verdict_and_leaves_the_groups_sums(monke
     assert (agreed.squares, agreed.overflow, agreed.ending, agreed.sums) == (4.0, False, Ending.WAIT, (6.0,))
 
 
+@pytest.mark.parametrize(
+    ("barrier", "ranks", "spans"), [(None, 2, True), (None, 4, False), ("barrier", 4, True), ("barrier", 8, False)]
+)
+def test_a_collective_spans_the_job_only_if_every_rank_enters_its_last_part(
+    monkeypatch: pytest.MonkeyPatch, barrier: str | None, ranks: int, spans: bool
+) -> None:
+    """Else what it counts is not known of all ranks, and they cannot save together by it."""
+    monkeypatch.setattr(spanning, "world", lambda: (0, ranks))
+    assert make(monkeypatch, lambda vector, group: None, barrier).spans_job is spans
+
+
 # --- how a step ends ---
 
 

@@ -8,7 +8,9 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,32 @@ def test_the_step_in_flight_is_saved_and_the_resumed_rank_has_its_bits(
     assert again.optimizer.current_step == 5 and torch.equal(again.model.weight, weights)
     again.session.raised = True
     again.session.close()
+
+
+class OwnForm:
+    """A trainer's own publisher."""
+
+    work_done = 0
+
+    def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
+        raise AssertionError("nothing is published here")
+
+
+@pytest.mark.parametrize(
+    ("spans_job", "own_form", "together"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_ranks_save_together_only_what_all_enter_and_ttp_publishes(
+    tmp_path: Path, spans_job: bool, own_form: bool, together: bool
+) -> None:
+    """Others wait for a controller as before: what one collective counts is not known of all, or no save is there to be called."""
+    optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
+    optimizer.spans_job = spans_job
+    publisher = OwnForm() if own_form else None
+    session = ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(), publisher=publisher)
+    protection = session.protection
+    assert protection is not None
+    assert (protection.gate.on_unled_boundary is not None) is protection.processor._settings.saves_alone is together
+    session.close()
 
 
 class NoProcess:

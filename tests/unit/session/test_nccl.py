@@ -59,7 +59,7 @@ def test_ttprun_sets_them_before_workers_start(
         found.append({name: os.environ.get(name) for name in NCCL_SETTINGS})
 
     monkeypatch.setattr(main, "launch", started)
-    monkeypatch.setattr(main.torchrun, "run", started)
+    monkeypatch.setattr("torch.distributed.run.run", started)
     main.main(["--nproc-per-node", "1", "train.py"])
     assert found == [dict.fromkeys(NCCL_SETTINGS, expected)]
 
