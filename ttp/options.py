@@ -28,16 +28,17 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
     return read
 
 
-def above_zero(what: str, most: float) -> Callable[[str], float]:
-    """Return a type for numbers above 0, at most `most`. `what`: of which they are, for the message."""
+def above_zero(what: str, most: float, least: float = 0.0) -> Callable[[str], float]:
+    """Return a type for numbers above 0, from `least` to `most`. `what`: of which they are, for the message."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 < value <= most:
-            raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected {what} above 0, at most {most:g}")
+        if not (0 < value <= most and value >= least):
+            bounds = f"from {least:g}" if least else "above 0"
+            raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected {what} {bounds}, at most {most:g}")
         return value
 
     return read

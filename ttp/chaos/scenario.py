@@ -199,6 +199,10 @@ class Scenario:
             )
 
 
+MOST_NODES = 256
+"""Each is a network namespace."""
+
+
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was wanted."""
     try:
@@ -228,15 +232,15 @@ def parse_scenario(content: object, where: str) -> Scenario:
     environ = _mapping(fields.get("environ", {}), f"{where}: environ")
     seed = fields.get("seed")
     return Scenario(
-        name=str(fields.get("name", Path(where).stem)),
+        name=_plain(fields.get("name", Path(where).stem), f"{where}: name"),
         seed=random.SystemRandom().randrange(1_000_000) if seed is None else _whole(seed, where, "seed", 0),
         faults=tuple(faults) * repeat,
         deadline_s=_positive(fields.get("deadline_s", 300.0), where, "deadline_s"),
         job_s=_positive(fields.get("job_s", 3600.0), where, "job_s"),
         small_disk_mib=_whole(fields.get("small_disk_mib", 0), where, "small_disk_mib", 0),
-        nodes=_whole(fields.get("nodes", 0), where, "nodes", 0),
+        nodes=_whole(fields.get("nodes", 0), where, "nodes", 0, MOST_NODES),
         growth_mib=_positive(fields.get("growth_mib", GROWTH_MIB), where, "growth_mib"),
-        environ={str(name): _plain(value, f"{where}: environ {name}") for name, value in environ.items()},
+        environ={_variable(name, where): _plain(value, f"{where}: environ {name}") for name, value in environ.items()},
     )
 
 
@@ -266,7 +270,7 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
     point = _point(fields, where, name)
     if "call" in fields and point not in DUMP_POINTS:
         raise ConfigError(
-            f"{where}: call with point {point!r}: wanted point {' or '.join(DUMP_POINTS)}, whose system calls it counts"
+            f"{where}: call with point {checked.shown(point)}: wanted point {' or '.join(DUMP_POINTS)}, whose system calls it counts"
         )
     call_name, _, call = str(fields.get("call", "0")).rpartition(".")
     spec = FaultSpec(
@@ -305,16 +309,18 @@ def _ranks(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[tuple[int
             raise ConfigError(f"{where}: node and rank: wanted one of them, as each says which node")
         return (_whole(value, where, "rank", 0),), 1  # the node of that rank
     if kind.place not in ("rank", "dump") and ("rank" in fields or "count" in fields):
-        raise ConfigError(f"{where}: it hits no rank, got rank: {value!r}; leave rank and count out")
+        raise ConfigError(f"{where}: it hits no rank, got rank: {checked.shown(value)}; leave rank and count out")
     if value == "random":
         return (), _whole(fields.get("count", 1), where, "count", 1)
     if "count" in fields:
-        raise ConfigError(f"{where}: count beside rank: {value!r}: count is for random ranks; leave it out")
+        raise ConfigError(
+            f"{where}: count beside rank: {checked.shown(value)}: count is for random ranks; leave it out"
+        )
     ranks = value if isinstance(value, list) else [value]
-    if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
-        raise ConfigError(f"{where}: rank is {value!r}: wanted a rank from 0, a list of them, or `random`")
+    if not ranks or not all(type(rank) is int and 0 <= rank <= LARGEST for rank in ranks):
+        raise ConfigError(f"{where}: rank is {checked.shown(value)}: wanted a rank from 0, a list of them, or `random`")
     if len(set(ranks)) < len(ranks):
-        raise ConfigError(f"{where}: rank is {value!r}: wanted each rank once; `repeat` says how often")
+        raise ConfigError(f"{where}: rank is {checked.shown(value)}: wanted each rank once; `repeat` says how often")
     return tuple(ranks), len(ranks)
 
 
@@ -334,10 +340,10 @@ def _moment(fields: Mapping[str, Any], where: str, name: str, *, top: bool) -> M
         case "event":
             event = fields["event"]
             if top:
-                raise ConfigError(f"{where}: event {event!r} outside of `then`: events are those of another fault; wanted step,"
+                raise ConfigError(f"{where}: event {checked.shown(event)} outside of `then`: events are those of another fault; wanted step,"
                                   " after_steps or after_s")  # fmt: skip
             if event not in EVENTS:
-                raise ConfigError(f"{where}: event is {event!r}: wanted one of {', '.join(EVENTS)}")
+                raise ConfigError(f"{where}: event is {checked.shown(event)}: wanted one of {', '.join(EVENTS)}")
             return Moment(event=event)
     if name == "corrupt":
         return Moment(event="published")
@@ -353,14 +359,14 @@ def _point(fields: Mapping[str, Any], where: str, name: str) -> str:
     point = fields["point"]
     if point not in allowed:
         wanted = f"one of {', '.join(allowed)}" if allowed else "none: it happens in no rank"
-        raise ConfigError(f"{where}: point is {point!r}: wanted {wanted}")
+        raise ConfigError(f"{where}: point is {checked.shown(point)}: wanted {wanted}")
     return str(point)
 
 
 def _outcomes(value: object, where: str) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else list(_list(value, where, "expect"))
     if unknown := [entry for entry in listed if entry not in OUTCOMES]:
-        raise ConfigError(f"{where}: expect has {unknown[0]!r}: wanted some of {', '.join(OUTCOMES)}")
+        raise ConfigError(f"{where}: expect has {checked.shown(unknown[0])}: wanted some of {', '.join(OUTCOMES)}")
     return tuple(listed)
 
 
@@ -372,19 +378,30 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
 
 def _list(value: object, where: str, name: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where}: {name} is {value!r}: wanted a list")
+        raise ConfigError(f"{where}: {name} is {checked.shown(value)}: wanted a list")
     return value
+
+
+def _variable(name: str, where: str) -> str:
+    """Return the name of a variable as the system takes it."""
+    if not name or "=" in name:
+        raise ConfigError(
+            f"{where}: environ: got the name {checked.shown(name)}, expected one of a variable, without ="
+        )
+    return name
 
 
 def _plain(value: object, where: str) -> str:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise ConfigError(f"{where} is {value!r}: wanted a text or a number; write true and false in quotes")
+        raise ConfigError(
+            f"{where} is {checked.shown(value)}: wanted a text or a number; write true and false in quotes"
+        )
     return str(value)
 
 
 def _known(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     if unknown := sorted(set(fields) - set(known), key=str):
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}: wanted some of {', '.join(known)}")
+        raise ConfigError(f"{where}: unknown field {checked.shown(unknown[0])}: wanted some of {', '.join(known)}")
 
 
 def _whole(value: object, where: str, name: str, least: int, most: int = LARGEST) -> int:
@@ -409,8 +426,10 @@ def _positive(value: object, where: str, name: str, *, zero: bool = False) -> fl
 def _range(value: object, where: str, name: str) -> tuple[float, float]:
     ends = value if isinstance(value, list) else [value, value]
     if len(ends) != 2:
-        raise ConfigError(f"{where}: {name} is {value!r}: wanted a number, or [least, most]")
+        raise ConfigError(f"{where}: {name} is {checked.shown(value)}: wanted a number, or [least, most]")
     low, high = (_positive(end, where, name, zero=True) for end in ends)
     if low > high:
-        raise ConfigError(f"{where}: {name} is {value!r}: wanted [least, most], got them the other way round")
+        raise ConfigError(
+            f"{where}: {name} is {checked.shown(value)}: wanted [least, most], got them the other way round"
+        )
     return low, high

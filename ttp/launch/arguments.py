@@ -17,6 +17,7 @@ from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
 from ttp.launch.futility import FUTILE_STARTS
 from ttp.options import above_zero, whole
 
+LEAST_POLL_S = 1e-4
 MAX_RESTARTS = 3
 """Default of --max-restarts: coming back is the point (torchrun's is 0)."""
 
@@ -108,7 +109,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 def _poll(text: str) -> float:
     """Refuse what was meant in milliseconds: a watch that looks so seldom sees no death in time."""
-    value = above_zero("seconds", MOST_S)(text)
+    value = above_zero("seconds", MOST_S, LEAST_POLL_S)(text)
     if value > LONGEST_POLL_S:
         raise ArgumentTypeError(
             f"{checked.shown(text)}: wanted seconds above 0, at most {LONGEST_POLL_S:g} (2 ms are 0.002)"

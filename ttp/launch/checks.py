@@ -21,6 +21,7 @@ from ttp.launch.topology import RESOLVE_S
 from ttp.meeting import why_unknown
 
 MOST_RESTARTS = 2**31 - 1
+LEAST_MONITOR_S = 1e-3
 MOST_MONITOR_S = 3600.0
 """Of `--monitor-interval`: a launcher that looks at its workers less than once an hour looks at nothing."""
 
@@ -28,13 +29,15 @@ MOST_MONITOR_S = 3600.0
 def check_arguments(args: Namespace) -> None:
     """Check what needs no configuration of torch's. Raises ConfigError."""
     _check_nodes(args.nnodes)
+    if args.standalone and torchrun.parse_min_max_nnodes(args.nnodes) != (1, 1):
+        raise ConfigError(f"--standalone is for one node: got --nnodes {args.nnodes}; leave one of the two out")
     if not 0 <= args.max_restarts <= MOST_RESTARTS:
         raise ConfigError(
             f"--max-restarts is {checked.shown(args.max_restarts)}: wanted a number from 0 to {MOST_RESTARTS}"
         )
-    if not 0 < args.monitor_interval <= MOST_MONITOR_S:
+    if not LEAST_MONITOR_S <= args.monitor_interval <= MOST_MONITOR_S:
         raise ConfigError(
-            f"--monitor-interval is {args.monitor_interval}: wanted seconds above 0, at most {MOST_MONITOR_S:.0f}"
+            f"--monitor-interval is {args.monitor_interval}: wanted seconds from {LEAST_MONITOR_S:g}, at most {MOST_MONITOR_S:.0f}"
         )
     try:
         get_logging_handler(getattr(args, "event_log_handler", "null"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import socket
 from argparse import Namespace
 
@@ -16,6 +17,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from ttp import checked
+from ttp.config import LEAST_S, MOST_S
 from ttp.errors import ConfigError
 from ttp.launch.moving import MovingRendezvous
 from ttp.launch.rendezvous import JOIN_S, FreshStoreRendezvous, no_trouble
@@ -50,8 +53,22 @@ def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
         same_keys_every_round=static,
         waits_for=_nodes_text(config),
         trouble=functools.partial(_static_trouble, config.rdzv_endpoint) if static else no_trouble,
-        join_timeout_s=float(config.rdzv_configs.get("timeout", JOIN_S)),
+        join_timeout_s=_seconds(config, "timeout", JOIN_S),
     )
+
+
+def _seconds(config: LaunchConfig, name: str, default: float) -> float:
+    """Return a time of --rdzv-conf. Raises ConfigError."""
+    given = config.rdzv_configs.get(name, default)
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not LEAST_S <= value <= MOST_S:
+        raise ConfigError(
+            f"--rdzv-conf has {name}={checked.shown(given)}: wanted seconds from {LEAST_S:g}, at most {MOST_S:g}"
+        )
+    return value
 
 
 def _static_trouble(endpoint: str) -> str:
@@ -97,7 +114,7 @@ def make_moving(config: LaunchConfig) -> MovingRendezvous:
     def make(place: Endpoint) -> RendezvousHandler:
         return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
 
-    join_timeout_s = float(config.rdzv_configs.get("join_timeout", 600))
+    join_timeout_s = _seconds(config, "join_timeout", 600)
     return MovingRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
 
 

@@ -91,8 +91,14 @@ def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str,
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{error} (--nnodes {args.nnodes}, --nproc-per-node {args.nproc_per_node}); ttprun --help tells what is taken"
+            f"{_short(error)} (--nnodes {_short(args.nnodes)}, --nproc-per-node {_short(args.nproc_per_node)}); ttprun --help tells what is taken"
         ) from error
+
+
+def _short(value: object) -> str:
+    """Return a text of torch's, or what was given, for one line: it may have thousands of digits."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-200:]}"
 
 
 def _warn_of_unknown_variables() -> None:

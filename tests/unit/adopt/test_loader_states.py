@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.unit.adopt.test_data_after_a_restart import Fed
 from ttp.adopt import loader_states
-from ttp.adopt.loader_states import LoaderStates
+from ttp.adopt.loader_states import LoaderStates, stateful
 from ttp.errors import DataMismatch
 
 BATCHES = 9
@@ -203,6 +203,14 @@ def test_a_librarys_loader_goes_on(tmp_path: Path, name: str, saved: int) -> Non
     whole = Fed(tmp_path / "whole", make())
     whole.guard._seeds.base = cut.guard._seeds.base
     assert [*first, *rest] == whole.train(length)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_state_of_a_stream_in_workers_that_stay_is_left_out() -> None:
+    """It is in the workers, and cannot be taken away from them at an epoch's begin."""
+    for persistent in (False, True):
+        loader = of_torchdata(stream(), num_workers=1, persistent_workers=persistent)
+        assert (stateful(loader) is None) == persistent
 
 
 @pytest.mark.usefixtures("every_second_step")

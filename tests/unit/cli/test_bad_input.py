@@ -113,6 +113,12 @@ def test_a_configuration_that_is_no_file_is_refused(
         ({"faults": [{"fault": "kill", "after_s": 10**400}]}, "after_s: got 1000"),
         ({"faults": [{"fault": "kill", "step": "²"}]}, "step: got"),
         ({"faults": [{"fault": "kill", "step": "1" * 5000}]}, "step: got"),
+        ({"faults": [{"fault": "kill", "rank": 10**11}]}, "rank is 100000000000: wanted a rank from 0"),
+        ({"faults": [{"fault": "kill", "rank": [-1] * 10_000}]}, "wanted a rank from 0"),
+        ({"faults": [{"fault": "kill"}], "name": ["x"]}, r"name is \['x'\]: wanted a text"),
+        ({"faults": [{"fault": "kill"}], "nodes": 10**6}, "nodes: got 1000000, expected an integer from 0 to 256"),
+        ({"faults": [{"fault": "kill"}], "environ": {"": "x"}}, "environ: got the name '', expected one of a variable"),
+        ({"faults": [{"fault": "kill"}], "environ": {"A=B": "x"}}, "got the name 'A=B'"),
     ],
 )
 @pytest.mark.timeout(60)

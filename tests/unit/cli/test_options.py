@@ -77,6 +77,11 @@ def test_a_time_out_of_bounds_is_refused(name: str, capsys: pytest.CaptureFixtur
         refused(parse, [*before[:-1], f"{before[-1]}={text}"], capsys)
 
 
+def test_a_poll_of_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The watch would do nothing else."""
+    refused(ttprun, ["--ttp-death-poll=1e-320"], capsys)
+
+
 def test_a_number_within_its_bounds_is_taken() -> None:
     assert [whole(1, 5)(text) for text in ("1", "5", "03")] == [1, 5, 3] and whole(-3)("-3") == -3
     assert above_zero("seconds", 5.0)("2.5") == 2.5
