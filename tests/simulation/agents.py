@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from tests.simulation.controllers import AgentLink
 from tests.simulation.network import DOWN, UP
 from ttp.controller import events as ev
+from ttp.proto.fence import Fence
 from ttp.proto.messages import AgentHello, Downward, Successors, Upward, Vouch, WorkerExit
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Agent:
         self._lease_s = inf
         self._exits: list[WorkerExit] = []
         self._heard = 0.0
+        self._fence = 0
+        """The highest term of a controller that has said something."""
+        self._fenced = False
+        """The controller in its place has a lower one."""
         job.scheduler.at(0.0, self._come)
         job.scheduler.after(job.times.heartbeat_s, self._vouch)
         self._look()
@@ -99,6 +104,9 @@ class Agent:
     def _attach(self) -> None:
         if self.lost or self.controller.gone:
             return
+        self._fenced = bool(Fence("sim", self._fence).refusal(self.addresses[self._place], "sim", self.controller.term))
+        if self._fenced:
+            return
         self._link = AgentLink(self, self.controller)
         self._say(AgentHello(self.host, self.ranks, tuple(100 + rank for rank in self.ranks)))
         for report in self._exits:
@@ -112,9 +120,9 @@ class Agent:
 
     def _look(self) -> None:
         controller, now = self.controller, self.job.scheduler.now
-        if controller.heard:
-            self._heard = now
-        elif now >= self.came_s and (controller.gone or now >= self._heard + self._lease_s):
+        if controller.heard and not self._fenced:
+            self._heard, self._fence = now, max(self._fence, controller.term if self._link is not None else 0)
+        elif now >= self.came_s and (controller.gone or self._fenced or now >= self._heard + self._lease_s):
             self._detach()
             self.addresses += [address for address in self.job.standbys.listed if address not in self.addresses]
             self._place, self._of_place = (self._place + 1) % len(self.addresses), None

@@ -132,6 +132,17 @@ class Disk:
         if torn:
             raise DiskError("input/output error in fsync")
 
+    def link(self, root: str, name: str, other: str, entries: Sequence[FileEntry]) -> bool:
+        """Give files a second name in another directory; False where one of them is gone or has not the size that its writer told."""
+        there = self.directories.get((root, name), Directory()).files
+        try:
+            look_at(there, entries)
+        except DiskError:
+            return False
+        files = self.directories.setdefault((root, other), Directory()).files
+        files.update((entry.name, there[entry.name]) for entry in entries)
+        return True
+
     def _tears(self, rank: int) -> bool:
         torn = rank in self.torn_next
         self.torn_next.discard(rank)

@@ -195,6 +195,9 @@ MUTATIONS = (
     Mutation("the late end of an update is not reported", adapters.a_late_end_of_an_update_is_not_reported, ("I9",), rolls_after_a_long_freeze, within=20),
     Mutation("a controller goes on after its end", adapters.a_finished_controller_goes_on, ("I11",), within=20),
     Mutation("a controller does not beat", adapters.controllers_do_not_beat, ("I7",)),
+    Mutation("a written share is linked for another step", adapters.shares_of_another_step_are_linked, ("I3",), step_changes_in_the_dump, within=20),
+    Mutation("a written share is linked with parts that are another rank's now", adapters.shares_with_other_parts_are_linked, ("I5",), within=600),
+    Mutation("linked shares are not reported", adapters.linked_shares_are_not_reported, ("I5",), within=60),
     # Two orders, two freezes, two controllers.
     Mutation("of a writer with two orders the second one's parts are written by nobody", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
     Mutation("an answer that comes twice settles another order", memories.repeated_answer_settles_another_order, ("I5",), parts_handed_on, within=20),
@@ -232,7 +235,6 @@ MUTATIONS = (
     Mutation("a write is answered before its fsync", ranks.answers_before_fsync, ("I1",)),
     Mutation("the tracker is replaced before the rename", ranks.tracker_before_rename, ("I4",), disk_full_at_publish),
     Mutation("the tracker goes back", ranks.tracker_goes_back, ("I4",), another_publishes_later),
-    Mutation("a file of another step is used again", ranks.files_of_another_step_are_used_again, ("I3",), step_changes_in_the_dump),
     Mutation("a published directory is overwritten", ranks.published_directory_is_overwritten, ("I1", "I4", "I8"), idle_controller_dies),
 )  # fmt: skip
 

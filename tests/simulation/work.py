@@ -1,4 +1,5 @@
-"""One simulated rank's work thread: the shipped `Tasks`, and a holder whose rolling, writing and publishing take simulated time."""
+"""One simulated rank's work thread: the shipped `Tasks` and the shipped memory of written shares, and a holder whose rolling, writing and
+publishing take simulated time."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name, look_at
 from tests.simulation.waits import Blocked
+from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
 from ttp.errors import TornShare
 from ttp.processor import events as ev
 from ttp.processor.worker import Held, Task, Tasks
@@ -33,7 +35,7 @@ class Worker:
         self._queue: list[Task] = []
         self._task: Held
         """The holder's."""
-        self._written: dict[tuple[str, int, tuple[Part, ...]], File] = {}
+        self._written = WrittenShares(self._link)
         self._files = 0
         self._busy = False
         self.writing = self.publishing = False
@@ -150,37 +152,42 @@ class Worker:
     # --- writing ---
 
     def _begin_write(self, order: WriteOrder) -> None:
-        """Read the values at the start and at the end: a holder must stand still meanwhile."""
-        name = f"r{self.rank}_{self._files}"
-        self._files += 1
+        """Read the values at the start and at the end: a holder must stand still meanwhile. As `OptimizerHolder.write` does, use again
+        what earlier attempts have of the ordered parts, and write the others."""
         self.writing = True
         before = dict(self.replica.held(order.step))
-        self.job.disk.write(self._root(order), order.tmp_name, name, File((), False))
-        # Where an earlier attempt's file has the same parts of the same state, it gets a second name.
-        known = self._written.get(self._reuse_key(order))
-        end = partial(self._end_write, order, name, before, known)
-        delay_s = 0.0005 if known is not None else self.job.rng.uniform(0.001, 0.05) * len(order.parts)
-        self._held_up("write", end, delay_s)
+        reused, left = self._written.take(order.step, order.directory, order.tmp_name, order.parts)
+        parts = tuple(part for part in order.parts if part in left)
+        name = f"r{self.rank}_{self._files}"
+        self._files += 1
+        if parts:
+            self.job.disk.write(self._root(order), order.tmp_name, name, File((), False))
+        delay_s = self.job.rng.uniform(0.001, 0.05) * len(parts) if parts else 0.0005
+        self._held_up("write", partial(self._end_write, order, parts, reused, name, before), delay_s)
         self.job.happened("writing", self.rank)
 
-    def _reuse_key(self, order: WriteOrder) -> tuple[str, int, tuple[Part, ...]]:
-        return order.directory, order.step, order.parts
+    def _link(self, directory: str, share: WrittenShare, tmp_name: str) -> bool:
+        """As `link_files`. A disk that fails this rank links nothing."""
+        root, disk = self.job.root_of(self.rank, directory), self.job.disk
+        return disk.serves(self.rank, root) and disk.link(root, share.tmp_name, tmp_name, share.result.files)
 
-    def _end_write(self, order: WriteOrder, name: str, before: dict[str, int], known: File | None) -> None:
+    def _end_write(
+        self, order: WriteOrder, parts: tuple[Part, ...], reused: ShareResult, name: str, before: dict[str, int]
+    ) -> None:
         after = self.replica.held(order.step)
         if any(before[part.group_id] != after[part.group_id] for part in order.parts):
             self.job.broken(f"I5: rank {self.rank}'s state changed while it was written")
-        parts = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in order.parts)
+        result = reused
         try:
-            whole = known is not None and len(known.parts) == len(parts)  # a link looks at the size, and no more
-            file = known if known is not None and whole else self._write(order, name, parts)
-            self.job.disk.write(self._root(order), order.tmp_name, name, file)
+            if parts:
+                content = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in parts)
+                self.job.disk.write(self._root(order), order.tmp_name, name, self._write(order, name, content))
+                result = joined(reused, ShareResult((FileEntry(name, PART_BYTES * len(parts), "0", self.rank),)))
         except DiskError as error:
             self._failed(error)
             return
-        self._written[self._reuse_key(order)] = file
-        entry = FileEntry(name, PART_BYTES * len(parts), "0", self.rank)
-        self._done(ShareResult((entry,)))
+        self._written.add(order.step, WrittenShare(order.directory, order.tmp_name, frozenset(order.parts), result))
+        self._done(result)
 
     def _write(self, order: WriteOrder, name: str, parts: tuple[tuple[str, int, int, int], ...]) -> File:
         disk, where = self.job.disk, (self.rank, self._root(order))

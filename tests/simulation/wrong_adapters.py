@@ -1,18 +1,20 @@
-"""Adapters that are wrong on purpose: the gate, the handlers and the work thread as they are shipped, each with one rule broken; undone
-with the patch."""
+"""Adapters that are wrong on purpose: the gate, the handlers, the work thread and the memory of written shares as they are shipped, each with
+one rule broken; undone with the patch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from ttp.checkpoint.reuse import WrittenShares, joined
 from ttp.controller.handler import Handler as ControllerHandler
 from ttp.processor.events import Event, WriteDone, WriteShare
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Handler
 from ttp.processor.worker import Held, Task, Tasks
-from ttp.proto.messages import ShareResult
+from ttp.proto.messages import Part, ShareResult
 
 Patch = pytest.MonkeyPatch
 
@@ -63,3 +65,35 @@ def a_finished_controller_goes_on(patch: Patch) -> None:
 
 def controllers_do_not_beat(patch: Patch) -> None:
     patch.setattr(ControllerHandler, "_beat", lambda self: None)
+
+
+def shares_of_another_step_are_linked(patch: Patch) -> None:
+    """A rank that has written a step, and is ordered to write the one before in its place, links the files that it has."""
+    take = WrittenShares.take
+    patch.setattr(WrittenShares, "take", lambda self, step, *order: take(self, self._step, *order))
+
+
+def shares_with_other_parts_are_linked(patch: Patch) -> None:
+    """One ordered part in a share is enough: the others are there twice."""
+
+    def wrong(
+        self: WrittenShares, step: int, directory: str, tmp_name: str, parts: Iterable[Part]
+    ) -> tuple[ShareResult, set[Part]]:
+        left, result = set(parts), ShareResult(())
+        for share in self._shares if step == self._step else []:
+            fits = share.directory == directory and share.tmp_name != tmp_name and bool(share.parts & left)
+            if fits and self._link(directory, share, tmp_name):
+                left, result = left - share.parts, joined(result, share.result)
+        return result, left
+
+    patch.setattr(WrittenShares, "take", wrong)
+
+
+def linked_shares_are_not_reported(patch: Patch) -> None:
+    """The publisher knows of no file with their parts."""
+    take = WrittenShares.take
+
+    def wrong(self: WrittenShares, *order: Any) -> tuple[ShareResult, set[Part]]:
+        return ShareResult(()), take(self, *order)[1]
+
+    patch.setattr(WrittenShares, "take", wrong)

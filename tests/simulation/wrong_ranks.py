@@ -137,10 +137,6 @@ def tracker_goes_back(patch: Patch) -> None:
     patch.setattr("tests.simulation.work.max", lambda step, known: step, raising=False)
 
 
-def files_of_another_step_are_used_again(patch: Patch) -> None:
-    patch.setattr(Worker, "_reuse_key", lambda self, order: (order.directory, 0, order.parts))
-
-
 def published_directory_is_overwritten(patch: Patch) -> None:
     """The rename takes no notice of what is there."""
     rename = Worker._rename

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +29,33 @@ class WrittenShare:
     result: ShareResult
 
 
+def link_files(directory: str, share: WrittenShare, tmp_name: str) -> bool:
+    """Give all files of a share a name in another attempt; False, with nothing left there, when one cannot have it."""
+    root = Path(directory)
+    linked: list[Path] = []
+    try:
+        make_staging(root, tmp_name)
+        for file in share.result.files:
+            name = root / tmp_name / file.name
+            os.link(root / share.tmp_name / file.name, name)
+            linked.append(name)
+            if name.stat().st_size != file.nbytes:
+                raise OSError(f"{name} is not what was written")
+        fsync_directory(root / tmp_name)
+    except OSError:
+        for name in linked:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        return False
+    return True
+
+
 class WrittenShares:
     """One rank's shares of one step, in whatever attempts. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Callable[[str, WrittenShare, str], bool] = link_files) -> None:
+        """`link(directory, share, tmp_name)`: see `link_files`; the simulation has disks of its own."""
+        self._link = link
         self._step = -1
         self._shares: list[WrittenShare] = []
 
@@ -52,7 +75,7 @@ class WrittenShares:
         for share in self._shares if step == self._step else []:
             if share.directory != directory or not share.parts <= left:
                 continue
-            if share.tmp_name != tmp_name and _link(Path(directory), share, tmp_name):
+            if share.tmp_name != tmp_name and self._link(directory, share, tmp_name):
                 left -= share.parts
                 result = joined(result, share.result)
         return result, left
@@ -61,23 +84,3 @@ class WrittenShares:
 def joined(first: ShareResult, second: ShareResult) -> ShareResult:
     """Return both shares as one."""
     return ShareResult(first.files + second.files)
-
-
-def _link(root: Path, share: WrittenShare, tmp_name: str) -> bool:
-    """Give all files of a share a name in another attempt; False, with nothing left there, when one cannot have it."""
-    linked: list[Path] = []
-    try:
-        make_staging(root, tmp_name)
-        for file in share.result.files:
-            name = root / tmp_name / file.name
-            os.link(root / share.tmp_name / file.name, name)
-            linked.append(name)
-            if name.stat().st_size != file.nbytes:
-                raise OSError(f"{name} is not what was written")
-        fsync_directory(root / tmp_name)
-    except OSError:
-        for name in linked:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        return False
-    return True

@@ -112,6 +112,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(name=OWN)
 @example(name="iter_0000042_tmp_link")
 @example(name="../elsewhere")
+@example(name="iter_0000042_tmp_a_claim_/../../elsewhere")
 @example(name="")
 def test_nothing_but_the_attempts_own_staging_directory_is_touched(
     checkpoint: Path, act: Callable[[Path, str], object], name: str
