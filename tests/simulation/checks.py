@@ -164,7 +164,9 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if _start_failed(job):
         return []
-    excused = ((published or refused) and _comes_and_goes(job)) or (published and _stood_still_itself(job))
+    excused = (
+        job.excused or ((published or refused) and _comes_and_goes(job)) or (published and _stood_still_itself(job))
+    )
     if scenario.harmless and not excused:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
     if published:

@@ -134,6 +134,8 @@ class Job:
         self._story: list[tuple[float, ev.Journal]] = []
         self.snapshots: list[Snapshot] = []
         """What was true whenever a controller decided or refused."""
+        self.excused = False
+        """What came of its faults may cost it something: a slow step was as long as a hang when the gates closed."""
         self.refusals: list[str] | None = None
         """What machines have refused, in a job in which a message is sent that the protocol does not have; else it is a violation."""
         self.past: Past | None = None

@@ -51,3 +51,20 @@ def lose_all_and_notify(job: Job, rng: random.Random) -> list[str]:
             job.scheduler.at(lost_s + rng.uniform(0.0, 2.5), strike)
         befalls.append(kind.name)
     return befalls
+
+
+def cut_some_off_and_notify(job: Job, rng: random.Random) -> list[str]:
+    """The controller is killed; some ranks come to the standby and the others to none, and some rank or all are told to leave."""
+    lost_s, others = rng.uniform(0.3, 0.8), rng.sample(job.everybody, rng.randint(1, len(job.ranks) - 1))
+    job.standbys.unable = set(job.everybody)
+
+    def lose() -> None:
+        for rank in others:
+            job.ranks[rank].was_stopped = job.ranks[rank].route.rejects = True
+        job.controller.kill()
+
+    job.scheduler.at(lost_s, lose)
+    noticed_s = lost_s + rng.uniform(0.0, 0.6)
+    for process in job.ranks if rng.random() < 0.5 else (rng.choice(job.ranks),):
+        job.scheduler.at(noticed_s, partial(process.run_beside, process.notice))
+    return [f"ranks {sorted(others)} come to no controller after {lost_s:.3f} s", "notice"]

@@ -14,9 +14,10 @@ from tests.simulation.handed_on import THREE_REPLICAS
 from tests.simulation.job import Job, Times
 from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers
 from tests.simulation.noticed import STEPS as NOTICED_STEPS
-from tests.simulation.noticed import lose_all_and_notify
+from tests.simulation.noticed import cut_some_off_and_notify, lose_all_and_notify
 from tests.simulation.situations_of_loss import (
     aborted_collectives,
+    away_for_about_a_lease,
     controllers_change,
     disks_fail,
     late_reports,
@@ -24,6 +25,7 @@ from tests.simulation.situations_of_loss import (
     lost_in_a_false_alarm,
     no_disk_takes_the_step,
     places_fail,
+    rolled_before_a_takeover,
     words_come_again,
     work_is_handed_on,
 )
@@ -71,19 +73,21 @@ class Situation:
 
 
 _LED = (1, 1, 2)
+_FEW_RANKS = (even(2), even(4), ring(3), ring(4, replicas=3), even(4, on_one_host=4))
+"""For jobs that last: a second of more ranks takes longer to simulate."""
 _SEVERAL_HOSTS = (even(4), even(8), ring(3), ring(4, replicas=3), pipeline(8, 2))
 SITUATIONS = (
     # Patience, and the time that a fault may take.
-    Situation(0.02, work_goes_on),
-    Situation(0.006, total_time),
+    Situation(0.02, work_goes_on, layouts=_FEW_RANKS),
+    Situation(0.006, total_time, layouts=_FEW_RANKS),
     # Roll forwards that fail.
     Situation(0.03, rolls_fail),
     # Deafness and leases.
     Situation(0.025, deaf_controller),
-    Situation(0.03, about_a_lease, steps=45, standbys=_LED),
-    Situation(0.01, compiles, harmless=True, steps=30, standbys=_LED, agents=True),
+    Situation(0.03, about_a_lease, layouts=_FEW_RANKS, steps=45, standbys=_LED),
+    Situation(0.015, compiles, harmless=True, layouts=_FEW_RANKS, steps=30, standbys=_LED, agents=True),
     Situation(0.01, silent_for_good, steps=30),
-    Situation(0.01, about_the_hang_limit, harmless=True, steps=WATCHED_STEPS, times=WATCHED),
+    Situation(0.015, about_the_hang_limit, harmless=True, layouts=_FEW_RANKS, steps=WATCHED_STEPS, times=WATCHED),
     # Messages that are lost, late, or come again.
     Situation(0.02, lost_in_a_false_alarm, harmless=True),
     Situation(0.02, lost_in_a_dump),
@@ -95,10 +99,13 @@ SITUATIONS = (
     Situation(0.02, places_fail, layouts=_SEVERAL_HOSTS, standbys=_LED, own=True),
     Situation(0.01, aborted_collectives),
     Situation(0.03, work_is_handed_on, layouts=THREE_REPLICAS),
-    # Controllers that are lost.
+    # Controllers that are lost, or away.
     Situation(0.03, controllers_change, standbys=_LED),
-    Situation(0.005, lose_controllers, harmless=True, steps=LONG_STEPS, standbys=_LED),
-    Situation(0.005, lose_all_and_notify, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
+    Situation(0.01, rolled_before_a_takeover, standbys=_LED),
+    Situation(0.01, away_for_about_a_lease, harmless=True, layouts=_FEW_RANKS, steps=40, standbys=_LED),
+    Situation(0.007, lose_controllers, harmless=True, layouts=_FEW_RANKS, steps=LONG_STEPS, standbys=_LED),
+    Situation(0.012, lose_all_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
+    Situation(0.006, cut_some_off_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=_LED),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""
 

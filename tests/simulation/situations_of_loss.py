@@ -16,6 +16,9 @@ from tests.simulation.situations_of_time import BEGINNINGS, PHASES, befall, fail
 from tests.simulation.stale import remember
 from ttp.proto.messages import Exit, FaultReport, Freeze, PublishOrder, RollForward, Thaw, WriteOrder
 
+SLOW_S = 0.15
+"""Slowest messages: a rank whose stream breaks is back, and has answered a freeze, within the time of a round."""
+
 # --- what is lost, late or said again ---
 
 
@@ -56,7 +59,7 @@ def _lose(job: Job, rng: random.Random, kinds: tuple[type, ...]) -> list[str]:
 def late_reports(job: Job, rng: random.Random) -> list[str]:
     """False alarms on a network that is slow, and a rank that dies while what was said in them is still under way."""
     told, step = [], rng.randint(2, 4)
-    slowest_s = rng.uniform(0.05, 0.25)
+    slowest_s = rng.uniform(0.05, SLOW_S)
     job.hook(
         f"DONE {step}", 1, lambda _: setattr(job, "slowest_s", slowest_s)
     )  # for streams that are opened from now on
@@ -206,3 +209,33 @@ def work_is_handed_on(job: Job, rng: random.Random) -> list[str]:
     """A writer fails, and then one that owes two orders."""
     step = last_step(job, rng)
     return [fail(job, rng, ("exception", "kill", "preemption"), f"DONE {step}"), hand_on(job, rng)]
+
+
+def rolled_before_a_takeover(job: Job, rng: random.Random) -> list[str]:
+    """A rank is silent while the others roll forward, and comes back for the controller that follows the one that dies then."""
+    step, ranks = last_step(job, rng), list(job.everybody)
+    rng.shuffle(ranks)
+    silent, late, silent_s = ranks[0], ranks[1 : 1 + rng.randint(1, max(1, len(ranks) // 2))], rng.uniform(0.6, 1.2)
+    for rank in late:
+        job.ranks[rank].late_results[step] = rng.uniform(1.0, 3.0)
+    job.hook(f"{rng.choice(('READY', 'UPDATING'))} {step}", 1, lambda _: job.stop(silent, silent_s))
+    moment = rng.choice(("decided", "rolling", "rolled_forward", "rolled_forward", "write_sent", "writing"))
+    count = 1 if moment in ("decided", "write_sent") else rng.randint(1, len(late))
+    job.hook(moment, count, lambda _: befall(job, rng, "controller kill", 0))
+    return [
+        f"rank {silent} is stopped for {silent_s:.3f} s in step {step}, the controller is killed at the {count}. '{moment}'"
+    ]
+
+
+def away_for_about_a_lease(job: Job, rng: random.Random) -> list[str]:
+    """The controller is stopped or cut off for about a lease: some ranks turn to the next one, the others are still with it."""
+    job.slowest_s = rng.choice((0.005, 0.05, 0.05))  # for streams that are opened from now on
+    seconds, kind = rng.uniform(0.5, 1.3) * job.times.lease_s, rng.choice(("controller pause", "controller cut"))
+    moment = f"{rng.choice(PHASES)} {rng.randint(2, 6)}"
+
+    def strike(_: int) -> None:
+        job.struck(kind, 0)
+        (job.controller.pause if kind == "controller pause" else job.controller.cut)(seconds)
+
+    job.hook(moment, 1, strike)
+    return [f"{kind} for {seconds:.3f} s at '{moment}'"]
