@@ -13,6 +13,7 @@ MATRIX_ARGS ?=
 PAIRS_ARGS ?=
 FLAKY_ARGS ?=
 FUZZ_ARGS ?=
+MUTANTS_ARGS ?=
 NEWEST := build/newest_torch
 NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_trainers.py::test_plain_ddp_survives_the_death_of_rank_0 \
 	tests/chaos/test_other_trainers.py::test_hsdp_survives_the_death_of_a_rank[0-updating]
@@ -26,7 +27,7 @@ help:
 	@echo "make newest                       the demo, DDP and FSDP2, one fault each, with the newest torch that pip gives (a part of make chaos)"
 	@echo "make flaky [FLAKY_ARGS='--minutes 60']  every test with real processes ten times beside two busy ones; goes on where it was"
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input, real kills"
-	@echo "make mutants                      every small change of the protocol's machines, and which of them nobody notices"
+	@echo "make mutants [MUTANTS_ARGS='--most 300']  the next 30 small changes of the machines, each in up to 20,000 random jobs; goes on where it was"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
 
@@ -80,7 +81,7 @@ soak: $(STAMP)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)
-	@$(PY) -m tests.simulation.mutants
+	@$(PY) -m tests.simulation.mutants.by_seeds $(MUTANTS_ARGS)
 
 proto: $(STAMP)
 	proto/generate.sh

@@ -130,8 +130,8 @@ TESTED: dict[str, Proof] = {
     "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
     "make bench": Proof(f"{_MAKE}::test_a_benchmark_tells_whether_its_limit_was_kept"),
     "make mutants": Proof(
-        "tests/simulation/test_mutants.py::test_what_a_test_knows_of_is_caught",
-        {"make": "tests.simulation.mutants", "mutants": "tests.simulation.mutants"},
+        "tests/simulation/test_by_seeds.py::test_so_many_in_one_go_and_the_next_ones_in_the_next",
+        {"make": "by_seeds.main", "mutants": "by_seeds.main"},
     ),
     "make docs": Proof(
         "tests/unit/house/test_document.py::test_generated_tables_are_not_stale",

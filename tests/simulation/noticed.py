@@ -7,6 +7,7 @@ from functools import partial
 
 from tests.simulation.faults import KINDS
 from tests.simulation.job import Job
+from ttp.controller.state import Stage
 
 STEPS = 300
 """More than are done before all is over."""
@@ -16,41 +17,60 @@ _KINDS = (
 )  # fmt: skip
 
 
+_LOSSES = (
+    "kill", "kill", "kill", "kill at the boundary", "cut for good", "cut for a while", "cut until about then", "cut until about then",
+)  # fmt: skip
+
+
 def lose_all_and_notify(job: Job, rng: random.Random) -> list[str]:
     """Have all controllers go, for good or for a while, and some rank or all be told to leave about then; say what befalls."""
-    lost_s = rng.uniform(0.3, 0.8)
-    how = rng.choice(("kill", "kill", "cut for good", "cut for a while"))
+    lost_s, how = rng.uniform(0.3, 0.8), rng.choice(_LOSSES)
+    notified = job.ranks if rng.random() < 0.5 else [rng.choice(job.ranks)]
     if rng.random() < 0.5:
         job.standbys.unable = set(job.everybody)
+    alone = rng.random() < 0.5
+    must_save = alone and job.own is None and not job.training.local_copy
 
-    def lose() -> None:
+    def lose(_: int = 0) -> None:
+        if how == "kill at the boundary":
+            job.must_save = "any" if must_save and job.controller.state.stage is Stage.RUNNING else ""
         for controller in job.controllers:
-            if how == "kill":
+            if how.startswith("kill"):
                 controller.kill()
             else:
-                controller.cut(40.0 if how == "cut for good" else rng.uniform(0.5, 3.0))
+                controller.cut(away_s)
 
-    job.scheduler.at(lost_s, lose)
-    after_s = rng.uniform(-0.1, 2.5)
-    for process in job.ranks if rng.random() < 0.5 else (rng.choice(job.ranks),):
+    after_s, away_s = rng.uniform(-0.1, 2.5), 40.0
+    if how == "kill at the boundary":
+        after_s = 0.0
+        job.hook("boundary", rng.randint(1, len(job.ranks)), lose)
+    else:
+        job.scheduler.at(lost_s, lose)
+    if how == "cut for a while":
+        away_s = rng.uniform(0.5, 3.0)
+    elif how == "cut until about then":  # the ranks have just given it up
+        away_s, after_s = rng.uniform(1.8, 2.4), rng.uniform(1.8, 2.2)
+        for process in job.ranks if rng.random() < 0.5 else ():
+            process.slow_work["alone"] = 5.0
+    for process in notified:
         job.scheduler.at(lost_s + after_s + rng.uniform(0.0, 0.1), partial(process.run_beside, process.notice))
     befalls = [how, "notice"]
-    alone = rng.random() < 0.4
-    if alone and after_s >= 0 and job.own is None and not job.training.local_copy:
-        job.must_save = "any"  # whoever leads the ranks by then, or nobody
-    if not alone:
-        kind, rank = KINDS[rng.choice(_KINDS)], rng.choice(job.everybody)
-        strike = partial(kind.befall, job, rng, rank)
-        if rng.random() < 0.5:
-            job.hook(
-                "saving alone",
-                rng.randint(1, len(job.ranks)),
-                lambda _: job.scheduler.after(rng.uniform(0.0, 0.1), strike),
-            )
-        else:
-            job.scheduler.at(lost_s + rng.uniform(0.0, 2.5), strike)
-        befalls.append(kind.name)
-    return befalls
+    if alone:
+        if rng.random() < 0.2:
+            must_save = False
+            job.disk.full = {job.root_of(rank, name) for rank in job.everybody for name in job.roots}
+            befalls.append("all directories are full")
+        elif must_save and after_s >= 0 and how != "kill at the boundary":
+            job.must_save = "any"  # whoever leads the ranks by then, or nobody
+        return befalls
+    kind, rank = KINDS[rng.choice(_KINDS)], rng.choice(job.everybody)
+    strike = partial(kind.befall, job, rng, rank)
+    if rng.random() < 0.5:
+        count, later_s = rng.randint(1, len(job.ranks)), rng.uniform(0.0, 0.1)
+        job.hook("saving alone", count, lambda _: job.scheduler.after(later_s, strike))
+    else:
+        job.scheduler.at(lost_s + rng.uniform(0.0, 2.5), strike)
+    return [*befalls, kind.name]
 
 
 def cut_some_off_and_notify(job: Job, rng: random.Random) -> list[str]:

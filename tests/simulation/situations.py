@@ -19,6 +19,7 @@ from tests.simulation.situations_of_loss import (
     aborted_collectives,
     away_for_about_a_lease,
     controllers_change,
+    controllers_take_turns,
     disks_fail,
     late_reports,
     lost_in_a_dump,
@@ -35,6 +36,7 @@ from tests.simulation.situations_of_time import (
     compiles,
     deaf_controller,
     rolls_fail,
+    rolls_follow_a_slow_update,
     silent_for_good,
     total_time,
     work_goes_on,
@@ -78,10 +80,11 @@ _FEW_RANKS = (even(2), even(4), ring(3), ring(4, replicas=3), even(4, on_one_hos
 _SEVERAL_HOSTS = (even(4), even(8), ring(3), ring(4, replicas=3), pipeline(8, 2))
 SITUATIONS = (
     # Patience, and the time that a fault may take.
-    Situation(0.02, work_goes_on, layouts=_FEW_RANKS),
+    Situation(0.025, work_goes_on, layouts=_FEW_RANKS),
     Situation(0.006, total_time, layouts=_FEW_RANKS),
     # Roll forwards that fail.
-    Situation(0.03, rolls_fail),
+    Situation(0.025, rolls_fail),
+    Situation(0.015, rolls_follow_a_slow_update, local_copy=False),
     # Deafness and leases.
     Situation(0.025, deaf_controller),
     Situation(0.03, about_a_lease, layouts=_FEW_RANKS, steps=45, standbys=_LED),
@@ -95,16 +98,17 @@ SITUATIONS = (
     Situation(0.02, words_come_again),
     # Disks and collectives.
     Situation(0.02, disks_fail),
-    Situation(0.01, no_disk_takes_the_step, local_copy=True),
+    Situation(0.012, no_disk_takes_the_step, local_copy=True),
     Situation(0.02, places_fail, layouts=_SEVERAL_HOSTS, standbys=_LED, own=True),
     Situation(0.01, aborted_collectives),
     Situation(0.03, work_is_handed_on, layouts=THREE_REPLICAS),
     # Controllers that are lost, or away.
     Situation(0.03, controllers_change, standbys=_LED),
     Situation(0.01, rolled_before_a_takeover, standbys=_LED),
-    Situation(0.01, away_for_about_a_lease, harmless=True, layouts=_FEW_RANKS, steps=40, standbys=_LED),
+    Situation(0.015, away_for_about_a_lease, harmless=True, steps=20, standbys=_LED),
+    Situation(0.01, controllers_take_turns, layouts=_FEW_RANKS, steps=40, standbys=(2,)),
     Situation(0.007, lose_controllers, harmless=True, layouts=_FEW_RANKS, steps=LONG_STEPS, standbys=_LED),
-    Situation(0.012, lose_all_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
+    Situation(0.015, lose_all_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
     Situation(0.006, cut_some_off_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=_LED),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""

@@ -111,6 +111,11 @@ def disks_fail(job: Job, rng: random.Random) -> list[str]:
                 known = {"errors": job.disk.broken_for, "torn": job.disk.tearing, "unsynced": job.disk.unsynced}
                 known[what].add((rank, root))
         told.append(f"{name}: {what}")
+    if job.own is None and rng.random() < 0.3:  # another process of the job has published a later step
+        root = rng.choice(job.roots)
+        job.disk.before.add((root, 90))
+        job.disk.tracker[root] = 90
+        told.append(f"{root} has step 90")
     step = last_step(job, rng)
     if rng.random() < 0.5:
         behind = rng.choice(job.everybody)
@@ -230,7 +235,7 @@ def rolled_before_a_takeover(job: Job, rng: random.Random) -> list[str]:
 def away_for_about_a_lease(job: Job, rng: random.Random) -> list[str]:
     """The controller is stopped or cut off for about a lease: some ranks turn to the next one, the others are still with it."""
     job.slowest_s = rng.choice((0.005, 0.05, 0.05))  # for streams that are opened from now on
-    seconds, kind = rng.uniform(0.5, 1.3) * job.times.lease_s, rng.choice(("controller pause", "controller cut"))
+    seconds, kind = rng.uniform(0.65, 1.15) * job.times.lease_s, rng.choice(("controller pause", "controller cut"))
     moment = f"{rng.choice(PHASES)} {rng.randint(2, 6)}"
 
     def strike(_: int) -> None:
@@ -239,3 +244,15 @@ def away_for_about_a_lease(job: Job, rng: random.Random) -> list[str]:
 
     job.hook(moment, 1, strike)
     return [f"{kind} for {seconds:.3f} s at '{moment}'"]
+
+
+def controllers_take_turns(job: Job, rng: random.Random) -> list[str]:
+    """The first controller is away and comes back about when the second has died and the third is cut off; a rank dies later."""
+    first, second, third = job.controllers[:3]
+    began_s, away_s, cut_s = rng.uniform(0.1, 0.6), rng.uniform(0.6, 1.2), rng.uniform(0.5, 1.5)
+    until_dead_s, until_cut_s = rng.uniform(0.0, 0.3), rng.uniform(0.0, 0.3)
+    job.scheduler.at(began_s, partial(first.pause, away_s))
+    job.hook("took_over", 1, lambda _: job.scheduler.after(until_dead_s, second.kill))
+    job.hook("took_over", 1, lambda _: job.scheduler.after(until_cut_s, partial(third.cut, cut_s)))
+    told = f"c0 is stopped for {away_s:.3f} s at {began_s:.3f} s, c1 killed, c2 cut off for {cut_s:.3f} s"
+    return [told, fail(job, rng, ("kill", "exception"), f"DONE {rng.randint(10, 30)}")]

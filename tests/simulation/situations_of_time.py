@@ -113,6 +113,31 @@ def rolls_fail(job: Job, rng: random.Random) -> list[str]:
     return told
 
 
+def rolls_follow_a_slow_update(job: Job, rng: random.Random) -> list[str]:
+    """The last holder of a shard is in an update for longer than an answer may take; others roll forward after it."""
+    step, holders = last_step(job, rng), rng.choice(job.training.layout.holders)
+    first, others = rng.choice(holders), [rank for rank in job.everybody if rank not in holders]
+    if not others:
+        return rolls_fail(job, rng)
+    late, seconds = (
+        rng.sample(others, rng.randint(1, len(others))),
+        rng.uniform(1.1, 3.0) * job.times.progress_timeout_s,
+    )
+    delay_results(job, rng, late, step)
+    job.slow = True
+    job.ranks[first].slow_update[step] = seconds
+
+    def kill_the_others() -> None:
+        for rank in holders:
+            if rank != first:
+                befall(job, rng, "kill", rank)
+
+    job.hook(f"UPDATING {step}", 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.1), kill_the_others))
+    return [
+        f"update {step} of rank {first} takes {seconds:.3f} s, the other holders {holders} are killed, {late} are late"
+    ]
+
+
 # --- who is silent, and for how long ---
 
 

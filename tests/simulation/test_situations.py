@@ -11,26 +11,32 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.situations import SITUATIONS, drawn
 
 JOBS = 20_000
-FOUND_WITHIN = {
-    "a_leap_of_the_clock_counts_as_silence": 600,
-    "vouches_are_not_believed": 200,
-    "late_publisher_of_a_lower_term_supersedes": 400,
-    "torn_file_costs_its_directory": 100,
-}
-"""Wrong variants that 3,000 jobs had not shown, or that took long, before there were weights."""
+SHOWN_BY = 3_000
+ONCE_NOT_SHOWN = (
+    "a_leap_of_the_clock_counts_as_silence",
+    "vouches_are_not_believed",
+    "hang_without_proof",
+    "no_older_step_is_tried",
+    "thaws_what_another_ordered",
+    "earlier_controller_keeps_its_ranks",
+    "some_ranks_without_a_controller_are_enough",
+)
+"""Wrong variants that so many jobs did not show before there were weights: deafness, leases, hangs, disks, takeovers, notices."""
 
 
-@pytest.mark.parametrize("wrong", FOUND_WITHIN)
-def test_random_jobs_alone_show_what_is_wrong(wrong: str) -> None:
-    """Within so many seeds from 0 on."""
+@pytest.mark.parametrize("wrong", ONCE_NOT_SHOWN)
+def test_random_jobs_alone_show_what_is_wrong(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From seed 0 on; the seed is printed. It takes some hundreds."""
     (mutation,) = [mutation for mutation in MUTATIONS if mutation.patch.__name__ == wrong]
 
     def change() -> bool:
         mutation.patch(pytest.MonkeyPatch())  # in a process of its own
         return True
 
-    found = look(change, 0, FOUND_WITHIN[wrong])
+    found = look(change, 0, SHOWN_BY)
     assert found.by, f"{mutation.wrong}: no job of the seeds 0 to {found.jobs - 1} shows it"
+    with capsys.disabled():
+        print(f"\n  {mutation.name}: seed {found.jobs - 1}: {found.by[:100]}", end="")
 
 
 def test_each_situation_comes_as_often_as_its_weight_says() -> None:

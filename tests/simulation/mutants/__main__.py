@@ -1,4 +1,4 @@
-"""Break the shipped machines in every small way, one at a time, and name what nobody notices: `make mutants`.
+"""Break the shipped machines in every small way, one at a time, and name what nobody notices.
 
 What survives the protocol's tests and the simulated jobs is printed with its place: either it changes nothing that matters
 (`equivalents` says which and why), or a test is missing, or the code is dead.

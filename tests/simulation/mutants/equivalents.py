@@ -1,4 +1,4 @@
-"""Mutants that nobody can notice, each with the reason: `make mutants` counts them apart.
+"""Mutants that nobody can notice, each with the reason: they are counted apart, and `make mutants` leaves them out.
 
 A row is found by its module, its line as it is written, and the change; a test holds that each row is still a mutant.
 """
