@@ -65,6 +65,8 @@ def compare(path: Path) -> Comparison:
     """Replay the journal `path`. Raises OSError or ValueError when it cannot be read."""
     inputs = inputs_path(path)
     earlier = Path(f"{inputs}.1")
+    if not inputs.exists() and not earlier.exists():
+        raise ValueError("there are no recorded inputs")
     try:
         again = tuple(
             itertools.chain.from_iterable(decide_again(read_inputs(p)) for p in (earlier, inputs) if p.exists())

@@ -47,12 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ttp.trainer: {exc}", file=sys.stderr)
         return 2
     from ttp import error_file
+    from ttp.config import Settings
 
     from .train import run  # torch is loaded only when there is something to train
     from .world import world_from_env
 
-    error_file.install()
     try:
+        error_file.install()
+        Settings.from_env()  # before torch takes an address or a port of it
         run(config, world_from_env())
     except ControllerError:
         raise

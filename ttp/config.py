@@ -119,6 +119,8 @@ class Settings:
             raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0, at most {MOST_S:g}")
         if not 0 <= self.controller_port < 65536:
             raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
+        if not 0 <= self.master_port < 65536:
+            raise ConfigError(f"invalid MASTER_PORT={self.master_port}: expected 0 to 65535; ttprun sets it")
         if not 0 <= self.standbys < 10:
             raise ConfigError(f"TTP_STANDBYS is {self.standbys}: wanted 0 to 9")
 

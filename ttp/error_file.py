@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ttp.config import error_file, worker_error_file
+from ttp.errors import ConfigError
 
 _path = ""
 """The file of this process; empty: nothing is recorded."""
@@ -31,7 +32,11 @@ def install() -> None:
     """Record the exception that ends this process, if a launcher wants to know (any number of times). A hook that the script has set
     since `import ttp` is called, too."""
     global _installed
-    if not _installed and (path := error_file()):
+    try:
+        path = error_file()
+    except ConfigError:  # of ENABLE_TTP: ttp.start and ttp.protect refuse it in a line
+        return
+    if path and not _installed:
         _installed = True
         _install(path)
 

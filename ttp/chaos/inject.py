@@ -46,6 +46,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ttp import checked
+from ttp.config import MOST_S
 from ttp.errors import ConfigError
 
 POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
@@ -72,6 +74,8 @@ _FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "t
 _HOG_THREADS = 2
 _FOR_GOOD_S = 1e6
 _CHUNK = bytes(1 << 20)
+_MOST = 2**31 - 1
+_MOST_MIB = 1 << 24
 
 
 class InjectedFault(RuntimeError):
@@ -115,7 +119,7 @@ def _parse_fault(text: str) -> Fault:
     for pair in rest.split(","):
         name, sep, value = pair.partition("=")
         if not sep or name.strip() in fields:
-            raise ConfigError(f"TTP_FAULTS: {text!r}: wanted name=value once each, got {pair!r}")
+            raise ConfigError(f"TTP_FAULTS: {_shown(text)}: wanted name=value once each, got {_shown(pair)}")
         fields[name.strip()] = value.strip()
     unknown, missing = set(fields) - set(_FIELDS), {"rank", "step", "point"} - set(fields)
     at_start = fields.get("point") in START_POINTS
@@ -126,7 +130,7 @@ def _parse_fault(text: str) -> Fault:
     misplaced = misplaced or (at_start and "step" in fields)
     if not known or unknown or missing or misplaced:
         raise ConfigError(
-            f"TTP_FAULTS: {text!r}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
+            f"TTP_FAULTS: {_shown(text)}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
             f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *START_POINTS, *DUMP_POINTS))};"
             f" {', '.join(DISK_ACTIONS)}, call and times belong to {' and '.join(DUMP_POINTS)}; no step at"
             f" {', '.join(START_POINTS)}"
@@ -137,10 +141,19 @@ def _parse_fault(text: str) -> Fault:
         values["call"] = int(call)
     except ValueError:
         raise ConfigError(
-            f"TTP_FAULTS: {text!r}: rank, step, round, call, times and mib must be whole numbers, for a number"
+            f"TTP_FAULTS: {_shown(text)}: rank, step, round, call, times and mib must be whole numbers, for a number"
         ) from None
     values["for_s"] = values.pop("for", 0.0)
+    numbers = [value for name, value in values.items() if type(value) is int and name != "mib"]
+    if not all(0 <= number <= _MOST for number in numbers) or not 0 <= values.get("mib", 0) <= _MOST_MIB:
+        raise ConfigError(f"TTP_FAULTS: {_shown(text)}: numbers must be from 0 to {_MOST}, mib up to {_MOST_MIB}")
+    if not 0 <= values["for_s"] <= MOST_S:
+        raise ConfigError(f"TTP_FAULTS: {_shown(text)}: for must be seconds from 0 to {MOST_S:g}")
     return Fault(action, **{"step": 0, **values})
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 200 else checked.shown(text)
 
 
 def injector(faults: tuple[Fault, ...], rank: int, round_number: int) -> Callable[[str, int], None] | None:

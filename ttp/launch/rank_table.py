@@ -26,6 +26,7 @@ from ttp.input_file import read_json
 VERSIONS = ("1.0", "1.2")
 """Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
 
+_LONGEST = 300
 _MOST_DIGITS = 18
 
 
@@ -211,7 +212,7 @@ def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str
 
 def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
     value = fields.get(name)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or not value.strip().isprintable() or len(value) > _LONGEST:
         raise _FieldError(f"{_at(place, name)} is {_shown(fields, name)}: wanted an address or a host's name")
     return value.strip()
 

@@ -206,6 +206,22 @@ def test_a_librarys_loader_goes_on(tmp_path: Path, name: str, saved: int) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_state_of_a_dispatcher_is_left_out() -> None:
+    """Rank 0 reads ahead for all the others, and its state with it."""
+    loader = prepare_data_loader(
+        DataLoader(SAMPLES, batch_size=1),
+        num_processes=2,
+        process_index=0,
+        dispatch_batches=True,
+        put_on_device=True,
+        device=torch.device("cpu"),
+        use_stateful_dataloader=True,
+    )
+    assert hasattr(loader, "state_dict") and stateful(loader) is None
+    assert stateful(of_accelerate()) is not None
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_the_state_of_a_stream_in_workers_that_stay_is_left_out() -> None:
     """It is in the workers, and cannot be taken away from them at an epoch's begin."""
     for persistent in (False, True):

@@ -42,12 +42,18 @@ def test_faults_are_parsed() -> None:
         "kill:rank=1,step=2,point=ready,call=1",
         "kill:rank=1,step=2,point=write,call=rename",
         "slow:rank=1,step=2,point=ready,for=long",
+        "slow:rank=1,step=2,point=ready,for=nan",
+        "slow:rank=1,step=2,point=ready,for=-1",
+        "memory:rank=1,step=2,point=ready,mib=" + "9" * 30,
+        "kill:rank=-1,step=2,point=ready",
+        "kill:rank=1,step=" + "1" * 4000 + ",point=ready",
     ],
 )
 def test_wrong_fault_is_refused_by_name(text: str) -> None:
     """The error quotes the fault and says what was wanted."""
-    with pytest.raises(ConfigError, match="TTP_FAULTS"):
+    with pytest.raises(ConfigError, match="TTP_FAULTS") as caught:
         parse_faults(text)
+    assert len(str(caught.value)) < 1000
 
 
 def test_hook_acts_at_its_place_only() -> None:

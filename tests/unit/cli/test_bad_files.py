@@ -140,6 +140,14 @@ def test_a_journal_that_is_none_is_refused(
         assert err.count("\n") == 1 and len(err) < 1000, err
 
 
+def test_a_journal_without_recorded_inputs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to replay, and nothing was compared."""
+    path = tmp_path / "journal_0.jsonl"
+    path.write_text("")
+    assert replay_main([str(path)]) == 2
+    assert "there are no recorded inputs" in capsys.readouterr().err
+
+
 def test_a_value_within_a_journal_that_is_of_another_type_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal_0.jsonl"
     record(path, EVENTS)

@@ -176,3 +176,31 @@ def test_workers_of_a_node_are_bounded() -> None:
     """torch would begin to make a list of them."""
     with pytest.raises(ConfigError, match=r"--nproc-per-node is '1000000.*: wanted a number from 1 to 100000"):
         check_workers(10**20, str(10**20))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ENABLE_TTP", "maybe"),
+        ("MASTER_PORT", "x"),
+        ("MASTER_PORT", "70000"),
+        ("MASTER_ADDR", "\udcff"),
+        ("TTP_OT", "1e-320"),
+    ],
+)
+def test_the_trainer_refuses_a_variable_before_it_takes_a_port(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As a rank that something else than ttprun has started: torch would end in a traceback, or wait."""
+    for variable, given in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        name: value,
+    }.items():
+        monkeypatch.setenv(variable, given)
+    assert trainer_main(["--config", "gpt_tiny", "--training_config.output_dir", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and name in err and not (tmp_path / "out").exists()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 
 from tests.unit.runtime.test_server import RawStream, registration
+from ttp.controller.events import ControllerSettings
+from ttp.controller.server import Mailroom, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
-from ttp.proto.codec import CodecError, encode_downward, encode_upward
+from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
 from ttp.proto.fields import MOST_TEXT
-from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShareResult, Welcome
+from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShardGroup, ShareResult, Welcome
+from ttp.proto.stream import ControlStream
 from ttp.proto.transport import MAX_MESSAGE_BYTES, grpc, open_channel
 
-from .conftest import StartController
+from .conftest import LONG_S, StartController
 
 ORDER = PublishOrder(1, 5, "/a", "iter_0000005_tmp_1", tuple(ShareResult((FileEntry(f"r{r}", 10, "ab" * 32, r),)) for r in range(500)),
                      Cause(CauseKind.EXITED, (0,), "signal SIGKILL"), None, 3)  # fmt: skip
@@ -62,24 +70,69 @@ def test_a_text_for_people_has_a_size() -> None:
 
 
 def test_a_controller_refuses_a_message_above_the_size_and_takes_it_in_chunks(new_controller: StartController) -> None:
-    """The limit is gRPC's own, so that nothing of such a message is read."""
+    """The limit is gRPC's own, so that nothing of such a message is read: a sender that keeps to none is refused by the controller."""
     controller = new_controller(world_size=1)
     large = pb.UpwardEnvelope()
-    with open_channel(controller.address) as channel:
+    with grpc.insecure_channel(controller.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         stream = RawStream(channel)
         large = encode_upward(stream.job_id, stream.term, [registration(0, 1)])
         large.messages[0].registration.layout = "x" * (MAX_MESSAGE_BYTES + 1)
         stream.put(large)
-        assert stream.refusal()[0] in (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.UNKNOWN,
-            grpc.StatusCode.INTERNAL,
-        )
+        code, text = stream.refusal()
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in text, (code, text)
         stream = RawStream(channel)
         for part in split(large):
             stream.put(part)
         assert isinstance(stream.next()[1], Welcome)
         stream.end()
+
+
+class Told:
+    """A rank's end of a stream."""
+
+    def __init__(self) -> None:
+        self.opened, self.received = threading.Event(), queue.SimpleQueue[object]()
+
+    def stream_opened(self, stream: ControlStream) -> None:
+        self.opened.set()
+
+    def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
+        self.received.put(parcel.message)
+
+    def stream_closed(self, stream: ControlStream, reason: str) -> None:
+        self.received.put(reason)
+
+
+def test_a_rank_s_large_table_goes_up_in_chunks(new_controller: StartController) -> None:
+    """Larger than a message may be: the shards of a rank that holds very many."""
+    controller = new_controller(world_size=1)
+    groups = tuple(ShardGroup(f"g{number}", "x" * MOST_TEXT, 8) for number in range(260))
+    table = replace(registration(0, 1), groups=groups)
+    assert encode_upward("job", 1, [table]).ByteSize() > MAX_MESSAGE_BYTES
+    told = Told()
+    stream = ControlStream(controller.address, "job", told)
+    stream.start()
+    assert told.opened.wait(LONG_S)
+    stream.send(table)
+    assert isinstance(told.received.get(timeout=LONG_S), Welcome)
+    stream.close()
+
+
+def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
+    """Each of them is put into the outbox of its stream."""
+    sent: list[pb.DownwardEnvelope | None] = []
+    mailroom = mock.Mock(spec=Mailroom)
+    mailroom.put.side_effect = lambda link, envelope: sent.append(envelope)
+    files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
+    StreamLink(ControllerSettings(job_id="job", term=3, world_size=2), mailroom).send(
+        [((1,), replace(ORDER, results=files))]
+    )
+    assert len(sent) > 1 and all(part is not None and part.ByteSize() < MAX_MESSAGE_BYTES for part in sent)
+    joiner = Joiner[pb.DownwardEnvelope]()
+    *first, whole = [joiner.take(part) for part in sent if part is not None]
+    assert set(first) == {None} and whole is not None
+    (parcel,) = decode_parcels(whole)
+    assert isinstance(parcel.message, PublishOrder) and parcel.message.results == files
 
 
 def test_a_message_of_another_job_is_refused_before_it_is_read(new_controller: StartController) -> None:
