@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ttp.launch.deathwatch import Death, DeathWatch, FlagsProbe, Probe, StatusProbe
+from ttp.launch.deathwatch import PF_EXITING, Death, DeathWatch, FlagsProbe, Probe, StatusProbe
 from ttp.launch.processes import Lost, exit_status
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -348,6 +348,28 @@ def test_a_process_runs_that_is_neither_ending_nor_stopped(spawn: Callable[..., 
     finally:
         watch.stop()
     assert watch.running() == {}, "nobody looks any more"
+
+
+@linux
+@pytest.mark.parametrize(
+    ("state", "flags", "runs"),
+    [
+        (b"R", 0, True),
+        (b"D", 0, True),
+        (b"R", PF_EXITING, False),
+        (b"D", PF_EXITING, False),
+        (b"T", 0, False),
+        (b"t", 0, False),
+    ],
+)
+def test_a_process_that_frees_its_memory_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, runs: bool
+) -> None:
+    """A big one does so for seconds, in the states of one that runs. Nor does one that is traced."""
+    probe = FlagsProbe(os.getpid())
+    monkeypatch.setattr(probe, "_fields", lambda: [state, *[b"0"] * 5, b"%d" % flags])
+    assert probe.running() is runs
+    probe.close()
 
 
 def test_without_flags_no_process_is_said_to_run(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
