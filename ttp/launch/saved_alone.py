@@ -27,11 +27,12 @@ def lines_of(account: SavedAlone, lines: Sequence[Line]) -> list[Line]:
     def add(unix_s: float, event: str, **fields: Any) -> None:
         found.append({"unix_s": unix_s, "event": event, "fields": fields, "controller": 0})
 
+    began_unix_s = min(account.began_unix_s, account.unix_s)  # a clock that was set back meanwhile
     text = f"SIGTERM; {cause_text(account.step)}"
     for rank in account.noticed or ranks:
-        add(account.began_unix_s, "fault_reported", rank=rank, kind=NOTICE, text=text, detail="")
+        add(began_unix_s, "fault_reported", rank=rank, kind=NOTICE, text=text, detail="")
     each = {"phases": ["DONE"] * len(ranks), "steps": [account.step] * len(ranks)}
-    add(account.began_unix_s, "frozen", ranks=ranks, **each, records=[account.step])
+    add(began_unix_s, "frozen", ranks=ranks, **each, records=[account.step])
     manifest, why = _on_disk(account)
     if manifest is not None:
         for rank in sorted({file.rank for file in manifest.files}):

@@ -50,6 +50,12 @@ def test_a_save_without_a_controller_is_reported_with_its_step_and_directory(tmp
     assert f"saved   step {STEP} in {path} (201 B, written by ranks 0-1); no step lost" in told
 
 
+def test_a_clock_that_was_set_back_in_the_save_hides_nothing(tmp_path: Path) -> None:
+    path = published(tmp_path)
+    story = fault_of(0, lines_of(replace(account(path), began_unix_s=KILLED_AT_S + 60.0), []), {})
+    assert story is not None and story.saved is not None and story.saved.step == STEP
+
+
 @pytest.mark.parametrize("missing", ["directory", "manifest", "step", "path"])
 def test_what_is_not_on_disk_was_not_saved(tmp_path: Path, missing: str) -> None:
     """Whatever rank 0 wrote: the steps since the newest checkpoint are lost."""
