@@ -146,7 +146,7 @@ def waiters(rank: Driven) -> Iterator[threading.Thread]:
     """Start threads that wait for the verdict, for the welcome and behind a boundary."""
     for wait in (
         rank.processor.wait_for_verdict,
-        lambda: rank.processor.wait_welcomed(LONG_S),
+        lambda: rank.processor.wait_welcomed(10 * LONG_S),
         lambda: rank.gate.boundary(3),
     ):
         thread = threading.Thread(target=wait, daemon=True)
@@ -161,6 +161,25 @@ def test_a_stopped_driver_keeps_no_thread_waiting(rank: Driven) -> None:
     for thread in (*early, *waiters(rank)):
         thread.join(LONG_S)
         assert not thread.is_alive()
+
+
+def test_a_stopped_driver_leaves_no_thread_behind() -> None:
+    """Its own, those of its work, its log, its stacks and its controllers."""
+    before = set(threading.enumerate())
+    looked = threading.Event()
+    starter = Starter()
+    starter.look = lambda: looked.set() or ()  # type: ignore[method-assign, func-returns-value]
+    holder: Any = SimpleNamespace(registration=lambda: None)
+    processor = Processor(ProcessorSettings(0, 0.2, 0.05), lambda: None, "job", holder, Gate(0), starter=starter)
+    processor.start()
+    processor.start_controller(LookForControllers())
+    assert looked.wait(LONG_S)
+    mine = {thread.name for thread in set(threading.enumerate()) - before}
+    assert mine >= {"ttp-processor", "ttp-work", "ttp-voice", "ttp-controllers"}
+    processor.stop()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG_S)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_released_rank_waits_neither_for_a_verdict_nor_for_a_welcome(rank: Driven) -> None:
