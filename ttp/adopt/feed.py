@@ -19,6 +19,8 @@ from ttp.adopt.loader_states import LoaderStates
 from ttp.adopt.seeds import Seeds
 from ttp.adopt.seen import Seen
 
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 
 class Feed:
     """Implements `position.Watch` for one trainer."""
@@ -68,7 +70,7 @@ def _generators(loader: object) -> Iterator[tuple[str, Any]]:
     met: set[int] = set()
     for path, part in parts(loader):
         for name, each in sorted(getattr(part, "__dict__", {}).items()):
-            if isinstance(each, torch.Generator | np.random.Generator | random.Random) and id(each) not in met:
+            if isinstance(each, _KINDS) and id(each) not in met:
                 met.add(id(each))
                 yield f"{path}.{name}", each
 
@@ -78,6 +80,8 @@ def _seed(generator: Any, number: int) -> None:
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):
         generator.seed(number)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(number & 0xFFFFFFFF)
     else:
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(number).state
@@ -88,6 +92,8 @@ def _hash_of(generator: Any) -> str:
         body = generator.get_state().numpy().tobytes()
     elif isinstance(generator, random.Random):
         body = repr(generator.getstate()).encode()
+    elif isinstance(generator, np.random.RandomState):
+        body = repr(generator.get_state(legacy=False)).encode()
     else:
         body = repr(generator.bit_generator.state).encode()
     return hashlib.sha256(body).hexdigest()

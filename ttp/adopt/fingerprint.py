@@ -19,6 +19,7 @@ SAMPLED_ELEMENTS = 256
 """Of one tensor, at equal distances."""
 SAMPLED_LEAVES = 16
 """Tensors, numbers and strings of one batch."""
+_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class Fingerprint:
@@ -45,10 +46,11 @@ class Fingerprint:
 
     def value(self) -> str:
         """Return the fingerprint, empty for a batch without anything to hash. Waits for the device."""
+        parts = self._parts  # taken first: another thread may set the value and drop them meanwhile
         if self._value is None:
             for event in self._copied:
                 event.synchronize()
-            body = b"".join(part if isinstance(part, bytes) else _bytes_of(part) for part in self._parts)
+            body = b"".join(part if isinstance(part, bytes) else _bytes_of(part) for part in parts)
             self._value = hashlib.blake2b(body, digest_size=8).hexdigest() if body else ""
             self._parts = []
         return self._value
@@ -68,16 +70,18 @@ class Fingerprint:
             ]
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        self._parts.append(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        shape = "nested" if tensor.is_nested else tuple(tensor.shape)  # most nested ones have none
+        self._parts.append(f"{tensor.dtype}{shape}".encode())
         if (
             tensor.layout is not torch.strided
+            or tensor.is_nested
             or tensor.is_quantized
             or tensor.device.type == "meta"
             or not tensor.numel()
         ):
             return
         places = _places_on(tensor.numel(), tensor.device)
-        sample = torch.take(tensor.detach(), places)
+        sample = torch.take(_takeable(tensor.detach()), places)
         if tensor.device.type == "cpu":
             self._parts.append(_bytes_of(sample))
             return
@@ -115,6 +119,12 @@ def _places(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def _places_on(count: int, device: torch.device) -> torch.Tensor:
     """The places of the sampled elements, sent to a device once for each size."""
     return torch.from_numpy(_places(count)).to(device)
+
+
+def _takeable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same bits in a type that torch can take elements of: it cannot of most unsigned and of 8-bit floating-point numbers."""
+    bits = _BITS.get(tensor.dtype, torch.uint8 if tensor.is_floating_point() and tensor.element_size() == 1 else None)
+    return tensor if bits is None else tensor.view(bits)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

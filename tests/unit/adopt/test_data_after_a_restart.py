@@ -168,8 +168,8 @@ class Numbered(Dataset[torch.Tensor]):
 class Shuffling(torch.utils.data.Sampler[int]):
     """A sampler with numpy's generator."""
 
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(7)
+    def __init__(self, generator: np.random.Generator | np.random.RandomState) -> None:
+        self.generator = generator
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.generator.permutation(12).tolist())
@@ -178,9 +178,13 @@ class Shuffling(torch.utils.data.Sampler[int]):
         return 12
 
 
-def of_torch() -> Any:
-    generator = torch.Generator().manual_seed(3)
+def of_torch(seed: int = 3) -> Any:
+    generator = torch.Generator().manual_seed(seed)
     return DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, shuffle=True, generator=generator)
+
+
+def of_numpy(generator: np.random.Generator | np.random.RandomState) -> Any:
+    return DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, sampler=Shuffling(generator))
 
 
 def of_accelerate() -> Any:
@@ -228,7 +232,8 @@ class Combined:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "torch": of_torch,
-    "numpy": lambda: DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, sampler=Shuffling()),
+    "numpy": lambda: of_numpy(np.random.default_rng(7)),
+    "numpy, RandomState": lambda: of_numpy(np.random.RandomState(7)),
     "python": lambda: DataLoader(Numbered(), batch_size=3),
     "accelerate": of_accelerate,
     "accelerate, seedable": of_accelerate_seedable,
@@ -280,13 +285,12 @@ def test_a_loader_s_epoch_is_the_same_after_a_restart(tmp_path: Path, name: str)
     assert sorted(whole[:4]) != sorted(whole[4:8]) or whole[:4] != whole[4:8]
 
 
-def test_generators_that_differ_between_ranks_stay_different(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda seed: of_torch(seed), lambda seed: of_numpy(np.random.RandomState(seed))], ids=["torch", "numpy"]
+)
+def test_generators_that_differ_between_ranks_stay_different(tmp_path: Path, make: Callable[[int], Any]) -> None:
     """What the trainer has seeded them with is a part of their seed."""
-    batches = []
-    for seed in (1, 2):
-        generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, shuffle=True, generator=generator)
-        batches.append(Fed(tmp_path / str(seed), loader).train(4))
+    batches = [Fed(tmp_path / str(seed), make(seed)).train(4) for seed in (1, 2)]
     assert batches[0] != batches[1]
 
 

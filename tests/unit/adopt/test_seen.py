@@ -101,6 +101,36 @@ def test_a_fingerprint_is_of_the_batch_as_it_was() -> None:
     assert found.value() == Fingerprint(X).value()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_batches_of_types_that_torch_cannot_index_have_fingerprints(dtype: torch.dtype) -> None:
+    """Tokens are often kept in 16 bits."""
+    ones, numbers = torch.ones(600).to(dtype), (torch.arange(600) % 7).float().to(dtype)
+    assert Fingerprint(ones).value() == Fingerprint(ones.clone()).value() != Fingerprint(numbers).value()
+    assert Fingerprint(numbers.view(20, 30).t()).value() == Fingerprint(numbers.view(20, 30).t().contiguous()).value()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_has_a_fingerprint(layout: torch.layout) -> None:
+    """Of its type alone."""
+    assert Fingerprint(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)).value()
+
+
+def test_two_threads_that_ask_at_once_get_the_same_fingerprint() -> None:
+    """The training thread compares a batch while another one writes the record of it."""
+
+    class Asked:
+        """A copy whose end the other thread sees first."""
+
+        def synchronize(self) -> None:
+            found._copied = []
+            other.append(found.value())
+
+    found, other = Fingerprint(X), list[str]()
+    found._copied = [Asked()]
+    assert [found.value(), *other, found.value()] == [Fingerprint(X).value()] * 3
+
+
 # --- global generators ---
 
 
