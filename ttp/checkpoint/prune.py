@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from ttp.checkpoint.answer import Answer, Status, UsageError
 from ttp.checkpoint.look import checked
 from ttp.checkpoint.prune_pieces import PiecesPlan, plan_pieces, remove_pieces
-from ttp.checkpoint.removal import remove_tree, take_away
+from ttp.checkpoint.removal import LINKED, remove_tree, take_away
 from ttp.checkpoint.survey import (
     PRUNED,
     Leftover,
@@ -137,7 +137,7 @@ def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan
         if entry.state is not State.COMPLETE:
             left.append(entry)
         elif goes and entry.path.is_symlink():
-            left.append(replace(entry, error="a symbolic link, which is removed by hand"))
+            left.append(replace(entry, error=LINKED))
         elif goes:
             removed.append(entry)
         elif error := _problem(entry.path, check):

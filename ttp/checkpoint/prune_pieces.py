@@ -17,7 +17,7 @@ from ttp.checkpoint.durable import sha256_of
 from ttp.checkpoint.manifest import Manifest, read_manifest
 from ttp.checkpoint.pieces import list_pieces, pieces_behind
 from ttp.checkpoint.publish import check_complete
-from ttp.checkpoint.removal import remove_tree, take_away
+from ttp.checkpoint.removal import LINKED, remove_tree, take_away
 from ttp.checkpoint.survey import PRUNED, Leftover, list_leftovers, size_of
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
@@ -41,7 +41,7 @@ class Step:
     step: int
     attempts: Mapping[Attempt, Sequence[Piece]]
     missing: str = ""
-    """What is missing of it; empty: it is whole, or was not looked at."""
+    """What is missing of it, or why it is left; empty: it is whole, or was not looked at."""
 
     @property
     def may_be_finite(self) -> bool:
@@ -60,7 +60,7 @@ class PiecesPlan:
     kept: tuple[Step, ...]
     removed: tuple[Step, ...]
     left: tuple[Step, ...]
-    """Not whole here, and not touched."""
+    """Not whole here, or with a link among its pieces, and not touched."""
     broken: tuple[tuple[Path, str], ...]
     """Directories without a readable manifest, with the reason: not touched."""
     unfinished: tuple[Leftover, ...]
@@ -88,7 +88,9 @@ def plan_pieces(folders: Sequence[Path], keep: int, partial: bool, advance: Call
     for step in steps:
         goes = len(kept) >= keep and (any(one.may_be_finite for one in kept) or not step.may_be_finite)
         lacking = _lacking(step, advance, deep=not goes)
-        if not lacking:
+        if goes and any(path.is_symlink() for path in step.paths):
+            left.append(Step(step.step, step.attempts, LINKED))
+        elif not lacking:
             (removed if goes else kept).append(step)
         elif partial and goes:
             removed.append(step)

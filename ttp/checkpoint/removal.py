@@ -16,6 +16,9 @@ from ttp.checkpoint.durable import fsync_directory, step_directory_name
 from ttp.checkpoint.survey import PRUNED
 from ttp.errors import CheckpointError
 
+LINKED = "a symbolic link, which is removed by hand"
+"""Why a checkpoint that would go is left."""
+
 
 def take_away(path: Path, step: int) -> None:
     """Remove the directory of a published name (or a superseded one) of `step`. Raises OSError; CheckpointError for a link."""

@@ -59,6 +59,20 @@ def test_a_folder_under_two_names_is_one(cluster: Cluster, job: Job, tmp_path: P
     assert [steps(disk) for disk in (first, second)] == [[20], [20]]
 
 
+@pytest.mark.parametrize("partial", [(), ("--partial",)])
+def test_a_linked_piece_is_left_with_its_step_and_keeps_no_other_step_from_going(
+    cluster: Cluster, job: Job, tmp_path: Path, partial: tuple[str, ...]
+) -> None:
+    for step in (10, 20, 30):
+        cluster.save(job, step)
+    piece = disks(cluster)[0] / "iter_0000010"
+    shutil.move(piece, tmp_path / "elsewhere")
+    piece.symlink_to(tmp_path / "elsewhere")
+    status, text = prune(*disks(cluster), "--keep", 1, "--yes", *partial)
+    assert status == 0 and "a symbolic link, which is removed by hand" in " ".join(text.split())
+    assert [steps(disk) for disk in disks(cluster)] == [[10, 30], [10, 30]]
+
+
 def test_one_nodes_folder_alone_says_what_it_lacks(cluster: Cluster, job: Job) -> None:
     """Nothing is whole there, so nothing goes, whatever is asked for."""
     for step in (10, 20):
