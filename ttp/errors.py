@@ -91,7 +91,13 @@ STAY_WRONG_AT_FIRST = (NotWritable,)
 
 
 class ProtocolError(TTPError):
-    """An event that the protocol's state does not allow; the state is unchanged."""
+    """An event that the protocol's state does not allow; the state is unchanged. Its text names the event, of which a long one's middle is left out."""
+
+    LONGEST = 2000
+
+    def __init__(self, text: str) -> None:
+        half = self.LONGEST // 2
+        super().__init__(text if len(text) <= self.LONGEST else f"{text[: half - 3]} ... {text[-half + 2 :]}")
 
 
 class AbortedCollective(TTPError):

@@ -93,6 +93,17 @@ def test_a_report_under_a_number_that_was_never_sent_is_refused_while_training_i
         job.say(StateReport(0, 3, True, Phase.COMPUTE, 1, 0, False, -1, ()))
 
 
+def test_a_refusal_of_a_large_answer_is_short_and_says_who_and_what_was_expected() -> None:
+    """It goes into the journal as it is, and a message has up to 16 MB."""
+    job = dying()
+    parts = tuple(Part(f"group {number}", 0, 1) for number in range(10_000))
+    with pytest.raises(
+        ProtocolError, match=r"unexpected answer of rank 0: got Written.*expected one of this rank's"
+    ) as refused:
+        job.say(Written(0, 1, TMP, parts, share(0)))
+    assert len(str(refused.value)) <= ProtocolError.LONGEST
+
+
 def test_answers_that_come_twice_are_late_and_no_error() -> None:
     """An order that is given again is answered again."""
     job = dying()
