@@ -35,7 +35,7 @@ from .membership import Member, attach, bury, detach, update, vouch
 from .progress import learn
 from .publishing import lost_while_publishing
 from .rolling import lost_while_rolling
-from .rounds import add_cause, begin_fault, count_again, forget, root_cause
+from .rounds import add_cause, ask_late, begin_fault, count_again, forget, root_cause
 from .standbys import spread
 from .state import MOST_KEPT, ControllerState, Stage
 from .writing import replace_writers
@@ -67,7 +67,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if state.stage is not Stage.ASSEMBLING:
         state = spread(state, message.controllers[1:], out)
-    state = count_again(state, rank, now, out)
+    state = ask_late(count_again(state, rank, now, out), rank, now)
     if known is None and state.stage is Stage.FREEZING:
         state = _with_its_shards(state)
     return _catch_up(state, rank, out)

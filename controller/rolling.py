@@ -19,7 +19,7 @@ from .leaving import newest_checkpoint, refuse, step_of
 from .membership import SUSPECT_AFTER, alive_at, silent_since
 from .progress import has_started
 from .rank_table import RankTable
-from .rounds import frozen_fields, half_of_the_rest
+from .rounds import frozen_fields, half_of_the_rest, owes_report
 from .state import ControllerState, Dump, Fault, Stage, Work
 
 
@@ -31,12 +31,17 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
-    if isinstance(verdict, Refusal) and now < (known_at := _known_at(state, fault, now)):
+    if _is_less(verdict, fault) and now < (known_at := _known_at(state, fault, now)):
         return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
     out.append(Journal("frozen", frozen_fields(state)))
     if isinstance(verdict, Refusal):
         return refuse(state, _with_what_failed(fault, verdict), now, out)
     return _order_rolls(state, verdict, now, out)
+
+
+def _is_less(verdict: Decision | Refusal, fault: Fault) -> bool:
+    """Say whether more might be saved: no step is covered, or, by local copies, only one before the newest that is known to be committed."""
+    return isinstance(verdict, Refusal) or any(record.step > verdict.step for record in fault.records)
 
 
 def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
@@ -108,18 +113,21 @@ def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[in
 
 
 def _known_at(state: ControllerState, fault: Fault, now: float) -> float:
-    """Return when all that are silent, and have reported or are seen to run by their agents, are heard again or dead; half of the fault's
-    time at most. It may be this controller that hears nobody, which is no reason to refuse. -inf: there are none."""
+    """Return when all that are silent, and have reported or are seen to run by their agents, are heard again or dead, and all that
+    attached again have had their time to answer; half of the fault's time at most. It may be this controller that hears nobody,
+    which is no reason to refuse. -inf: there are none."""
     members, settings, started = state.members, state.settings, has_started(state.pace)
     silent_s = SUSPECT_AFTER * settings.lease_s
-    last_alive = -inf
+    last_alive = known_at = -inf
     for rank, (report, member) in enumerate(zip(fault.reports, members.table, strict=True)):
         if member.dead is not None or member.registration is None or rank in fault.stuck:
             continue
         since, alive = silent_since(member, members.amnesty), alive_at(member, members.amnesty, settings, started)
         if member.suspect if report is not None else alive > since and now >= since + silent_s:
             last_alive = max(last_alive, alive)
-    return min(last_alive + settings.lease_s, fault.began + settings.total_timeout_s / 2)
+        if owes_report(state, fault, rank):
+            known_at = fault.asked_late_until
+    return min(max(known_at, last_alive + settings.lease_s), fault.began + settings.total_timeout_s / 2)
 
 
 def _wait_for_updates(

@@ -76,6 +76,7 @@ def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) ->
         reports=RankTable.filled(state.settings.world_size, None),
         updating=(),
         update_by=inf,
+        asked_late_until=-inf,
     )
     return replace(state, stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
 
@@ -156,9 +157,28 @@ def count_again(state: ControllerState, rank: int, now: float, out: list[Effect]
     state = replace(_revived(state, rank, now, out), fault=fault)
     if fault.reports[rank] is not None or rank in fault.stuck:
         return state
-    until = min(now + state.settings.freeze_timeout_s, fault.began + state.settings.total_timeout_s / 2)
+    until = _late_until(state, fault, now)
     fault = replace(fault, awaiting=fault.awaiting + 1, round_deadline=max(fault.round_deadline, until))
     return replace(state, fault=fault)
+
+
+def ask_late(state: ControllerState, rank: int, now: float) -> ControllerState:
+    """A rank attached again while a round asks, and is told of its freeze only now."""
+    fault = state.fault
+    if state.stage is not Stage.FREEZING or fault is None or not owes_report(state, fault, rank):
+        return state
+    return replace(state, fault=replace(fault, asked_late_until=_late_until(state, fault, now)))
+
+
+def owes_report(state: ControllerState, fault: Fault, rank: int) -> bool:
+    """Say whether a rank that is there has yet to answer this round."""
+    member = state.members.table[rank]
+    return fault.reports[rank] is None and member.attached and member.dead is None and rank not in fault.stuck
+
+
+def _late_until(state: ControllerState, fault: Fault, now: float) -> float:
+    """Return when a rank that is asked now must have answered: half of the fault's time is for writing what the others have."""
+    return min(now + state.settings.freeze_timeout_s, fault.began + state.settings.total_timeout_s / 2)
 
 
 def _revived(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
@@ -191,8 +211,7 @@ def still_updating(state: ControllerState, rank: int, now: float) -> ControllerS
     if rank in fault.stuck:
         return state
     if fault.reports[rank] is None and state.members.table[rank].dead is None:
-        until = min(now + settings.freeze_timeout_s, fault.began + settings.total_timeout_s / 2)
-        round_deadline = max(fault.round_deadline, until)
+        round_deadline = max(fault.round_deadline, _late_until(state, fault, now))
         return replace(state, fault=replace(fault, round_deadline=round_deadline))
     if rank not in fault.updating:
         return state

@@ -79,6 +79,8 @@ class Fault:
     report when it has ended is waited for. Empty once there is something new to decide from."""
     update_by: float = inf
     """When these updates count as stuck; inf: none was waited for in this round."""
+    asked_late_until: float = -inf
+    """Ranks that attached again during this round have as much time to answer it as the others had: nothing is refused before."""
 
 
 @dataclass(frozen=True)

@@ -450,3 +450,18 @@ def deaf_while_its_clock_leaps(seed: int) -> Scenario:
     job.hook("stage writing", 1, lambda rank: controller.cut_one_way(UP, 2.2))
     job.hook("stage writing", 1, lambda rank: job.scheduler.after(0.1, partial(controller.jump, 2.2)))
     return scenario
+
+
+def attaches_again_late_in_a_round(seed: int) -> Scenario:
+    """The stream of rank 0 breaks on a slow network: it is back when half of the round is over. Its partner dies meanwhile."""
+    scenario = build(seed, even(4), faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+
+    def away(rank: int) -> None:
+        job.slowest_s = 0.25  # for streams that are opened from now on
+        job.drop_stream(0)
+        job.scheduler.after(0.2, partial(job.kill, 2))
+
+    job.hook("DONE 2", 1, away)
+    return scenario

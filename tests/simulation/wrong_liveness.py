@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.rank import Rank
-from ttp.controller import membership, rolling, takeover
+from ttp.controller import membership, presence, rolling, takeover
 from ttp.controller import transitions as tables
 from ttp.controller.membership import Member
 from ttp.controller.state import Stage
@@ -27,6 +27,11 @@ def vouches_are_not_believed(patch: Patch) -> None:
     for stage in (*Stage,):
         if (stage, Vouch) in tables.TRANSITIONS:
             patch.setitem(tables.TRANSITIONS, (stage, Vouch), lambda state, message, now, out: state)
+
+
+def who_attached_late_is_not_waited_for(patch: Patch) -> None:
+    """A round ends when the time of those is over that were there at its beginning."""
+    patch.setattr(presence, "ask_late", lambda state, rank, now: state)
 
 
 def vouches_never_age(patch: Patch) -> None:
