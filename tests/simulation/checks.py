@@ -162,6 +162,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []  # without the word of a controller that was away for too long
     if unprotected(job):
         return []
+    if job.strikes and any(rank.boundary.saving and rank.ended == "exit code 1" for rank in job.ranks):
+        return []  # they were saving a step alone and could not, as another controller came up
     if _start_failed(job):
         return []
     excused = (

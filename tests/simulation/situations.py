@@ -80,21 +80,21 @@ _FEW_RANKS = (even(2), even(4), ring(3), ring(4, replicas=3), even(4, on_one_hos
 _SEVERAL_HOSTS = (even(4), even(8), ring(3), ring(4, replicas=3), pipeline(8, 2))
 SITUATIONS = (
     # Patience, and the time that a fault may take.
-    Situation(0.025, work_goes_on, layouts=_FEW_RANKS),
+    Situation(0.022, work_goes_on, layouts=_FEW_RANKS),
     Situation(0.006, total_time, layouts=_FEW_RANKS),
     # Roll forwards that fail.
     Situation(0.025, rolls_fail),
     Situation(0.015, rolls_follow_a_slow_update, local_copy=False),
     # Deafness and leases.
     Situation(0.025, deaf_controller),
-    Situation(0.03, about_a_lease, layouts=_FEW_RANKS, steps=45, standbys=_LED),
+    Situation(0.03, about_a_lease, layouts=_FEW_RANKS, steps=35, standbys=_LED),
     Situation(0.015, compiles, harmless=True, layouts=_FEW_RANKS, steps=30, standbys=_LED, agents=True),
     Situation(0.01, silent_for_good, steps=30),
-    Situation(0.015, about_the_hang_limit, harmless=True, layouts=_FEW_RANKS, steps=WATCHED_STEPS, times=WATCHED),
+    Situation(0.008, about_the_hang_limit, harmless=True, layouts=_FEW_RANKS, steps=WATCHED_STEPS, times=WATCHED),
     # Messages that are lost, late, or come again.
     Situation(0.02, lost_in_a_false_alarm, harmless=True),
     Situation(0.02, lost_in_a_dump),
-    Situation(0.02, late_reports, steps=20),
+    Situation(0.018, late_reports, layouts=_FEW_RANKS, steps=20),
     Situation(0.02, words_come_again),
     # Disks and collectives.
     Situation(0.02, disks_fail),
@@ -107,7 +107,7 @@ SITUATIONS = (
     Situation(0.01, rolled_before_a_takeover, standbys=_LED),
     Situation(0.015, away_for_about_a_lease, harmless=True, steps=20, standbys=_LED),
     Situation(0.01, controllers_take_turns, layouts=_FEW_RANKS, steps=40, standbys=(2,)),
-    Situation(0.007, lose_controllers, harmless=True, layouts=_FEW_RANKS, steps=LONG_STEPS, standbys=_LED),
+    Situation(0.005, lose_controllers, harmless=True, layouts=_FEW_RANKS, steps=LONG_STEPS, standbys=_LED),
     Situation(0.015, lose_all_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
     Situation(0.006, cut_some_off_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=_LED),
 )

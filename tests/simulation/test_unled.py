@@ -88,3 +88,13 @@ def test_a_rank_that_stops_in_the_save_does_not_hold_the_others_for_ever() -> No
     assert "exit code 1" in ends and ends <= {
         f"exit code {code}" for code in (1, EXIT_CODE_PREEMPTED, EXIT_CODE_PERSISTED)
     }
+
+
+def test_a_save_that_no_directory_takes_ends_its_ranks_also_where_a_new_controller_waits_for_them() -> None:
+    """Nobody is left for it then: neither published nor refused."""
+    waited = 0
+    for seed in range(3 * SEEDS):
+        job = ended(unled.full_disks_as_a_controller_comes, seed)
+        assert not any(alone(job)) and not job.disk.published
+        waited += len(job.controllers) > 2 and not events(job, "refused")
+    assert waited

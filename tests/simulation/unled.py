@@ -128,6 +128,17 @@ def full_disks(seed: int) -> Scenario:
     return scenario
 
 
+def full_disks_as_a_controller_comes(seed: int) -> Scenario:
+    """All controllers are killed, no directory takes the checkpoint, and the ranks are told to leave about when rank 0 starts a controller."""
+    scenario = _job(seed, standbys=1)
+    job = scenario.job
+    job.disk.full = set(job.roots)
+    for controller in job.controllers:
+        job.scheduler.at(LOST_S, controller.kill)
+    _notify(job, seed, LOST_S + random.Random(seed).uniform(0.2, 0.45))
+    return scenario
+
+
 def first_disk_is_full(seed: int) -> Scenario:
     scenario = killed(seed)
     scenario.job.disk.full = {scenario.job.roots[0]}
