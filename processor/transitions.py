@@ -298,6 +298,8 @@ def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]
 
     Every rank learns of it in that step's spanning collective, so that all stop behind the same step.
     """
+    if state.alone:  # it exits behind the save, and tells no controller
+        return replace(state, notice=event.text)
     again = bool(state.notice)
     if again and state.notice_by == inf:
         return state

@@ -202,6 +202,19 @@ def test_a_rank_exits_after_the_save_with_the_status_of_one_that_was_led(notice:
     assert leaving.code == code and leaving.reason == "step 8 was saved without a controller: /a/iter_0000008"
 
 
+@pytest.mark.parametrize("led", [True, False])
+def test_a_notice_in_the_save_changes_its_exit_status_alone(led: bool) -> None:
+    """Another rank's notice was the first. A controller that leads this rank since is not told, and no time for a step begins."""
+    rank = attached()
+    if not led:
+        refuse(rank)
+    rank.take(SavesAlone(8))
+    assert rank.take(Noticed("SIGTERM")) == () == rank.take(Noticed("SIGTERM"))
+    assert not some(rank.wait(rank.state.settings.boundary_s + 1.0), Send, LocalFault, ExitProcess)
+    (leaving,) = only(rank.take(SavedAlone(8, "/a/iter_0000008")), ExitProcess)
+    assert leaving.code == EXIT_CODE_PREEMPTED
+
+
 def test_a_rank_whose_save_failed_does_not_exit_as_if_it_had_not() -> None:
     (leaving,) = only(saving().take(SavedAlone(8, "", "no space left on device")), ExitProcess)
     assert leaving.code == 1 and "step 8 could not be saved without a controller: no space left" in leaving.reason
