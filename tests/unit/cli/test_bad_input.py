@@ -133,6 +133,7 @@ def test_a_scenario_is_bounded(content: object, message: str) -> None:
     "argv",
     [
         ["--world-size", str(10**20)],
+        ["--world-size", str(10**9 - 1)],
         ["--world-size", "1" * 5000],
         ["--world-size", "8", "--devices-per-node", str(10**20)],
         ["--world-size", "8", "--disk-gb-per-s", "1e-320"],
