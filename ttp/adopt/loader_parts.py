@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_PARTS = ("base_dataloader", "_dataloader", "flattened", "batch_sampler", "sampler", "dataset")
-"""accelerate's and Fabric's wrapped loader, the loaders of Lightning's CombinedLoader, and what torch's have."""
+_PARTS = ("base_dataloader", "_dataloader", "flattened", "batch_sampler", "sampler", "dataset", "datasets")
+"""accelerate's and Fabric's wrapped loader, the loaders of Lightning's CombinedLoader, and what torch's have, its concatenated data sets among them."""
+
+_LISTS = ("flattened", "datasets")
 
 
 def parts(loader: object) -> Iterator[tuple[str, Any]]:
@@ -24,8 +26,8 @@ def parts(loader: object) -> Iterator[tuple[str, Any]]:
         yield path, value
         for name in _PARTS:
             part = getattr(value, name, None)
-            if name == "flattened" and isinstance(part, list):
-                for index, each in enumerate(part):
+            if name in _LISTS:
+                for index, each in enumerate(part if isinstance(part, list) else ()):
                     yield from walk(each, f"{path}.{index}")
             elif part is not None:
                 yield from walk(part, f"{path}.{name}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import ttp
 from ttp.adopt import seen
@@ -235,6 +235,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: of_numpy(np.random.default_rng(7)),
     "numpy, RandomState": lambda: of_numpy(np.random.RandomState(7)),
     "python": lambda: DataLoader(Numbered(), batch_size=3),
+    "python, concatenated": lambda: DataLoader(ConcatDataset([Numbered(), Numbered()]), batch_size=6),
+    "python, a part of a part": lambda: DataLoader(Subset(Subset(Numbered(), range(12)), range(12)), batch_size=3),
     "accelerate": of_accelerate,
     "accelerate, seedable": of_accelerate_seedable,
     "Fabric": of_fabric,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import replace
 from unittest import mock
 
@@ -16,6 +18,7 @@ from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
+from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from ttp.proto.fields import MOST_TEXT
 from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShardGroup, ShareResult, Welcome
 from ttp.proto.stream import ControlStream
@@ -146,3 +149,24 @@ def test_a_message_of_another_job_is_refused_before_it_is_read(new_controller: S
         stream = RawStream(channel)
         stream.put(pb.UpwardEnvelope(job_id="other", term=stream.term, chunk=b"\xff", more=True))
         assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+class Foreign(ControlServicer):
+    """A controller of another job."""
+
+    def Attach(self, request_iterator: object, context: object) -> Iterator[pb.DownwardEnvelope]:  # type: ignore[override]
+        yield pb.DownwardEnvelope(job_id="other", term=3, chunk=b"\xff")
+
+
+def test_a_rank_gives_up_a_controller_of_another_job_before_it_reads_more() -> None:
+    """What that one sends cannot be read at all."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    add_ControlServicer_to_server(Foreign(), server)  # type: ignore[arg-type]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    told = Told()
+    ControlStream(f"127.0.0.1:{port}", "job", told).start()
+    reason = told.received.get(timeout=LONG_S)
+    assert reason == f"127.0.0.1:{port} is the controller of job 'other', wanted 'job'; check its address"
+    assert not told.opened.is_set()
+    server.stop(None).wait(LONG_S)
