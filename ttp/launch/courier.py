@@ -131,6 +131,8 @@ class Courier:
         """What the last call to the store has failed with."""
         self._gone = False
         """The store cannot be asked any more: its launcher has ended it."""
+        self._closed = False
+        """A link that a thread opens from now on, which a slow store has held up, is closed at once."""
         self._wake, self._file_wake = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)]
@@ -217,7 +219,7 @@ class Courier:
         for thread in reversed(self._threads):
             thread.join(timeout_s)
         with self._lock:
-            link, self._link = self._link, None
+            link, self._link, self._closed = self._link, None, True
         if link is not None:
             link.close()
 
@@ -304,7 +306,7 @@ class Courier:
             old.close()
         link = self._call(entry) if open_link else None
         with self._lock:
-            superseded = self._entry.address != entry.address
+            superseded = self._closed or self._entry.address != entry.address
             if link is not None and not superseded:
                 self._link = link
                 if self._standbys:

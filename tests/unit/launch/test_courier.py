@@ -474,3 +474,23 @@ def test_a_refused_file_is_named_once_and_the_store_asked_alone(
     write(tmp_path, KNOWN)
     until(lambda: courier.log_dir == Path("/output/log"))
     courier.close()
+
+
+def test_a_link_that_is_opened_behind_the_end_is_closed(tmp_path: Path) -> None:
+    """A look may be held up until then. The link would try to attach to a controller that is gone, once an attempt."""
+    opening, go_on, link = threading.Event(), threading.Event(), FakeLink()
+
+    def slow(address: str, pids: Mapping[int, int]) -> FakeLink:
+        opening.set()
+        assert go_on.wait(DEADLINE_S)
+        return link
+
+    write(tmp_path, KNOWN)
+    with silent_store() as port:
+        courier = Courier(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
+        courier.start()
+        assert opening.wait(DEADLINE_S)
+        courier.close(0.01)
+        go_on.set()
+        until(lambda: link.closed)
+    assert not courier.connected
