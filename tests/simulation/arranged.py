@@ -298,21 +298,6 @@ def host_dies_with_its_files(seed: int) -> Scenario:
 # --- with standbys ---
 
 
-def told_to_a_dying_controller(seed: int) -> Scenario:
-    """A rank raises while nobody leads it, or a moment before: the next controller hears of it as the first thing."""
-    scenario = _with_standbys(seed)
-    job = scenario.job
-
-    def strike(rank: int) -> None:
-        job.controllers[0].kill()
-        job.scheduler.after(
-            0.002 * (seed % 20), lambda: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch")
-        )
-
-    job.hook("DONE 3", 1, strike)
-    return scenario
-
-
 def step_changes_in_the_dump(seed: int) -> Scenario:
     """Only a rank that is silent has the newest record: the older step is written, and when the controller dies it comes back."""
     scenario = _with_standbys(seed)

@@ -162,11 +162,6 @@ class Controller:
         now = self.job.scheduler.now
         return now >= self.paused_until and now >= self.cut_until and now >= self.route.held_until[DOWN]
 
-    @property
-    def place_in_job(self) -> str:
-        """What it is doing, in a word, killed or not."""
-        return "dead" if self.dead else "over" if self.over else self.state.stage.value
-
     # --- what comes in ---
 
     def link_of(self, stream: Stream) -> Link:

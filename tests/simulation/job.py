@@ -38,10 +38,6 @@ Content = tuple[Manifest | None, tuple[tuple[str, tuple[WrittenPart, ...]], ...]
 """What a directory holds: its manifest, and the parts of every file that is durable."""
 
 
-class Violation(Exception):
-    """An invariant of the protocol does not hold."""
-
-
 @dataclass(frozen=True)
 class Times:
     """The simulated job's settings, seconds."""
