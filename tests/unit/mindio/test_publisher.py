@@ -1,0 +1,172 @@
+"""The publisher of a trainer's handlers, on its own: which act comes before which, and what is left when one fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.share import write_share
+from ttp.errors import CheckpointError, CorruptCheckpoint
+from ttp.mindio import publisher
+from ttp.mindio.publisher import HandlerPublisher
+from ttp.proto.messages import Cause, CauseKind, PublishOrder, ShareResult
+
+STEP = 3
+NAME = f"iter_{STEP:07d}_tmp_1_1_1"
+CAUSE = Cause(CauseKind.EXITED, (5,), "signal SIGKILL")
+SHAPES = {"a": (4,), "b": (2,)}
+
+
+class Bench:
+    """An attempt with the shares of ranks 3 and 1, a trainer whose handlers write down that they were called, and its publishers."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.calls: list[Any] = []
+        self.step, self.settled = STEP, True
+        self.on_save: Callable[[], None] = lambda: None
+        self.on_rename: Callable[[], None] = lambda: None
+        self.shapes: dict[str, tuple[int, ...]] = dict(SHAPES)
+        shares = [self.share(3, "a"), self.share(1, "b")]
+        self.order = PublishOrder(1, STEP, str(root), NAME, tuple(shares), CAUSE, None, 1)
+
+    def share(self, rank: int, key: str) -> ShareResult:
+        values = torch.arange(float(SHAPES[key][0]))
+        return write_share(self.root, NAME, rank, [HeldTensor(key, SHAPES[key], 0, values)], {})
+
+    def save(self, rank: int, step: int, ranks: list[int], args: Any) -> None:
+        self.calls.append(("save", rank, step, ranks, args))
+        self.on_save()
+
+    def rename(self, step: int, args: Any) -> None:
+        self.calls.append(("rename", step, args))
+        self.on_rename()
+
+    def await_step(self, step: int, advance: Callable[[int], None]) -> Any:
+        restore: Callable[[Any], None] = lambda device: self.calls.append(("restore", device))  # noqa: E731
+        randomness = SimpleNamespace(restore=restore)
+        return SimpleNamespace(
+            step=self.step, settled=self.settled, randomness=randomness, labelled=lambda step: ("args", step)
+        )
+
+    def publisher(self, rank: int = 1) -> HandlerPublisher:
+        optimizer: Any = SimpleNamespace(expected_tensors=lambda: self.shapes, device="the device")
+        trainer: Any = SimpleNamespace(
+            step_args=self, save_handler=self.save, rename_handler=self.rename, show=lambda state: self.calls.append(("show", state))
+        )  # fmt: skip
+        return HandlerPublisher(rank, optimizer, trainer)
+
+    def publish(self, by: HandlerPublisher | None = None) -> str:
+        return (by or self.publisher()).publish(self.order, {}, lambda count: None)
+
+    def left(self) -> list[str]:
+        """Return what is in the directory, claims without their numbers."""
+        return sorted(path.name.partition("_claim_")[0] for path in self.root.iterdir())
+
+
+NOTE = f"iter_{STEP:07d}_tmp_published"
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(publisher, "read_whole", lambda claim, contents, step, state: f"the whole of step {step}")
+    return Bench(tmp_path)
+
+
+def test_the_handlers_get_the_state_the_randomness_and_the_objects_of_the_ordered_step(bench: Bench) -> None:
+    """In this order; the ranks whose shares it is made of in theirs."""
+    assert bench.publish() == "the trainer's own checkpoint, saved by rank 1"
+    assert bench.calls == [
+        ("show", f"the whole of step {STEP}"), ("restore", "the device"), ("save", 1, STEP, [1, 3], ("args", STEP)),
+        ("rename", STEP, ("args", STEP)),
+    ]  # fmt: skip
+    assert bench.left() == [NOTE], "the shares only take room now"
+
+
+def test_what_was_published_is_not_published_again(bench: Bench) -> None:
+    """Its answer was lost, and another rank is ordered to publish: it says where the checkpoint is."""
+    said = bench.publish()
+    bench.calls.clear()
+    assert bench.publish(bench.publisher(3)) == said and not bench.calls
+
+
+@pytest.mark.parametrize("handler", ["on_save", "on_rename"])
+def test_handlers_that_fail_have_published_nothing_and_are_called_anew(bench: Bench, handler: str) -> None:
+    """By the next publisher, on the same shares."""
+
+    def fails() -> None:
+        assert NOTE not in bench.left(), "it is not published before the rename handler has returned"
+        raise OSError("no room")
+
+    setattr(bench, handler, fails)
+    with pytest.raises(OSError, match="no room"):
+        bench.publish()
+    assert bench.left() == [NAME]
+    setattr(bench, handler, lambda: None)
+    bench.calls.clear()
+    assert bench.publish(bench.publisher(3)).endswith("rank 3")
+    assert [call[0] for call in bench.calls] == ["show", "restore", "save", "rename"]
+
+
+def test_an_attempt_that_another_publisher_has_is_left_to_it(bench: Bench) -> None:
+    """One that was taken for dead wakes up behind its successor: before its handlers, or between them."""
+
+    def taken_over() -> None:
+        (claim,) = bench.root.glob(f"{NAME}_claim_*")
+        claim.rename(bench.root / f"{NAME}_claim_0123456789ab")
+
+    bench.on_save = taken_over
+    with pytest.raises(CheckpointError, match=r"another publisher took .* over while this one saved"):
+        bench.publish()
+    assert [call[0] for call in bench.calls] == ["show", "restore", "save"] and NOTE not in bench.left()
+    bench.calls.clear()
+    for path in bench.root.iterdir():
+        path.rename(bench.root / "elsewhere")
+    with pytest.raises(CheckpointError, match="was taken over by another publisher"):
+        bench.publish()
+    assert not bench.calls
+
+
+def test_shares_that_make_no_whole_are_shown_to_no_handler(bench: Bench) -> None:
+    bench.shapes["c"] = (8,)
+    with pytest.raises(CorruptCheckpoint, match="'c' of shape"):
+        bench.publish()
+    assert not bench.calls
+
+
+@pytest.mark.parametrize(("step", "settled"), [(STEP - 1, True), (STEP, False)])
+def test_objects_of_another_step_are_saved_under_the_ordered_one_and_it_is_said(
+    bench: Bench, step: int, settled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.step, bench.settled = step, settled
+    bench.publish()
+    assert ("rename", STEP, ("args", STEP)) in bench.calls
+    assert f"step {STEP} is saved with the trainer's own objects as they are" in caplog.text
+
+
+def test_bytes_count_while_handlers_run_and_not_afterwards(bench: Bench) -> None:
+    """That is how the controller knows that a long save handler is getting on; also of one that has failed."""
+    by, seen = bench.publisher(), []
+
+    def writes() -> None:
+        before = by.work_done
+        (bench.root.parent / "big").write_bytes(bytes(1 << 20))
+        seen.append(by.work_done - before)
+        raise OSError("no room")
+
+    bench.on_save = writes
+    with pytest.raises(OSError, match="no room"):
+        bench.publish(by)
+    if not os.path.exists("/proc/self/io"):
+        return
+    assert seen[0] >= 1 << 20
+    done = by.work_done
+    (bench.root.parent / "big").write_bytes(bytes(1 << 20))
+    assert by.work_done == done >= 1 << 20
