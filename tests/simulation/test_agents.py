@@ -23,7 +23,7 @@ from tests.simulation.scheduler import Scheduler
 from ttp.controller import agent_link
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.fence import Fence
-from ttp.proto.messages import AgentHello, Beat, Downward, Successors, Upward, WorkerExit
+from ttp.proto.messages import AgentHello, Beat, Downward, Exit, Successors, Upward, Vouch, WorkerExit
 
 COUNT = 3
 LEASE_S, BEAT_S, SLOWEST_S = 3.0, 0.2, 0.01
@@ -47,6 +47,8 @@ class Controller:
         self.told: dict[str, set[Upward]] = {"twin": set(), "shipped": set()}
         """By whom: who it is, and the deaths."""
         self.streams: list[ShippedStream] = []
+        self.vouched_s = 0.0
+        self.sent_away = False
 
     @property
     def heard(self) -> bool:
@@ -59,6 +61,9 @@ class Controller:
     def _note(self, who: str, message: Upward) -> None:
         if isinstance(message, AgentHello | WorkerExit):
             self.told[who].add(message)
+        elif isinstance(message, Vouch) and who == "shipped":
+            assert message.ranks, "a vouch for nobody"
+            self.vouched_s = self.job.now
 
     # as the simulation's agents call it
 
@@ -99,6 +104,12 @@ class Controller:
             for stream in self.streams:
                 stream.deliver(self.successors)
 
+    def send_away(self) -> None:
+        if self.heard and self.streams:
+            self.sent_away = True
+            for stream in self.streams:
+                stream.deliver(Exit(75, "step 7 is saved"))
+
     def go_on(self) -> None:
         self.stopped = False
         for stream in list(self.streams):
@@ -114,8 +125,9 @@ class ShippedStream:
         self.job = Job.now_running
         self.controller = self.job.controllers[ADDRESSES.index(address)]
         self._listener, self._fence = listener, Fence(job_id, fence)
-        self._over = False
+        self._over = self._said = False
         self.refused = False
+        self.drains: list[float] = []
 
     @property
     def term(self) -> int:
@@ -156,12 +168,19 @@ class ShippedStream:
         if not self._over:
             self.refused = refused
             self.close()
-            self._listener.stream_closed(self, reason)
+            self._say_closed(reason)
 
     def close(self, drain_s: float = 0.0) -> None:
+        self.drains.append(drain_s)
         self._over = True
         if self in self.controller.streams:
             self.controller.streams.remove(self)
+        self.job.scheduler.after(SLOWEST_S, partial(self._say_closed, "closed here"))
+
+    def _say_closed(self, reason: str) -> None:
+        if not self._said:
+            self._said = True
+            self._listener.stream_closed(self, reason)
 
 
 class Event:
@@ -180,7 +199,8 @@ class Event:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        scheduler = Job.now_running.scheduler
+        job, scheduler = Job.now_running, Job.now_running.scheduler
+        scheduler.now, job.asleep_s = scheduler.now + job.asleep_s, 0.0
         until = scheduler.now + timeout
         if not self._set and not scheduler.run(until, self.is_set):
             scheduler.now = until
@@ -202,12 +222,18 @@ class Job:
         self.standbys = SimpleNamespace(listed=())
         self.controllers = [Controller(self, place) for place in range(COUNT)]
         self.twin = Agent(self, 0)  # type: ignore[arg-type]
-        self.shipped = agent_link.AgentLink("c0", "job", "host0", (0, 1, 2), (100, 101, 102))
+        self.dead: set[int] = set()
+        self.asleep_s = 0.0
+        """The process of the shipped link is stopped for so long."""
+        self.shipped = agent_link.AgentLink("c0", "job", "host0", (0, 1, 2), (100, 101, 102), self._running)
         self._beat()
 
     @property
     def now(self) -> float:
         return self.scheduler.now
+
+    def _running(self) -> dict[int, int]:
+        return {rank: 100 + rank for rank in range(3) if rank not in self.dead}
 
     def controller_at(self, address: str) -> Controller:
         return self.controllers[ADDRESSES.index(address)]
@@ -223,6 +249,7 @@ class Job:
         controller = self.controllers[which]
         match what:
             case "dies":
+                self.dead.add(which)
                 report = WorkerExit(which, 100 + which, "signal SIGKILL", 0.0)
                 self.twin.tell(report)
                 self.shipped.worker_exit(which, 100 + which, "signal SIGKILL")
@@ -234,11 +261,20 @@ class Job:
                 controller.go_on()
             case "leads":
                 controller.lead()
+            case "sends away":
+                controller.send_away()
 
     def compare(self) -> None:
         """Where a controller can be heard that no later one has been heard before, both are there."""
-        there = self.controllers[self.shipped._place]
-        if self.shipped.attached:
+        there, link = self.controllers[self.shipped._place], self.shipped
+        assert len(set(link._controllers)) == len(link._controllers)
+        assert sum(len(controller.streams) for controller in self.controllers) <= 1, "streams are left open"
+        led_by = next((one for one in self.controllers if one.term == link._fence), None)
+        assert (link.sent_away_monotonic_s is not None) == (led_by is not None and led_by.sent_away)
+        if link.attached:
+            assert (
+                len(self.dead) == 3 or self.now <= there.vouched_s + agent_link.VOUCH_AT_MOST_S + 2 * agent_link.LOOK_S
+            )
             assert there.heard and self.twin._place == there.place, (
                 f"the simulation's agent is at c{self.twin.controller.place}"
             )
@@ -249,8 +285,9 @@ class Job:
 
 def run(script: list[tuple[str, int]], seed: int) -> Job:
     job = Job(seed)
-    job.standbys.listed = ADDRESSES
-    job.shipped.add_controllers(ADDRESSES)
+    if seed % 2:  # else the first controller says which there are
+        job.standbys.listed = ADDRESSES
+        job.shipped.add_controllers(ADDRESSES)
 
     def settle() -> None:
         job.compare()
@@ -258,7 +295,7 @@ def run(script: list[tuple[str, int]], seed: int) -> Job:
     def end() -> None:
         raise Over
 
-    moment = 1.0
+    moment = 0.0
     for what, which in script:
         act: Callable[[], None] = lambda what=what, which=which: job.act(what, which)  # type: ignore[misc]  # noqa: E731
         job.scheduler.at(moment, act)
@@ -272,7 +309,7 @@ def run(script: list[tuple[str, int]], seed: int) -> Job:
 
 ACTS = st.one_of(
     st.tuples(st.just("dies"), st.integers(0, 2)),
-    st.tuples(st.sampled_from(("killed", "stopped", "goes on", "leads")), st.integers(0, COUNT - 1)),
+    st.tuples(st.sampled_from(("killed", "stopped", "goes on", "leads", "sends away")), st.integers(0, COUNT - 1)),
 )
 
 
@@ -294,6 +331,64 @@ def link_in_this_thread() -> Any:
 
 @given(script=st.lists(ACTS, max_size=8), seed=st.integers(0, 9))
 @example(script=[("dies", 1), ("leads", 1), ("killed", 0)], seed=0)
+@example(script=[("dies", 1), ("leads", 1), ("sends away", 0), ("killed", 0)], seed=1)
+@example(script=[("leads", 1), ("stopped", 0)], seed=0)
+@example(script=[("dies", 0), ("dies", 1), ("dies", 2)], seed=1)
+@example(script=[("killed", 0)], seed=1)
 @example(script=[("leads", 1), ("stopped", 0), ("goes on", 0), ("killed", 1)], seed=0)
 def test_both_agents_come_to_the_same_controller_and_tell_it_the_same(script: list[tuple[str, int]], seed: int) -> None:
     run(script, seed)
+
+
+def run_until(job: Job, moment: float) -> None:
+    """Let the shipped link's loop run until then."""
+
+    def end() -> None:
+        raise Over
+
+    job.scheduler.at(moment, end)
+    with pytest.raises(Over):
+        job.shipped._run()
+
+
+def test_a_controller_that_has_ended_is_left_at_once() -> None:
+    """Nobody listens at its address: no lease is waited for."""
+    job = Job(0)
+    job.controllers[1].lead()
+    job.scheduler.at(5.0, job.controllers[0].kill)
+    run_until(job, 6.0)
+    assert job.shipped.attached and job.shipped._place == 1
+
+
+def test_an_agent_that_was_stopped_itself_does_not_blame_its_controller() -> None:
+    """Nothing was heard for longer than a lease; what was sent meanwhile comes now, on the same stream."""
+    job = Job(0)
+    streams: list[Any] = []
+
+    def sleep() -> None:
+        streams.append(job.shipped._stream)
+        job.asleep_s = 4 * LEASE_S
+
+    job.scheduler.at(5.0, sleep)
+    run_until(job, 5.0 + 4 * LEASE_S + 1.0)
+    assert job.shipped.attached and job.shipped._place == 0 and job.shipped._stream is streams[0]
+
+
+def test_a_link_that_is_closed_lets_out_what_was_said_and_ends_its_loop() -> None:
+    job = Job(0)
+    job.scheduler.at(5.0, job.shipped.close)
+    job.shipped._run()
+    stream: Any = job.shipped._stream
+    assert stream.drains[0] == 1.0 and job.now <= 5.0 + 2 * agent_link.LOOK_S + agent_link.RECONNECT_S
+
+
+def test_a_link_that_is_closed_before_its_stream_is_open_says_nothing() -> None:
+    """The launcher has ended its round: who it is, is of no account any more."""
+    job = Job(0)
+    job.controllers[0].stopped = True
+    job.scheduler.at(1.0, job.shipped.close)
+    job.shipped._run()
+    stream: Any = job.shipped._stream
+    job.shipped.stream_opened(stream)
+    job.scheduler.run(2.0, lambda: False)
+    assert not job.shipped.attached and not job.controllers[0].told["shipped"]

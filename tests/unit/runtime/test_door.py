@@ -36,6 +36,8 @@ class Stream:
     """A caller's end, and what the controller's driver sees of it."""
 
     acts: list[tuple[str, Any]]
+    pauses: int
+    """Before each act: so often others run."""
     said: list[int] = field(default_factory=list)
     ends: int = 0
     written: list[pb.DownwardEnvelope] = field(default_factory=list)
@@ -57,7 +59,7 @@ class Stream:
     async def requests(self, service: ControlService) -> AsyncIterator[pb.UpwardEnvelope]:
         """Do one act after the other, with pauses in which the service goes on."""
         for what, value in self.acts:
-            for _ in range(10):
+            for _ in range(self.pauses):
                 await asyncio.sleep(0)
             self.link = next(iter(service._links), self.link)
             assert self.link is not None
@@ -86,13 +88,18 @@ class Stream:
 
 def attended(acts: list[tuple[str, Any]]) -> Stream:
     """Return a stream after all of it."""
-    stream = Stream(acts)
+    by_driver = any(
+        what in ("is refused", "is finished") for what, _ in acts
+    )  # what is said at that moment may be heard
+    stream = Stream(acts, 10 if by_driver else 0)
 
     async def attend() -> None:
         service = ControlService(ControllerSettings(JOB, TERM, 4), stream)  # type: ignore[arg-type]
         context: Any = stream
         await asyncio.wait_for(service.Attach(stream.requests(service), context), 30.0)
         assert not service._links, "a stream that has ended is forgotten"
+        for _ in range(100):  # nothing is heard of it any more
+            await asyncio.sleep(0)
 
     asyncio.run(attend())
     return stream
@@ -154,6 +161,7 @@ def acts(kinds: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[st
     then=[("is refused", ("register first", "is it another start?")), ("garbles", None)],
 )
 @example(before=[("says", (JOB, TERM, 0))], then=[("garbles", None), ("says", (JOB, TERM, 1))])
+@example(before=[("says", (JOB, TERM, 0))], then=[("is finished", None), ("says", (JOB, TERM, 1))])
 def test_a_stream_is_taken_and_answered_as_the_simulated_network_takes_for_granted(
     before: list[tuple[str, Any]], then: list[tuple[str, Any]]
 ) -> None:
