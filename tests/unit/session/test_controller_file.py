@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from ttp.controller_file import NAME, Controllers
 from ttp.launch.attempt_directory import AttemptDirectory
 from ttp.meeting import controller_key
 from ttp.protection import Protection
+from ttp.proto.messages import Welcome
 
 GOOD: dict[str, Any] = {"addresses": ["host:8000", "[::1]:8001"], "pid": 12, "log_dir": "/output/log"}
 
@@ -81,11 +83,32 @@ class Registers(Exception):
     """A rank is about to register with its controller."""
 
 
-def start_rank(attempt_dir: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
-    """Have the first rank of a node of its own start until it registers, with a controller at `host:8000` in process 12."""
+def registers(*arguments: object, **options: object) -> Any:
+    raise Registers
 
-    def registers(*arguments: object, **options: object) -> None:
-        raise Registers
+
+class Welcomed:
+    """A processor whose controller has two standbys."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self.preempted = None
+
+    def start(self) -> None: ...
+
+    def wait_welcomed(self, timeout_s: float) -> Welcome:
+        return Welcome(0, 1, 1.0, 3.0, "any 1 of 2 ranks", ("one:8001", "two:8002"))
+
+
+def start_rank(
+    attempt_dir: Path,
+    log_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    world_size: int,
+    processor: Callable[..., Any] = registers,
+) -> None:
+    """Have the first rank of a node of its own start until it registers, or listens for SIGTERM if its processor is `Welcomed`, with a
+    controller at `host:8000` in process 12."""
 
     process = SimpleNamespace(address="host:8000", pid=12)
     optimizer = SimpleNamespace(
@@ -95,7 +118,8 @@ def start_rank(attempt_dir: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch
     if rank:
         store.set(controller_key(0), "host:8000 12")
     monkeypatch.setattr(protection, "start_controller", lambda **options: process)
-    monkeypatch.setattr(protection, "Processor", registers)
+    monkeypatch.setattr(protection, "Processor", processor)
+    monkeypatch.setattr(protection, "Notice", lambda told: SimpleNamespace(listen=registers))
     monkeypatch.setattr(meeting, "check_name", lambda address, rank: None)
     settings = Settings(
         launched=True,
@@ -121,6 +145,15 @@ def test_the_first_rank_of_a_node_writes_the_file_before_it_registers(
     """No controller leads ranks whose agent cannot find it. The only rank of a job has its controller to itself."""
     start_rank(tmp_path, tmp_path / "log", monkeypatch, rank, world_size)
     assert controller_file.read(tmp_path) == Controllers(addresses, pid, str(tmp_path / "log"))
+
+
+def test_the_file_has_the_standbys_as_soon_as_the_job_has_assembled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent follows the ranks to the one that takes over, though the store is slow."""
+    start_rank(tmp_path, tmp_path / "log", monkeypatch, 0, 2, Welcomed)
+    known = controller_file.read(tmp_path)
+    assert known == Controllers(("host:8000", "one:8001", "two:8002"), 12, str(tmp_path / "log"))
 
 
 def test_a_file_that_cannot_be_written_costs_a_warning_and_not_the_job(
