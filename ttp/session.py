@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ttp import error_file, last_step, saved_alone, torch_range
+from ttp import checked, error_file, last_step, saved_alone, torch_range
 from ttp.alone import BoundarySave
 from ttp.chaos.hook import RankFaults
 from ttp.checkpoint import gather, load
@@ -162,7 +162,11 @@ class Session:
         """Of the exception within whose handler all of this runs, if that is so: it is not on its way. Not itself, with all its frames."""
         if isinstance(save_dirs, str | os.PathLike):
             save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
-        named = [str(Path(directory).resolve()) for directory in save_dirs]
+        try:
+            named = [str(Path(directory).resolve()) for directory in save_dirs]
+        except (TypeError, ValueError):  # no paths; one with NUL
+            shown = checked.shown(save_dirs)
+            raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
         if not named:
             raise ConfigError("save_dirs is empty: wanted at least one directory for checkpoints")
         self._faults = RankFaults(settings, self.rank, self.world_size, named)

@@ -103,6 +103,10 @@ def protect(
         raise ConfigError(
             f"invalid on_data_mismatch: got {on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
         )
+    for name, objects in (("state", state), ("averages", averages)):
+        if objects is not None and not isinstance(objects, Mapping):
+            got = checked.shown(objects)
+            raise ConfigError(f"invalid {name}: got {got}, expected a mapping of names to objects, {{'name': object}}")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
