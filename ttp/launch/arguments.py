@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
-from ttp import checked
 from ttp.config import MOST_S, enabled
 from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
 from ttp.launch.futility import FUTILE_STARTS
@@ -60,7 +59,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument(
         "--ttp-death-poll",
         "--ttp_death_poll",
-        type=_poll,
+        type=above_zero("seconds (2 ms are 0.002)", LONGEST_POLL_S, LEAST_POLL_S),
         default=POLL_S,
         metavar="SECONDS",
         help=f"time between two looks at every worker for a beginning death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",
@@ -105,13 +104,3 @@ def hides_stderr(args: Namespace) -> bool:
 def parse(argv: Sequence[str] | None = None) -> Namespace:
     """Parse the command line (None: this process's). Exits with status 2 and a message on a bad one."""
     return make_parser().parse_args(argv)
-
-
-def _poll(text: str) -> float:
-    """Refuse what was meant in milliseconds: a watch that looks so seldom sees no death in time."""
-    value = above_zero("seconds", MOST_S, LEAST_POLL_S)(text)
-    if value > LONGEST_POLL_S:
-        raise ArgumentTypeError(
-            f"{checked.shown(text)}: wanted seconds above 0, at most {LONGEST_POLL_S:g} (2 ms are 0.002)"
-        )
-    return value

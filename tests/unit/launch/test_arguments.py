@@ -360,7 +360,7 @@ def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.Capture
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args(["--ttp-death-poll=2", "train.py"])
     assert caught.value.code == 2
-    assert "'2': wanted seconds above 0, at most 1 (2 ms are 0.002)" in capsys.readouterr().err
+    assert "got '2', expected seconds (2 ms are 0.002) from 0.0001, at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
