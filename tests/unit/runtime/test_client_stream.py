@@ -179,6 +179,7 @@ def test_whatever_a_stream_ends_with_is_said_once_and_last(call: Call, what: str
     seen = caller.at_the_end(stream)
     assert seen[-1] == "closed" and seen.count("closed") == 1
     assert why in caller.reason and stream.refused == refused
+    assert ("address" in caller.reason) == what.startswith("no address")
 
 
 def test_a_controller_that_does_not_greet_is_given_up(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
