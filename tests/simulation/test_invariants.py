@@ -14,7 +14,8 @@ from tests.simulation.faults import KINDS
 from tests.simulation.repetition import repeats_nothing
 from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
-from tests.simulation.training import even
+from tests.simulation.training import even, ring
+from tests.simulation.truth import Snapshot
 from tests.simulation.work import Worker
 from ttp.controller import decision, leaving, presence, rolling, writing
 from ttp.proto.messages import Cause, CauseKind, Phase
@@ -186,3 +187,15 @@ def test_a_directory_that_is_given_up_for_one_ranks_disk_is_caught(monkeypatch: 
 
     monkeypatch.setattr(writing, "replace_writers", wrong)
     caught("I9", two_bad_disks)
+
+
+def test_ranks_without_local_copies_cover_no_step_with_them() -> None:
+    """That two ranks have no copy, which they report as step -1, is no step that they have in common."""
+    job = build(0, ring(3), faults=False).job
+    reports = tuple(
+        replace(job.ranks[rank].report(), closed=True, state_step=step, backup_step=-1)
+        for rank, step in ((0, 1), (1, 0))
+    )
+    assert Snapshot("refused", 1.0, reports).newest(job, {0, 1}) == 0
+    both = tuple(replace(report, backup_step=1) for report in reports)
+    assert Snapshot("refused", 1.0, both).newest(job, {0, 1}) == 1

@@ -52,7 +52,9 @@ class Snapshot:
     def newest(self, job: Job, sound: Collection[int]) -> int:
         """Return the newest step that sound ranks cover whom one of the directories serves; 0: none."""
         steps = {step for r in self.reports for step in (r.backup_step, r.state_step, r.state_step + 1)}
-        return max((step for step in steps if self._fits_somewhere(job, self.reaching(step, sound))), default=0)
+        return max(
+            (step for step in steps if step > 0 and self._fits_somewhere(job, self.reaching(step, sound))), default=0
+        )
 
     def _fits_somewhere(self, job: Job, ranks: Collection[int]) -> bool:
         """True when some directory takes what these ranks have of every shard."""
