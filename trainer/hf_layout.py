@@ -138,7 +138,7 @@ def _check_types(theirs: Mapping[str, Any]) -> None:
         for name in ("rope_parameters", "rope_scaling"):
             if theirs.get(name) is not None:
                 rotation = checked.mapping(theirs[name], name)
-                if rotation.get("rope_theta") is not None:
+                if "rope_theta" in rotation:
                     checked.number(rotation["rope_theta"], f"{name}.rope_theta")
         given = [name for name, value in theirs.items() if value is not None or name not in _MAY_BE_NULL]
         for name in given:

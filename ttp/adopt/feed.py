@@ -34,7 +34,7 @@ class Feed:
         self.used = False
         """The trainer takes its batches from the guard, in this start or in an earlier one."""
 
-    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
+    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool | None) -> int:
         """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes first."""
         self.used = True
         for _, part in list(parts(loader)):  # accelerate's loaders and Fabric's count the epochs of this process

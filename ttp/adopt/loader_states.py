@@ -54,11 +54,12 @@ class LoaderStates:
             entry = {"epoch": epoch, "batch": batch, "states": [state for *_, state in states]}
             self.kept = (*self.kept[-KEPT + 1 :], entry)
 
-    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
+    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool | None) -> int:
         """`loader` is about to be asked for an epoch's batches, of which `done` were handed out: load the newest state before them, and return the
-        number of the batch that comes first then. At least one comes again, to be compared. `refetch`: no state is loaded or kept."""
+        number of the batch that comes first then. At least one comes again, to be compared. `refetch`: no state is loaded or kept; None: not where
+        workers fetch; False: there too."""
         _forget(loader)
-        self._loader = None if refetch else stateful(loader)
+        self._loader = None if refetch else stateful(loader, with_workers=refetch is False)
         self.loaded = False
         if self._loader is None or not done:
             return 0
@@ -95,9 +96,12 @@ class LoaderStates:
         self._warned = True
 
 
-def stateful(loader: Any) -> Any:
-    """Return what has the state of a loader that leads to the same batches: the loader, or the one within it; None if there is none."""
+def stateful(loader: Any, *, with_workers: bool = False) -> Any:
+    """Return what has the state of a loader that leads to the same batches: the loader, or the one within it; None if there is none. What workers have
+    drawn (an augmentation's noise) is in no state: `with_workers` says that they draw nothing."""
     within = inner(loader)
+    if getattr(within, "num_workers", 0) and not with_workers:
+        return None
     if (
         not _has_methods(within) or type(loader).__name__ == "DataLoaderDispatcher"
     ):  # rank 0 reads ahead for all, and its state is ahead too

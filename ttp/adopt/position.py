@@ -14,9 +14,9 @@ T = TypeVar("T")
 class Watch(Protocol):
     """What is called around the fetching of batches, of those too that are dropped."""
 
-    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool) -> int:
+    def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool | None) -> int:
         """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes
-        first, 0 unless it goes on from a state of its own (never with `refetch`)."""
+        first, 0 unless it goes on from a state of its own (never with `refetch`; with workers only where that is False)."""
 
     def before_fetch(self, epoch: int, index: int) -> None: ...
 
@@ -40,7 +40,7 @@ class DataPosition:
             yield self.epoch
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def batches(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[tuple[int, T]]:
+    def batches(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch, each with its number in it; those before are fetched and dropped, from the epoch's first or from
         the newest state that the loader has of its own (not with `refetch`). So it must give the same ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
         if self._over == self.epoch:

@@ -224,14 +224,15 @@ class Guard:
         self._usage.asks_for_epochs()
         return self._position.epochs(count)
 
-    def batches(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[T]:
+    def batches(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[T]:
         """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
-        run (a function of seed and epoch, as DistributedSampler is). A loader with a `state_dict` of its own goes on from it; `refetch`:
-        its batches are fetched again from the epoch's first, as those of any other."""
+        run (a function of seed and epoch, as DistributedSampler is). A loader with a `state_dict` of its own goes on from it, unless it
+        has workers, whose random numbers no state has. `refetch`: True fetches its batches again from the epoch's first, as those of any other; False
+        goes on from the state with workers, too."""
         self._usage.asks_for_batches()
         return (batch for _, batch in self._position.batches(loader, refetch=refetch))
 
-    def enumerate(self, loader: Iterable[T], *, refetch: bool = False) -> Iterator[tuple[int, T]]:
+    def enumerate(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
         depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
         self._usage.asks_for_batches()

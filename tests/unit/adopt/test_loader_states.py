@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.unit.adopt.test_data_after_a_restart import Fed
+from tests.unit.adopt.test_seen import Augmented, sigchld  # noqa: F401
 from ttp.adopt import loader_states
 from ttp.adopt.loader_states import LoaderStates, stateful
 from ttp.errors import DataMismatch
@@ -226,7 +227,20 @@ def test_the_state_of_a_stream_in_workers_that_stay_is_left_out() -> None:
     """It is in the workers, and cannot be taken away from them at an epoch's begin."""
     for persistent in (False, True):
         loader = of_torchdata(stream(), num_workers=1, persistent_workers=persistent)
-        assert (stateful(loader) is None) == persistent
+        assert (stateful(loader, with_workers=True) is None) == persistent and stateful(loader) is None
+
+
+@pytest.mark.usefixtures("every_second_step", "sigchld")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_what_workers_draw_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    """No state has it: batches are fetched again."""
+
+    def loader() -> Any:
+        return StatefulDataLoader(Augmented(), batch_size=3, num_workers=1)
+
+    whole = Fed(tmp_path / "whole", loader()).train(4)
+    first = Fed(tmp_path / "cut", loader()).train(3)
+    assert [*first, *Fed(tmp_path / "cut", loader()).train(4)] == whole
 
 
 @pytest.mark.usefixtures("every_second_step")
