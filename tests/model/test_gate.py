@@ -229,8 +229,9 @@ class BothGates(RuleBasedStateMachine):
 
     @rule(again=st.booleans())
     def is_frozen(self, again: bool) -> None:
-        """`again`: the freeze is repeated, which no controller does once it was thawed."""
-        if self.thawed or not again:
+        """`again`: the freeze is repeated, which no controller does once it was thawed. After one whose gate was reported as not closed the
+        two differ, in a report that the model gives twice: the end of the update is reported once for each closing."""
+        if self.thawed or not again or self.twin.late == self.freeze_id:
             self.freeze_id += 1
         self.thawed = False
         self.order(ev.CloseGate(self.freeze_id))
@@ -257,7 +258,10 @@ class BothGates(RuleBasedStateMachine):
         self.turn(twin.end_roll(SHAPE, self.twin))
         self.compared()
 
-    @precondition(lambda self: not self.thawed and not self.twin.gate.busy and not self.twin.gate.torn)
+    @precondition(
+        lambda self: not self.thawed and self.twin.gate.content == self.twin.gate.state and not self.twin.gate.torn
+    )
+    @precondition(lambda self: not self.has_roll_forward())
     @rule(behind=st.integers(0, 1))
     def is_ordered_to_write(self, behind: int) -> None:
         """`behind`: an order of the freeze before, which a new freeze has overtaken."""
@@ -282,4 +286,4 @@ class BothGates(RuleBasedStateMachine):
 
 
 TestBothGates = BothGates.TestCase
-TestBothGates.settings = settings(max_examples=150, stateful_step_count=40)
+TestBothGates.settings = settings(max_examples=150, stateful_step_count=40, derandomize=True)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.simulation.agents import Agent
@@ -329,6 +329,7 @@ def link_in_this_thread() -> Any:
         yield
 
 
+@settings(derandomize=True)
 @given(script=st.lists(ACTS, max_size=8), seed=st.integers(0, 9))
 @example(script=[("dies", 1), ("leads", 1), ("killed", 0)], seed=0)
 @example(script=[("dies", 1), ("leads", 1), ("sends away", 0), ("killed", 0)], seed=1)
