@@ -30,7 +30,7 @@ OFF = Settings(enable=False)
 class Unwatched:
     """Fetches that nothing surrounds."""
 
-    def begin(self, loader: object, epoch: int, done: int, *, refetch: bool) -> int:
+    def begin(self, loader: object, epoch: int, done: int, *, refetch: bool | None) -> int:
         return 0
 
     def before_fetch(self, epoch: int, index: int) -> None:
