@@ -200,10 +200,10 @@ class Event:
 
     def wait(self, timeout: float) -> bool:
         job, scheduler = Job.now_running, Job.now_running.scheduler
-        scheduler.now, job.asleep_s = scheduler.now + job.asleep_s, 0.0
         until = scheduler.now + timeout
         if not self._set and not scheduler.run(until, self.is_set):
             scheduler.now = until
+        scheduler.now, job.asleep_s = scheduler.now + job.asleep_s, 0.0  # it looks before it has read anything
         return self._set
 
 
