@@ -49,6 +49,8 @@ def _seen_to_run(job: Job, rank: Rank, began_s: float, at_s: float) -> bool:
     launcher = job.launchers.get(job.training.layout.hosts[rank.rank])
     if launcher is None or launcher.lost or began_s < ATTACHED_S or rank.rank in job.killed:
         return False
+    if rank.started_s > began_s:  # its welcome was lost: it was silent before
+        return False
     since_s = began_s - 2 * job.times.lease_s
     others = any(
         s.kind != "interpreter held" and since_s <= s.at_s <= at_s and s.rank == rank.rank for s in job.strikes
