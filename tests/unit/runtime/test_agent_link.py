@@ -234,7 +234,7 @@ def test_a_silent_rank_lives_while_the_launcher_sees_its_process_run(
     new_controller: StartController, new_link: OpenLink, tmp_path: Path
 ) -> None:
     """Three ranks say nothing. Rank 2, whose process nobody sees, is dead after its lease; rank 1 once it is not seen to run any more."""
-    controller = new_controller(world_size=3, heartbeat_s=0.1, lease_s=0.4)
+    controller = new_controller(world_size=3, heartbeat_s=1.0, lease_s=3.0)
     seen = {0: 100, 1: 101}
     link = new_link(controller.address, lambda: dict(seen))
     with open_channel(controller.address) as channel:
