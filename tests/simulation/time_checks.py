@@ -89,6 +89,6 @@ def _decided_late(job: Job, verdict_s: float) -> list[str]:
     if held or verdict_s < first_s or controllers_hurt(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
         return []
     took_s, limit_s = verdict_s - first_s, UNTROUBLED_S
-    if len(job.killed) == len(job.ranks):  # where no launcher says so, somebody may come back
+    if all(rank.rank in job.killed or rank.ended_s < verdict_s for rank in job.ranks):  # somebody may come back
         limit_s += job.times.orphan_timeout_s
     return [f"I11: {took_s:.2f} s from the first death to the word, nothing held it up"] if took_s > limit_s else []
