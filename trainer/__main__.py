@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"ttp.trainer: {exc}", file=sys.stderr)
         return 2
-    from ttp import error_file
-    from ttp.config import Settings
+    from ttp import Settings, error_file
 
     from .train import run  # torch is loaded only when there is something to train
     from .world import world_from_env

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ MORE_OFTEN = 10
 LONGEST_CHECK_S = 120
 """Of anybody's time: for a check that waits and computes nothing."""
 MOST_MEMORY_BYTES = 4 << 30
+"""More than the process has that it is forked from."""
 
 IMPORT = -1
 """Told instead of a check's number: the changed module cannot even be imported."""
@@ -181,7 +183,8 @@ def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any],
         status = 1
         try:
             os.close(read_end)
-            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+            most = _mapped_bytes() + MOST_MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
             with os.fdopen(write_end, "wb", buffering=0) as pipe:
@@ -203,6 +206,11 @@ def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any],
                 break
     _, status = os.waitpid(pid, 0)
     return told, status
+
+
+def _mapped_bytes() -> int:
+    """Return how much address space this process has."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 # --- the code ---
@@ -244,6 +252,8 @@ def put_in(mutant: Mutant) -> bool:
     sys.modules[name] = made  # a dataclass looks there
     try:
         exec(compile(changed(mutant), str(file_of(mutant.module)), "exec"), made.__dict__)
+    except MemoryError:
+        raise
     except Exception:
         return False
     sys.modules[name] = module

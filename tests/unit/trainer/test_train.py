@@ -277,14 +277,16 @@ def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> No
 
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
-    """`import ttp`, its errors, and the strict reader of YAML that `ttp chaos` has too; nothing else from inside."""
+    """`import ttp`, its errors, and the strict readers of outside files that TTP has too; nothing else from inside."""
     for path in sorted((ROOT / "trainer").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             assert all(
-                name in ("ttp", "ttp.errors", "ttp.strict_yaml") for name in names if name.split(".")[0] == "ttp"
+                name in ("ttp", "ttp.errors", "ttp.strict_yaml", "ttp.input_file")
+                for name in names
+                if name.split(".")[0] == "ttp"
             ), f"{path}: {names}"
 
 
