@@ -31,6 +31,7 @@ def trainer(ranks: int, steps: int, *overrides: str) -> list[str]:
     return [*TTPRUN, "--nproc-per-node", str(ranks), *TRAINER, iters, *overrides]
 
 
+@pytest.mark.long
 def test_a_kill_at_a_point_of_a_step_is_done_seen_and_judged(chaos: RunChaos) -> None:
     """Another person's trainer, by way of the fixture: the blow is where it was wanted, nothing is lost, all bits are equal."""
     script = str(ROOT / "examples" / "own_trainer" / "train.py")

@@ -54,11 +54,14 @@ def story(folder: Path) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.parametrize(
     "run",
     [
-        "train()\nguard.close()",
-        "try:\n    train()\nfinally:\n    guard.close()",
-        "try:\n    train()\nfinally:\n    dist.destroy_process_group()\nguard.close()",
+        pytest.param("train()\nguard.close()", id="uncaught"),
+        pytest.param("try:\n    train()\nfinally:\n    guard.close()", id="closed on the way", marks=pytest.mark.long),
+        pytest.param(
+            "try:\n    train()\nfinally:\n    dist.destroy_process_group()\nguard.close()",
+            id="group destroyed on the way",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["uncaught", "closed on the way", "group destroyed on the way"],
 )
 def test_an_exception_without_the_decorator_loses_nothing(tmp_path: Path, run: str) -> None:
     """The rank stays as a holder, its peer does not end by the collective that breaks, and both go on at the next step."""
