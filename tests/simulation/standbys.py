@@ -108,10 +108,11 @@ class Standbys:
 
     def _calm_since(self) -> float:
         """Return since when nothing keeps the job from restoring its standbys; inf: something does. What is never asked for is a
-        standby during a fault, from the first freeze to the last thaw."""
+        standby during a fault, from the first freeze to the last thaw, nor by ranks that save without a controller."""
         job = self.job
         standing = (
-            rank.state.standing is Standing.TRAINING and not rank.stopped and not rank.hogged for rank in job.ranks
+            rank.state.standing is Standing.TRAINING and not (rank.stopped or rank.hogged or rank.boundary.saving)
+            for rank in job.ranks
         )
         if not all(standing):
             return inf
