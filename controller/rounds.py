@@ -163,7 +163,7 @@ def count_again(state: ControllerState, rank: int, now: float, out: list[Effect]
 
 
 def ask_late(state: ControllerState, rank: int, now: float) -> ControllerState:
-    """A rank attached again while a round asks, and is told of its freeze only now."""
+    """A rank attached again while a round asks, and receives its freeze only now."""
     fault = state.fault
     if state.stage is not Stage.FREEZING or fault is None or not owes_report(state, fault, rank):
         return state

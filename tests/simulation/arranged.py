@@ -450,3 +450,22 @@ def attaches_again_late_in_a_round(seed: int) -> Scenario:
 
     job.hook("DONE 2", 1, away)
     return scenario
+
+
+def attaches_again_late_with_the_newest_step(seed: int) -> Scenario:
+    """With local copies: rank 2 is a step behind rank 0, its partner, whose stream breaks on a slow network as rank 1 fails."""
+    scenario = build(seed, even(4), faults=False, steps=5)
+    scenario.harmless = False
+    job = scenario.job
+    job.training = replace(job.training, local_copy=True)
+    for process in job.ranks:
+        process.replica.training = job.training
+    job.ranks[2].slow_compute[3] = 2.0
+
+    def away(rank: int) -> None:
+        job.slowest_s = 0.25  # for streams that are opened from now on
+        job.drop_stream(0)
+        job.scheduler.after(0.1, partial(job.ranks[1].fault, CauseKind.EXCEPTION, "ValueError: bad batch"))
+
+    job.hook("DONE 3", 1, away)
+    return scenario

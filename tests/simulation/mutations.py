@@ -28,6 +28,7 @@ from tests.simulation.arranged import (
     aborted_collectives,
     another_publishes_later,
     attaches_again_late_in_a_round,
+    attaches_again_late_with_the_newest_step,
     back_and_forth,
     calm_with_relayed_beats,
     deaf_while_its_clock_leaps,
@@ -156,6 +157,7 @@ MUTATIONS = (
     Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), within=600),
     # Ranks that are silent.
     Mutation("a rank that came back late in a round has less time to answer", liveness.who_attached_late_is_not_waited_for, ("I9",), attaches_again_late_in_a_round, within=60),
+    Mutation("local copies of an older step are taken at once", liveness.an_older_step_is_taken_at_once, ("I6",), attaches_again_late_with_the_newest_step, base=2, within=15),
     Mutation("a rank that compiles is taken for dead", liveness.vouches_are_not_believed, ("I7",), held_for_longer_than_a_lease, within=20),
     Mutation("a lost host has the vouched lease", liveness.vouches_never_age, ("I11",), host_lost, within=20),
     Mutation("an interpreter that is held for good is waited for as long as its process runs", liveness.vouches_count_for_ever, ("I11",), interpreter_held_for_good, within=20),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation import vouched
+from tests.simulation.arranged import attaches_again_late_with_the_newest_step
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario
 from tests.simulation.truth import events
@@ -46,3 +47,10 @@ def test_who_is_silent_for_good_is_found_in_time(make: Callable[[int], Scenario]
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
         assert events(scenario.job, "death_seen"), f"seed {seed}"
+
+
+def test_a_rank_that_attaches_late_with_the_newest_step_is_waited_for() -> None:
+    """In these seeds it is back within its lease; without waiting, local copies of an older step are saved (`mutations`)."""
+    for seed in range(2, 17):
+        found = run_and_check(attaches_again_late_with_the_newest_step(seed))
+        assert not found, f"seed {seed}: {found}"

@@ -10,6 +10,7 @@ import pytest
 from tests.simulation.rank import Rank
 from ttp.controller import membership, presence, rolling, takeover
 from ttp.controller import transitions as tables
+from ttp.controller.decision import Refusal
 from ttp.controller.membership import Member
 from ttp.controller.state import Stage
 from ttp.proto.frozen import replace
@@ -32,6 +33,11 @@ def vouches_are_not_believed(patch: Patch) -> None:
 def who_attached_late_is_not_waited_for(patch: Patch) -> None:
     """A round ends when the time of those is over that were there at its beginning."""
     patch.setattr(presence, "ask_late", lambda state, rank, now: state)
+
+
+def an_older_step_is_taken_at_once(patch: Patch) -> None:
+    """Local copies cover it, while a rank that has the newest step is about to answer."""
+    patch.setattr(rolling, "_is_less", lambda verdict, fault: isinstance(verdict, Refusal))
 
 
 def vouches_never_age(patch: Patch) -> None:
