@@ -86,3 +86,10 @@ def test_a_change_that_changes_nothing_is_no_mutant() -> None:
 def test_the_machines_are_the_modules_that_are_no_adapters() -> None:
     assert set(by_seeds.ADAPTERS) | set(by_seeds.NOT_RANDOM) | set(by_seeds.MACHINES) == set(MODULES)
     assert "controller.patience" in by_seeds.MACHINES and "processor.transitions" in by_seeds.MACHINES
+
+
+def test_a_mutant_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Trying nothing would pass."""
+    with pytest.raises(SystemExit, match="2"):
+        by_seeds.main(["--mutant", "controller.rounds:0"])
+    assert "no mutant controller.rounds:0" in capsys.readouterr().err

@@ -150,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     chosen = in_order(given.module or MACHINES if not given.mutant else MODULES)
     if given.mutant:
+        if unknown := sorted(set(given.mutant).difference(mutant.name for mutant in chosen)):
+            parser.error(f"no mutant {', '.join(unknown)}; python -m tests.simulation.mutants --list names them all")
         chosen = [mutant for mutant in chosen if mutant.name in given.mutant]
     state = State.load(given.state, code())
     tried = try_next(state, chosen, given.most, given.jobs, given.state)
