@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from tests.simulation.mutants.changes import MODULES, Mutant, mutants_of
+from tests.simulation.mutants.changes import MODULES, Mutant, mutants_of, named
 from tests.simulation.mutants.checks import TESTS, with_checks
 from tests.simulation.mutants.equivalents import reason
 from tests.simulation.mutants.trial import Bench, Check, measured
@@ -101,10 +101,12 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="tell of every mutant, and try the equivalent ones as well")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     arguments = parser.parse_args()
-    modules = arguments.module or dict.fromkeys(name.split(":")[0] for name in arguments.mutant) or MODULES
-    chosen = [mutant for module in modules for mutant in mutants_of(module)]
+    chosen = [mutant for module in arguments.module or MODULES for mutant in mutants_of(module)]
     if arguments.mutant:
-        chosen = [mutant for mutant in chosen if mutant.name in arguments.mutant]
+        try:
+            chosen = named(arguments.mutant)
+        except ValueError as error:
+            parser.error(str(error))
     if arguments.sample:
         chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
     if arguments.list:

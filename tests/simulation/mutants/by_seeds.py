@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.simulation.checks import violations
 from tests.simulation.garbage import seldom_collected
-from tests.simulation.mutants.changes import MODULES, ROOT, Mutant, file_of, mutants_of
+from tests.simulation.mutants.changes import MODULES, ROOT, Mutant, file_of, mutants_of, named
 from tests.simulation.mutants.equivalents import reason
 from tests.simulation.mutants.trial import forked, limit_cpu, put_in
 from tests.simulation.scenario import build
@@ -148,11 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=MOST_JOBS, help="jobs of each mutant (default: %(default)s)")
     parser.add_argument("--state", type=Path, default=STATE, help="what has been tried (default: %(default)s)")
     given = parser.parse_args(arguments)
-    chosen = in_order(given.module or MACHINES if not given.mutant else MODULES)
+    chosen = in_order(given.module or MACHINES)
     if given.mutant:
-        if unknown := sorted(set(given.mutant).difference(mutant.name for mutant in chosen)):
-            parser.error(f"no mutant {', '.join(unknown)}; python -m tests.simulation.mutants --list names them all")
-        chosen = [mutant for mutant in chosen if mutant.name in given.mutant]
+        try:
+            chosen = named(given.mutant)
+        except ValueError as error:
+            parser.error(str(error))
     state = State.load(given.state, code())
     tried = try_next(state, chosen, given.most, given.jobs, given.state)
     print(summary(state, chosen, given.jobs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,6 +93,14 @@ def mutants_of(module: str) -> tuple[Mutant, ...]:
         source = lines[at.lineno - 1].strip()
         made.append(Mutant(module, index, place.function, at.lineno, first, last, source, change))
     return tuple(made)
+
+
+def named(names: Sequence[str]) -> list[Mutant]:
+    """Return these mutants, in the order of their modules. Raises ValueError naming those that do not exist."""
+    every = [mutant for module in MODULES for mutant in mutants_of(module)]
+    if unknown := sorted(set(names).difference(mutant.name for mutant in every)):
+        raise ValueError(f"no mutant {', '.join(unknown)}; python -m tests.simulation.mutants --list names them all")
+    return [mutant for mutant in every if mutant.name in names]
 
 
 def changed(mutant: Mutant) -> ast.Module:
