@@ -27,6 +27,8 @@ VOUCHED_START_FACTOR = 3.0
 VOUCHED_PART = 1 / 4
 """The part of a fault's time that a vouched lease may take at most: what is decided then must still be done."""
 
+HEARTBEATS_A_LEASE = 3
+"""A heartbeat that comes more often than this does not make the network faster: see `cut_off_s`."""
 CUT_OFF_HEARTBEATS = 1.5
 """Of several ranks one is always heard within a heartbeat."""
 
@@ -234,6 +236,15 @@ def turned_back(members: Membership, now: float, settings: ControllerSettings) -
     return came_back(replace(members, table=members.table.put_all(later)), now, settings)
 
 
+def cut_off_s(settings: ControllerSettings) -> float:
+    """Return for how long a controller that is not cut off may hear nobody.
+
+    It is not shorter than half a lease: with heartbeats every 0.05 s, messages that take 0.08 s would look like a cut, and each
+    dead rank would keep its life for a lease more; and agents vouch no more often than three times a lease.
+    """
+    return CUT_OFF_HEARTBEATS * max(settings.heartbeat_s, settings.lease_s / HEARTBEATS_A_LEASE)
+
+
 def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool, started: bool) -> Swept:
     """Look at every lease; O(world), but not before `sweep_at`.
 
@@ -242,7 +253,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     if members.present == 0:  # nobody answers: it is the controller that is cut off
         return Swept(replace(members, sweep_at=inf), (), ())
     newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, 0
-    late_at = now - CUT_OFF_HEARTBEATS * settings.heartbeat_s
+    late_at = now - cut_off_s(settings)
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
@@ -261,7 +272,7 @@ def sweep(members: Membership, now: float, settings: ControllerSettings, welcome
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
     quiet_s = now - max(last_heard, members.away_until)
-    if run_out and welcomed and CUT_OFF_HEARTBEATS * settings.heartbeat_s < quiet_s < settings.orphan_timeout_s:
+    if run_out and welcomed and cut_off_s(settings) < quiet_s < settings.orphan_timeout_s:
         # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
         # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return Swept(forgive(members, now, settings), tuple(newly_suspect), (), True)

@@ -54,3 +54,11 @@ def test_a_rank_that_is_heard_now_and_then_does_not_keep_the_dead_alive() -> Non
     assert not job.told("death_seen")
     job.wait(0.6 + 2 * LEASE_S - job.now, heard=(0,))
     assert {line["rank"] for line in job.told("death_seen")} == {2, 3}
+
+
+def test_frequent_heartbeats_on_a_slow_network_do_not_look_like_a_cut() -> None:
+    """Words that are under way for longer than a heartbeat are what that network always has: the silent one is dead after its lease."""
+    job = ControllerBench(heartbeat_s=0.05)
+    job.wait(0.2, heard=())
+    job.wait(LEASE_S, heard=(0, 1, 2))  # 0.3 s ago, as the lease of the fourth ends
+    assert {line["rank"] for line in job.told("death_seen")} == {3}
