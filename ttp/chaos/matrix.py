@@ -121,7 +121,7 @@ def _elsewhere() -> Iterator[Cell]:
             yield Cell(kind, event, "controller", dump)
     again = _then("kill_controller", "standby_started")
     yield Cell("kill_controller", "in turn", "controller", _fault("kill_controller", then=(again,)))
-    last = (again, FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started")))
+    last = (again, FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started"), point="now"))
     yield Cell("kill_controller", "in turn", "and a rank", _fault("kill_controller", then=last, expect=("saved",)))
 
 

@@ -129,6 +129,13 @@ class FaultSpec:
     then: tuple[FaultSpec, ...] = ()
     label: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: this kind has no such point. What is read from a file was refused before, with its place there."""
+        if self.point not in (KINDS[self.kind].points or ("",)):
+            raise ValueError(
+                f"{self.kind} has no point {self.point!r}, expected {' or '.join(KINDS[self.kind].points) or 'none'}"
+            )
+
     @property
     def outcomes(self) -> tuple[str, ...]:
         """What may become of it, its `then` included."""

@@ -25,6 +25,7 @@ from ttp.chaos.matrix import (
     table,
 )
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
+from ttp.chaos.scenario import FaultSpec, Moment
 
 
 def put_down(output: Path, cell: Cell, **fields: Any) -> None:
@@ -178,3 +179,11 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     assert "--duration is 'soon': wanted seconds" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", str(output), "--", "no-such-program"]) == 2
     assert "'no-such-program' is no program that can be run" in capsys.readouterr().out
+
+
+def test_a_cell_cannot_ask_for_a_point_that_its_fault_does_not_have() -> None:
+    """A rank that is given such a fault would not know when to strike, and the cell would test nothing."""
+    with pytest.raises(ValueError, match="kill has no point ''"):
+        FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started"))
+    with pytest.raises(ValueError, match="kill_controller has no point 'now', expected none"):
+        FaultSpec(kind="kill_controller", point="now")
