@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,10 +18,13 @@ import torch.distributed as dist
 from ttp import session as sessions
 from ttp.config import Settings, enabled, host_name
 from ttp.errors import ConfigError, Overtaken
-from ttp.exchange import world
+from ttp.exchange import exchange_json, world
 from ttp.mindio.handlers import RenameHandler, SaveHandler
+from ttp.mindio.local_save import LocalSave
+from ttp.mindio.model_parallel import ModelParallel, read_parallel_state
 from ttp.mindio.optimizer import TTPReplicaOptimizer
 from ttp.mindio.publisher import HandlerPublisher
+from ttp.mindio.save_calls import Watcher
 from ttp.mindio.state import WholeState
 from ttp.mindio.step_args import StepArgsBox
 from ttp.optim.placement import grid
@@ -66,12 +70,17 @@ class MindioJob:
         self.save_handler: SaveHandler | None = None
         self.rename_handler: RenameHandler | None = None
         self.groups: ReplicaGroups | None = None
+        self.parallel_state: Any = None
+        """What `set_parallel_state` was given; None: the trainer's module of that name."""
         self.optimizer: TTPReplicaOptimizer | None = None
         self.local_copy: bool | None = None
         """As `ttp_init_processor` was told; None before."""
         self.in_train = False
         """The function that `ttp_to_persist` has decorated is running."""
+        self.parts: Sequence[Sequence[int]] = ()
+        """The ranks of each model part; known from `start_processor` on."""
         self._checked = False
+        self._watcher: Watcher | None = None
         self._session: Session | None = None
         self._controller_port: int | None = None
         self._pause: float | None = None
@@ -95,8 +104,8 @@ class MindioJob:
             raise ConfigError(
                 f"rank {rank}: dp_ranks is {list(dp_ranks)} and dp_size {dp_size}: wanted as many ranks, this one among them"
             )
-        if dp_ranks is not None and len(dp_ranks) != world_size:
-            raise ConfigError(no_model_parallel(len(dp_ranks), world_size))
+        if dp_ranks is not None:
+            check_data_ranks(dp_ranks, self.place())
         self._check_local_copy(enable_local_copy)
         self.local_copy = enable_local_copy
 
@@ -120,24 +129,34 @@ class MindioJob:
             )
         if not settings.controller_port:
             settings = dataclasses.replace(settings, controller_port=port)
-        core, (rank, _) = self.optimizer.core, world()
+        core, (rank, world_size) = self.optimizer.core, world()
+        told = exchange_json(self.optimizer.place.part, core.device)
+        self.parts = [[other for other, its in enumerate(told) if its == part] for part in sorted(set(told))]
+        save = LocalSave(rank, core, self)
         self._session = sessions.start(
             core,
             save_dirs=[settings.mindio_dir],
-            layout={"interface": "mindio"},
+            layout={"interface": "mindio", "model_parts": sorted(set(told))},
             settings=settings,
-            publisher=HandlerPublisher(rank, core, self),
+            publisher=HandlerPublisher(rank, core, self, save),
         )
         atexit.register(self.close)
         if (protection := self._session.protection) is not None:
             protection.gate.lets_go = True
             core.spanning.abandons = self._abandon
+            if world_size > 1:
+                gate, root = protection.gate, Path(settings.mindio_dir).resolve()
+                self._watcher = Watcher(rank, root, save, lambda: gate.closed)
+                self._watcher.start()
             if rank == 0:
                 show(logging.INFO, _mode(self.optimizer.local_copy))
 
     def close(self) -> None:
         """Stop this process's part. Doing it twice is harmless."""
         atexit.unregister(self.close)
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -157,17 +176,26 @@ class MindioJob:
 
     # --- what the optimizer needs ---
 
-    def built(self, optimizer: TTPReplicaOptimizer) -> Any:
-        """Take note of the optimizer; return the data-parallel process group for it (None: all ranks). Raises ConfigError."""
+    def place(self) -> ModelParallel:
+        """Return which part of the model this rank has, as the trainer's parallel_state reports it. Raises ConfigError."""
+        return read_parallel_state(self.parallel_state) or ModelParallel()
+
+    def declare(self, groups: ReplicaGroups) -> None:
+        """Note a data-parallel group of this rank: the first one declared is that of all parameters but the experts'."""
+        if self.groups is None or self.groups.dp_ranks == groups.dp_ranks:
+            self.groups = groups
+
+    def built(self, optimizer: TTPReplicaOptimizer) -> ModelParallel:
+        """Take note of the optimizer; return which part of the model this rank has. Raises ConfigError."""
         if self._session is not None:
             raise ConfigError("an optimizer is built before ttp_start_processor, and one only is protected")
-        size = world()[1]
-        if self.groups is not None and len(self.groups.dp_ranks) != size:
-            raise ConfigError(no_model_parallel(len(self.groups.dp_ranks), size))
+        place = self.place()
+        if self.groups is not None:
+            check_data_ranks(self.groups.dp_ranks, place)
         self.optimizer = optimizer
         if self.local_copy is not None:
             self._check_local_copy(self.local_copy)
-        return None
+        return place
 
     def start_updating(self, backup_step: int) -> None:
         self._optimizer("ttp_start_updating_os").start_updating()
@@ -249,13 +277,21 @@ class MindioJob:
     def show(self, state: WholeState) -> None:
         self._optimizer("a dying gasp").show(state)
 
+    def leave_to_save_rank(self) -> None:
+        self._optimizer("a dying gasp").leave_to_save_rank()
 
-def no_model_parallel(dp_size: int, world_size: int) -> str:
-    """Say what is not supported, and what to do."""
-    return (
-        f"the data-parallel size is {dp_size} of {world_size} ranks: ttp.mindio protects purely data-parallel jobs; for tensor,"
-        " pipeline or expert parallelism use ttp.start with ttp.TTPReplicaOptimizer (README: Protect your own trainer)"
-    )
+    def part_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        return self._optimizer("a dying gasp").part_tensors()
+
+
+def check_data_ranks(dp_ranks: Sequence[int], place: ModelParallel) -> None:
+    """Raise ConfigError where the declared data-parallel group is not the trainer's."""
+    if sorted(dp_ranks) != sorted(place.data_ranks):
+        raise ConfigError(
+            f"invalid data-parallel group: got ranks {list(dp_ranks)}, expected {place.data_ranks} as parallel_state reports. Where the"
+            " model is split, initialize a module named parallel_state (Megatron's), or pass yours to"
+            " ttp.mindio.modellink.set_parallel_state"
+        )
 
 
 def make_groups(ranks: Sequence[int]) -> ReplicaGroups | None:

@@ -94,7 +94,7 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
     if rank not in dp_rank_list:
         raise ConfigError(f"rank {rank} is not in its data-parallel group {list(dp_rank_list)}")
     job = current_job()
-    job.groups = ReplicaGroups(tuple(dp_rank_list), None if job.groups is None else job.groups.shard_group)
+    job.declare(ReplicaGroups(tuple(dp_rank_list), None if job.groups is None else job.groups.shard_group))
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,17 +15,18 @@ Never writes a file, never talks to a controller.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ttp.errors import CheckpointError, ConfigError, Overtaken
 from ttp.exchange import world
+from ttp.mindio import given
+from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
-from ttp.mindio.state import WholeState, gather_whole, load_whole
-from ttp.optim.base_state import KERNEL_CHOICES
+from ttp.mindio.state import WholeState, gather_whole, load_whole, part_tensors
 from ttp.optim.participation import Ending
 from ttp.optim.replica_optimizer import ClipNorm
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
@@ -36,8 +37,8 @@ from ttp.proto.messages import CommitRecord
 class Job(Protocol):
     """What the optimizer needs of the job that it belongs to (`ttp.mindio.job`)."""
 
-    def built(self, optimizer: TTPReplicaOptimizer) -> Any:
-        """Take note of the optimizer; return the data-parallel process group for it (None: all ranks)."""
+    def built(self, optimizer: TTPReplicaOptimizer) -> ModelParallel:
+        """Take note of the optimizer; return which part of the model this rank has."""
 
     def overtaken_after(self, error: RuntimeError, step: int) -> bool:
         """A collective of `step` raised: say whether the step was rolled forward on this rank."""
@@ -52,7 +53,7 @@ class Job(Protocol):
 
 
 class TTPReplicaOptimizer:
-    """A Megatron optimizer whose state lies on two ranks each; the data-parallel size is even.
+    """A Megatron optimizer whose state is stored on two ranks each; the data-parallel size is even.
 
     1. `zero_grad()`, forward and backward passes, which leave the gradients in `main_grad` (or `grad`)
     2. `reduce_model_grads(args, timers)`, `step(args, timers)`, `gather_model_params(args, timers)`
@@ -77,12 +78,15 @@ class TTPReplicaOptimizer:
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         local_copy: bool = False,
     ) -> None:
-        """Take over the parameters and settings of `optimizer` (a collective of all ranks; rank 0's parameters become everyone's).
+        """Take over the parameters and settings of `optimizer` (a collective of all ranks; in each data-parallel group the first rank's
+        parameters become everyone's).
 
         clip_grad: largest global L2 norm, 0 for none. models: what has the parameters, for their names; parameters of 16 bits
         have FP32 masters. local_copy: keep the state of the step before as well. Raises ConfigError, LayoutError.
         """
-        _check(optimizer, log_num_zeros_in_grad, fp16, bf16, params_dtype)
+        given.check(optimizer, fp16, bf16, params_dtype)
+        if log_num_zeros_in_grad:
+            raise ConfigError("log_num_zeros_in_grad is not supported: leave out --log-num-zeros-in-grad")
         from ttp.mindio.job import current_job  # which imports this module
 
         self._job: Job = current_job()
@@ -91,17 +95,23 @@ class TTPReplicaOptimizer:
         self.clip_grad = clip_grad
         self.local_copy = local_copy
         self._main_grad = params_have_main_grad
-        self._params = _named(self.models, optimizer)
-        if params_have_main_grad and (name := next((n for n, p in self._params if not hasattr(p, "main_grad")), None)):
+        named = given.named(self.models, optimizer)
+        if params_have_main_grad and (name := next((n for n, p in named if not hasattr(p, "main_grad")), None)):
             raise ConfigError(
                 f"params_have_main_grad is True, but {name!r} has no main_grad: wrap the model for data parallelism (which adds"
                 " it) before the optimizer is built, or pass False"
             )
-        base, kwargs = _base_of(optimizer)
+        base, kwargs = given.base_of(optimizer)
+        self.place = self._job.built(self)
+        """Which part of the model this rank has."""
+        self._names = job_names(self.place, self.models, named)
+        self._params = self._names.named
         self.core = self.core_class(
-            _groups(optimizer, {id(param): name for name, param in self._params}),
+            given.groups(optimizer, {id(param): name for name, param in self._params}, self.place),
             base,
-            group=self._job.built(self),
+            group=self.place.data_group,
+            span=dist.group.WORLD if self.place.splits_model else None,
+            copies=self._names.copies,
             clip=ClipNorm(clip_grad) if clip_grad > 0 else None,
             loss_scale=loss_scale_of(grad_scaler),
             grad_dtype=torch.float32 if params_have_main_grad else None,
@@ -131,6 +141,8 @@ class TTPReplicaOptimizer:
         self._whole: WholeState | None = None
         self._shown = False
         """A dying gasp's state is shown to the save handler."""
+        self._saved_elsewhere = False
+        """The save handler runs here beside the save rank's: another rank writes."""
 
     # --- a step ---
 
@@ -172,8 +184,11 @@ class TTPReplicaOptimizer:
         self._begun = True
 
     def reduce_model_grads(self, args: Any = None, timers: Any = None) -> None:
-        """Take the gradients of this step; they are averaged over the data-parallel ranks within `step`."""
+        """Take the gradients of this step; they are averaged over the data-parallel ranks within `step`.
+
+        Where the model is split, gradients of which several ranks have a part each are summed first (a collective)."""
         with torch.no_grad():
+            sum_shared_gradients(self.place, self._names, self._main_grad)
             for name, param in self._params:
                 grad = param.main_grad if self._main_grad else param.grad  # type: ignore[attr-defined]
                 kept = self.core.gradient(name)
@@ -267,41 +282,56 @@ class TTPReplicaOptimizer:
     def need_write_file(self) -> bool:
         """Say whether this rank writes the checkpoint's file.
 
-        In a periodic checkpoint every rank asks, and the state is brought together on the first one (collectives); at a fault
-        only the save rank's handler runs.
+        In a periodic checkpoint every rank asks, and the state of each model part is brought together on its first rank
+        (collectives). At a fault it is true on the save rank.
         """
         rank, _ = world()
         if self.error_dump:
             return bool(self.save_args["rank"] == rank)
-        if self._shown:  # the handler runs here alone, whether it calls set_dump_args or not: no collective
-            return True
+        if self._shown or self._saved_elsewhere:  # in a save handler that has not called set_dump_args: no collective
+            return self._shown
         self._begin()
         self._job.long_pause()
-        self._whole = gather_whole(self.core)
+        self._whole = gather_whole(self.core, self._names.own, self.place.data_group, self._writer)
         return self._whole is not None
+
+    @property
+    def _writer(self) -> int:
+        """The rank that writes the file of this rank's model part in a periodic checkpoint."""
+        group = self.place.expert_data_group or self.place.data_group
+        return 0 if group is None else dist.get_process_group_ranks(group)[0]
+
+    def part_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return key and shape of every tensor of this rank's model part."""
+        return part_tensors(self.core, self._names.own)
 
     def show(self, state: WholeState) -> None:
         """Have `state_dict` return `state`, and the model's parameters be its masters, in memory of their own: what a collective
         in progress still writes goes into the old memory. Work thread, before the save handler."""
-        self._whole, self._shown = state, True
+        self._whole, self._shown, self._saved_elsewhere = state, True, False
         for name, param in self._params:
             param.data = state.master(name).to(param.device, param.dtype)
 
+    def leave_to_save_rank(self) -> None:
+        """The save handler runs here, and another rank writes the file. Work thread."""
+        self._whole, self._shown, self._saved_elsewhere = None, False, True
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of this step, on the rank for which `need_write_file` is true. Raises CheckpointError elsewhere."""
+        """Return the whole state of this rank's model part at this step, on the rank for which `need_write_file` is true. Raises CheckpointError elsewhere."""
         whole = self._whole
         if whole is None and world()[1] == 1:
-            whole = gather_whole(self.core)
+            whole = gather_whole(self.core, self._names.own, None, 0)
         if whole is None:
             raise CheckpointError(
                 f"rank {world()[0]} holds only shards of step {self.current_step}: have every rank call"
                 " optimizer.need_write_file() first, and save on the one where it is true"
             )
-        return whole.to_dict()
+        return whole.renamed(self._names.own).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shards of what `state_dict` returned (all ranks call with the same). Raises CheckpointMismatch."""
-        load_whole(WholeState.from_dict(state_dict), self.core)
+        """Take this rank's shards of what `state_dict` returned (all ranks call, each with its model part's). Raises CheckpointMismatch."""
+        found = WholeState.from_dict(state_dict).renamed({own: name for name, own in self._names.own.items()})
+        load_whole(found, self.core, self._names.own)
 
 
 class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
@@ -323,60 +353,3 @@ class LocalUpdate:
     def step(self) -> None:
         """Do the update between `begin_to_update` and `end_to_update`."""
         self._owner.apply()
-
-
-def _check(
-    optimizer: torch.optim.Optimizer, log_num_zeros_in_grad: bool, fp16: bool, bf16: bool, params_dtype: torch.dtype
-) -> None:
-    wanted = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-    if (fp16 and bf16) or params_dtype != wanted:
-        raise ConfigError(
-            f"fp16 is {fp16}, bf16 is {bf16} and params_dtype is {params_dtype}: they contradict each other"
-        )
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.dtype not in (params_dtype, torch.float32):
-            raise ConfigError(
-                f"params_dtype is {params_dtype}, but a parameter of shape {tuple(param.shape)} is {param.dtype}"
-            )
-    if log_num_zeros_in_grad:
-        raise ConfigError("log_num_zeros_in_grad is not supported: leave out --log-num-zeros-in-grad")
-    if optimizer.state:
-        raise ConfigError("the optimizer has state already: give TTPReplicaOptimizer a fresh one, and load through it")
-
-
-def _named(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return name and parameter of all that the optimizer updates, in the models' order."""
-    wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    found = [
-        (f"model{number}.{name}" if len(models) > 1 else name, param)
-        for number, model in enumerate(models)
-        for name, param in model.named_parameters()
-        if id(param) in wanted
-    ]
-    if len(found) != len(wanted):
-        raise ConfigError(
-            f"the optimizer has {len(wanted)} parameters, of which the models name {len(found)}: pass all models whose"
-            " parameters it updates"
-        )
-    return found
-
-
-def _groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    return [
-        {
-            **{key: value for key, value in group.items() if key not in ("params", *KERNEL_CHOICES)},
-            "params": [(names[id(param)], param) for param in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _base_of(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of `optimizer` and the arguments that make one like it."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    kwargs = {
-        key: value
-        for key, value in optimizer.defaults.items()
-        if key in known and not (key in KERNEL_CHOICES and not value)
-    }
-    return type(optimizer), kwargs

@@ -1,18 +1,17 @@
 """The trainer's own handlers in the place of the job's own publishing.
 
-Owns the order of one publish: claim the attempt, prove the shares whole, read them, have the save handler write and the
-rename handler publish, and leave a note that it is done. The shares were written, checksummed and replaced where a writer
-died, by the same machines as any dump; what is called here runs on one rank, the save rank, on its work thread. A rank that
-fails or dies in it is followed by the next one, which begins again.
+Owns the order of one publish: claim the attempt, prove the shares whole, have the save handler run on every rank that wrote a
+share (`rank_list`, for each model part one), have the rename handler publish on this rank, and leave a note that it is done. The
+shares were written, checksummed and replaced where a writer died, by the same machines as any dump. A publisher that fails or
+dies in it is followed by the next rank, which begins again.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,42 +21,25 @@ from ttp.checkpoint.durable import fsync_directory, step_directory_name, write_d
 from ttp.checkpoint.publish import check_complete, claim_attempt
 from ttp.checkpoint.staging import check_files, check_name
 from ttp.errors import CheckpointError
-from ttp.mindio.handlers import RenameHandler, SaveHandler
-from ttp.mindio.state import WholeState, read_whole
-from ttp.mindio.step_args import StepArgsBox
+from ttp.mindio.local_save import LocalSave, Trainer
+from ttp.mindio.save_calls import Call, Plan, savings
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import PublishOrder
-
-log = logging.getLogger("ttp")
 
 _NOTE = "_tmp_published"
 """`iter_0000042_tmp_published`: the handlers have published step 42. Like every name with `_tmp`, gone at the next start."""
 
 
-class Trainer(Protocol):
-    """What the publisher needs of the trainer's side."""
-
-    step_args: StepArgsBox
-    save_handler: SaveHandler | None
-    rename_handler: RenameHandler | None
-
-    def show(self, state: WholeState) -> None:
-        """Make the optimizer and the model that the handlers save be those of `state`; training does not go on."""
-
-
 class HandlerPublisher:
     """Publishes with the trainer's handlers. Work thread, but for `work_done`."""
 
-    def __init__(self, rank: int, optimizer: TTPReplicaOptimizer, trainer: Trainer) -> None:
-        self._rank, self._optimizer, self._trainer = rank, optimizer, trainer
-        self._began_at: int | None = None  # written by the work thread, read by any
-        self._done = 0
+    def __init__(self, rank: int, optimizer: TTPReplicaOptimizer, trainer: Trainer, save: LocalSave) -> None:
+        self._rank, self._optimizer, self._trainer, self._save = rank, optimizer, trainer, save
 
     @property
     def work_done(self) -> int:
-        """Bytes that this process has written while handlers ran: nothing else is known of how they get on."""
-        began_at = self._began_at
-        return self._done if began_at is None else self._done + max(0, _bytes_written() - began_at)
+        """Grows while a handler of this rank writes."""
+        return self._save.work_done
 
     def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
         """See `ttp.holder.Publisher`."""
@@ -66,63 +48,62 @@ class HandlerPublisher:
         note = root / f"{step_directory_name(step)}{_NOTE}"
         if note.exists():
             return note.read_text(encoding="utf-8")
-        trainer = self._trainer
-        if trainer.save_handler is None or trainer.rename_handler is None:
-            raise CheckpointError(
-                f"rank {self._rank}: step {step} cannot be saved: no handlers; call ttp_register_save_ckpt_handler and"
-                " ttp_register_rename_handler right after ttp_start_processor"
-            )
+        self._save.check_handlers(step)
         files = [file for result in order.results for file in result.files]
         check_files(files)
         claim = claim_attempt(root, order.tmp_name, files, note)
         if claim is None:
             raise CheckpointError(f"step {step}: {root / order.tmp_name} was taken over by another publisher")
-        trainer.show(self._read(claim, order, state, advance))
-        where = self._have_saved(claim, order, sorted({file.rank for file in files}), advance)
+        self._check_shares(claim, order, advance)
+        where = self._have_saved(claim, order, state, {file.rank for file in files}, advance)
         write_durably(note, where.encode())
         fsync_directory(root)
         shutil.rmtree(claim, ignore_errors=True)  # it only takes room
         return where
 
-    def _read(
-        self, claim: Path, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]
-    ) -> WholeState:
-        """Return the whole state of the order's step. Raises CorruptCheckpoint."""
+    def _check_shares(self, claim: Path, order: PublishOrder, advance: Callable[[int], None]) -> None:
+        """Raise CorruptCheckpoint unless the shares hold the order's step whole."""
         contents = read_contents(claim, order.results, advance)
         check_complete(contents, self._optimizer.expected_tensors())
         dcp.write_metadata(claim, contents, str(claim), order.tmp_name, advance)
-        return read_whole(claim, contents, order.step, state)
 
-    def _have_saved(self, claim: Path, order: PublishOrder, ranks: list[int], advance: Callable[[int], None]) -> str:
+    def _have_saved(
+        self,
+        claim: Path,
+        order: PublishOrder,
+        state: Mapping[str, Any],
+        writers: set[int],
+        advance: Callable[[int], None],
+    ) -> str:
         """Call the handlers; return where the checkpoint is, for people."""
-        trainer, step = self._trainer, order.step
-        assert trainer.save_handler is not None and trainer.rename_handler is not None
-        mine = trainer.step_args.await_step(step, advance)
-        if mine.step != step or not mine.settled:
-            log.error(
-                "rank %d: step %d is saved with the trainer's own objects as they are%s after step %d: its training thread did not"
-                " get on to the next step, so schedule, counters and random numbers may be another step's",
-                *(self._rank, step, "" if mine.settled else " half way", mine.step),
-            )
-        args = mine.labelled(step)
-        if mine.randomness is not None:
-            mine.randomness.restore(self._optimizer.device)
-        self._began_at = _bytes_written()
+        parts, others = [list(ranks) for ranks in self._trainer.parts], writers - {self._rank}
+        call = Call.begin(claim.parent, order.step, advance) if others or len(parts) > 1 else None
+        args: Any = None
+        lost: set[int] = set()
+        number = 0
         try:
-            with torch.no_grad():
-                trainer.save_handler(self._rank, step, ranks, args)
-                if not claim.exists():
-                    raise CheckpointError(f"step {step}: another publisher took {claim} over while this one saved")
-                trainer.rename_handler(step, args)
+            while parts:
+                number += 1
+                usable = {self._rank} if call is None else call.usable(self._rank, parts, others, lost)
+                planned = savings(order.step, parts, usable, self._rank)
+                if call is not None:
+                    call.post(Plan(number, claim.name, order.step, state, order.results, planned))
+                own = next((saving for saving in planned if saving.save_rank == self._rank), None)
+                if own is not None:  # in the first plan, and in no other: this rank is there
+                    args = self._save.save(own, claim, order.results, state, advance)
+                asked = {rank for saving in planned for rank in saving.ranks} - {self._rank}
+                gone = call.wait(asked) if call is not None else set()
+                lost |= gone
+                unsaved = {saving.save_rank for saving in planned} & gone
+                parts = [ranks for ranks in parts if unsaved.intersection(ranks)]
+            if not claim.exists():
+                raise CheckpointError(f"step {order.step}: another publisher took {claim} over while this one saved")
+            assert self._trainer.rename_handler is not None
+            with torch.no_grad(), self._save.counted():
+                self._trainer.rename_handler(order.step, args)
         finally:
-            self._done, self._began_at = self.work_done, None
-        return f"the trainer's own checkpoint, saved by rank {self._rank}"
-
-
-def _bytes_written() -> int:
-    """Bytes that this process has asked the kernel to write."""
-    try:
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux, or not permitted: then a long handler is bounded by the fault's total time only
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)
+            if call is not None:
+                call.end()
+        count = len(self._trainer.parts)
+        several = f" and published, {count} model parts," if count > 1 else ""
+        return f"the trainer's own checkpoint, saved{several} by rank {self._rank}"

@@ -1,12 +1,12 @@
-"""The whole state of an optimizer in one process's memory: what a trainer's own checkpoint file holds.
+"""The state of one model part in one process's memory: what one of a trainer's own checkpoint files holds.
 
-Owns its form, its gathering from all ranks for a periodic checkpoint, and its reading from the shares that writers left at
-a fault. Never changes the optimizer, except in `load`.
+Owns its form, its gathering from the ranks of the part for a periodic checkpoint, and its reading from the shares that writers
+left at a fault. Never changes the optimizer, except in `load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ FORM = 1
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """Every tensor of the state of `step`, whole, on the CPU."""
+    """Every tensor of a model part's state of `step`, whole, on the CPU."""
 
     step: int
     tensors: Mapping[str, torch.Tensor]
@@ -39,6 +39,17 @@ class WholeState:
     def master(self, name: str) -> torch.Tensor:
         """Return the FP32 values of a parameter."""
         return self.tensors[model_key(name)]
+
+    def renamed(self, names: Mapping[str, str]) -> WholeState:
+        """Return the same state with other names of the parameters; those that `names` does not have stay."""
+        tensors: dict[str, torch.Tensor] = {}
+        for key, tensor in self.tensors.items():
+            match nested_path(key):
+                case ("model", str(name)):
+                    tensors[model_key(names.get(name, name))] = tensor
+                case (_, _, str(name), str(part)):
+                    tensors[optim_state_key(names.get(name, name), part)] = tensor
+        return WholeState(self.step, tensors, self.host)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, numbers and tensors: `torch.load(weights_only=True)` reads them back."""
@@ -67,11 +78,20 @@ class WholeState:
         return cls(int(found["step"]), tensors, found["host"])
 
 
-def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer) -> None:
-    """Give every rank its shards of `state` (all ranks call). Raises CheckpointMismatch before anything is changed."""
-    expected = optimizer.expected_tensors()
+def part_tensors(optimizer: TTPReplicaOptimizer, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return key and shape of every tensor of the model part with these parameters."""
+    found: dict[str, tuple[int, ...]] = {}
+    for key, shape in optimizer.expected_tensors().items():
+        path = nested_path(key)
+        if (path[1] if path[0] == "model" else path[2]) in names:
+            found[key] = shape
+    return found
+
+
+def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer, names: Collection[str]) -> None:
+    """Give every rank its shards of its part's `state` (all ranks call). Raises CheckpointMismatch before anything is changed."""
     where = f"the optimizer's part of the checkpoint of step {state.step}"
-    for key, shape in sorted(expected.items()):
+    for key, shape in sorted(part_tensors(optimizer, names).items()):
         got = state.tensors.get(key)
         if got is None or tuple(got.shape) != tuple(shape):
             told = "is not there" if got is None else f"has shape {tuple(got.shape)}"
@@ -82,44 +102,47 @@ def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer) -> None:
     optimizer.load_end(state.step, dict(state.host))
 
 
-def read_whole(folder: Path, contents: Contents, step: int, host: Mapping[str, Any]) -> WholeState:
-    """Read all that `contents` lists from `folder`, where those files lie. Raises CorruptCheckpoint."""
-    tensors = {
-        entry.key: torch.empty(entry.shape, dtype=dcp.dtype_of(entry.dtype)) for entry in reversed(contents.tensors)
-    }
+def read_whole(
+    folder: Path, contents: Contents, step: int, host: Mapping[str, Any], wanted: Collection[str]
+) -> WholeState:
+    """Read the tensors with the keys `wanted` that `contents` lists from `folder`. Raises CorruptCheckpoint."""
+    listed = {entry.key: entry for entry in reversed(contents.tensors) if entry.key in wanted}
+    tensors = {key: torch.empty(entry.shape, dtype=dcp.dtype_of(entry.dtype)) for key, entry in listed.items()}
     targets = [HeldTensor(key, tuple(tensor.shape), 0, tensor.view(-1)) for key, tensor in tensors.items()]
     load.read_into(folder, targets, dcp.metadata_of(contents))
     return WholeState(step, tensors, host)
 
 
-def gather_whole(optimizer: TTPReplicaOptimizer) -> WholeState | None:
-    """Bring the state together on rank 0 (all ranks call, between two steps); None on the others."""
+def gather_whole(optimizer: TTPReplicaOptimizer, names: Collection[str], group: Any, writer: int) -> WholeState | None:
+    """Bring each model part's state together on its writer (the ranks of `group` call, between two steps); None on the others.
+
+    group: the ranks that share parameters (None: all). writer: the rank that writes the file of this rank's part.
+    """
     rank, _ = world()
     optimizer.finish_gather()
     optimizer.drain()
-    holdings = optimizer.holdings()
-    told = exchange_json({group: _table(held) for group, held in holdings.items()}, optimizer.device)
-    holders = {group: [r for r, groups in enumerate(told) if group in groups] for groups in told for group in groups}
-    tensors: dict[str, torch.Tensor] = {}
-    if rank == 0:
-        for key, shape in optimizer.expected_tensors().items():
-            tensors[key] = torch.empty(shape, dtype=torch.float32)
-    for group, ranks in sorted(holders.items()):
-        if rank == 0:
-            held = holdings.get(group)
-            for number, (key, start, numel, dtype) in enumerate(told[ranks[0]][group]):
-                values = (
-                    held[number].values if held is not None else _received(numel, dtype, ranks[0], optimizer.device)
-                )
-                tensors[key].view(-1)[start : start + numel].copy_(values)
-        elif rank == ranks[0]:
-            for tensor in holdings[group]:
-                dist.send(tensor.values.contiguous(), dst=0)
-    return WholeState(optimizer.current_step, tensors, optimizer.host_state()) if rank == 0 else None
-
-
-def _table(held: Sequence[HeldTensor]) -> list[tuple[str, int, int, str]]:
-    return [(each.key, each.start, each.values.numel(), dcp.dtype_name(each.values.dtype)) for each in held]
+    wanted = part_tensors(optimizer, names) if rank == writer else {}
+    held = {(target.key, target.start): target for target in optimizer.load_targets()}
+    pieces = [
+        (key, start, each.values.numel(), dcp.dtype_name(each.values.dtype)) for (key, start), each in held.items()
+    ]
+    told = exchange_json([rank, pieces, sorted(wanted)], optimizer.device, group)
+    wishes = [(other, frozenset(keys)) for other, _, keys in told if keys]
+    tensors = {key: torch.empty(shape, dtype=torch.float32) for key, shape in wanted.items()}
+    seen: set[tuple[str, int]] = set()
+    for holder, its_pieces, _ in told:
+        for key, start, numel, dtype in its_pieces:
+            if (key, start) in seen:
+                continue
+            seen.add((key, start))
+            for receiver in (other for other, keys in wishes if key in keys):
+                if rank == holder != receiver:
+                    dist.send(held[key, start].values.contiguous(), dst=receiver)
+                elif rank == receiver:
+                    here = rank == holder
+                    values = held[key, start].values if here else _received(numel, dtype, holder, optimizer.device)
+                    tensors[key].view(-1)[start : start + numel].copy_(values)
+    return WholeState(optimizer.current_step, tensors, optimizer.host_state()) if rank == writer else None
 
 
 def _received(numel: int, dtype: str, rank: int, device: torch.device) -> torch.Tensor:

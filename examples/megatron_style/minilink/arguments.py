@@ -16,7 +16,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--vocab-size", type=int, default=64)
     group.add_argument("--seq-length", type=int, default=16)
     group.add_argument("--hidden-dropout", type=float, default=0.1)
+    group.add_argument("--num-attention-heads", type=int, default=2)
     group.add_argument("--bf16", action="store_true")
+    group = parser.add_argument_group("parallelism")
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group = parser.add_argument_group("training")
     group.add_argument("--micro-batch-size", type=int, default=4)
     group.add_argument("--num-micro-batches", type=int, default=2)
@@ -36,6 +40,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="barrier or local copy os, suggest barrier on small cluster",
     )
     _ARGS = parser.parse_args(arguments)
+    _ARGS.fp16 = False
     _ARGS.iteration = 0
     _ARGS.consumed_train_samples = 0
     return _ARGS

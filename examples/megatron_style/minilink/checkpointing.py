@@ -1,4 +1,4 @@
-"""The trainer's own checkpoints: one file, a tracker, and the handlers that the patch adds."""
+"""The trainer's own checkpoints: a file for each part of the model, a tracker, and the handlers that the patch adds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def get_checkpoint_name(
-    checkpoints_path: str, iteration: int, model_name: str = "model_optim_rng.pt", tmp: bool = False
+    checkpoints_path: str,
+    iteration: int,
+    release: bool = False,
+    model_name: str = "model_optim_rng.pt",
+    tmp: bool = False,
 ) -> str:
-    directory = f"iter_{iteration:07d}"
+    directory = "release" if release else f"iter_{iteration:07d}"
     if tmp:  # TTP
         directory = directory + "_tmp"
-    return os.path.join(checkpoints_path, directory, "mp_rank_00", model_name)
+    part = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        part += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    return os.path.join(checkpoints_path, directory, part, model_name)
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:

@@ -1,4 +1,4 @@
-"""L2 norms that a group of ranks sums up together, and clipping by one of them."""
+"""L2 norms that all ranks sum up together, and clipping by one of them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,41 @@ if enable_ttp:  # TTP
     from ttp.mindio.modellink.os_shard_parallel import get_os_shard_group
 
 
+def counted(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the parameters that no other rank counts: not the copies of tensor-parallel ranks, nor of tied embeddings."""
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    return [
+        param
+        for param in params
+        if (first or getattr(param, "tensor_model_parallel", False)) and not getattr(param, "shared", False)
+    ]
+
+
 @torch.no_grad()
 def l2_norm_fp32(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the norm of tensors that all ranks have alike: each rank of the group squares its part of them (all ranks call)."""
+    """Return the norm of tensors that the data-parallel ranks have alike: each rank of the group squares its part of them (all ranks
+    call)."""
     group = get_os_shard_group() if enable_ttp else parallel_state.get_data_parallel_group()  # TTP
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     parts = [tensor.flatten().tensor_split(size)[rank].float() for tensor in tensors]
     total_norm = torch.stack([part.square().sum() for part in parts]).sum()
-    torch.distributed.all_reduce(total_norm, op=torch.distributed.ReduceOp.SUM, group=group)
+    torch.distributed.all_reduce(
+        total_norm,
+        op=torch.distributed.ReduceOp.SUM,
+        group=group,
+    )
+    # Sum across all model-parallel ranks.
+    torch.distributed.all_reduce(
+        total_norm, op=torch.distributed.ReduceOp.SUM, group=parallel_state.get_model_parallel_group()
+    )
     return total_norm.sqrt().item()
 
 
 @torch.no_grad()
-def clip_grad_norm_fp32(parameters: Sequence[torch.Tensor], max_norm: float) -> float:
+def clip_grad_norm_fp32(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
     """Scale the reduced gradients down to `max_norm` together; return their norm before (all ranks call)."""
     grads = [param.grad for param in parameters if param.grad is not None]
-    total_norm = l2_norm_fp32(grads)
+    total_norm = l2_norm_fp32([param.grad for param in counted(parameters) if param.grad is not None])
     clip_coeff = max_norm / (total_norm + 1.0e-6)
     if clip_coeff < 1.0:
         torch._foreach_mul_(grads, clip_coeff)

@@ -1,4 +1,4 @@
-"""A small GPT, and the wrapper that gathers gradients in FP32 beside the parameters (`main_grad`).
+"""A small GPT, one stage of it on each rank, and the wrapper that gathers gradients in FP32 beside the parameters (`main_grad`).
 
 Shapes: B samples, T tokens, D hidden size, V vocabulary.
 """
@@ -11,40 +11,78 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minilink import get_args
+from minilink import get_args, parallel_state
+from minilink.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallel_logits
 
 
 class Block(nn.Module):
-    def __init__(self, hidden_size: int, dropout: float) -> None:
+    def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
-        self.dense = nn.Linear(hidden_size, hidden_size)
-        self.up, self.down = nn.Linear(hidden_size, 4 * hidden_size), nn.Linear(4 * hidden_size, hidden_size)
+        self.qkv = ColumnParallelLinear(hidden_size, 3 * hidden_size, groups=3)
+        self.dense = RowParallelLinear(hidden_size, hidden_size)
+        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size)
+        self.down = RowParallelLinear(4 * hidden_size, hidden_size)
+        self.head_size = hidden_size // heads
         self.dropout = dropout
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.ln_1(x_BTD)).chunk(3, dim=-1)
-        a_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = (self._heads(part) for part in self.qkv(self.ln_1(x_BTD)).chunk(3, dim=-1))
+        a_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x_BTD = x_BTD + F.dropout(self.dense(a_BTD), self.dropout, self.training)
         return x_BTD + F.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)))), self.dropout, self.training)
 
+    def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
 
 class GPTModel(nn.Module):
+    """This rank's stage: its layers, the embeddings on the first one, the output on the last one."""
+
+    share_word_embeddings = True
+
     def __init__(self) -> None:
         super().__init__()
         args = get_args()
-        self.word_embeddings = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.position_embeddings = nn.Embedding(args.seq_length, args.hidden_size)
-        self.layers = nn.ModuleList([Block(args.hidden_size, args.hidden_dropout) for _ in range(args.num_layers)])
-        self.final_layernorm = nn.LayerNorm(args.hidden_size)
+        self.pre_process, self.post_process = (
+            parallel_state.is_pipeline_first_stage(),
+            parallel_state.is_pipeline_last_stage(),
+        )
+        if self.pre_process or self.post_process:
+            torch.manual_seed(args.seed)
+            self.word_embeddings = VocabParallelEmbedding(args.vocab_size, args.hidden_size)
+        if not self.pre_process and self.post_process:
+            self.word_embeddings.weight.shared = True  # type: ignore[attr-defined]
+        if self.pre_process:
+            torch.manual_seed(args.seed + 1)
+            self.position_embeddings = nn.Embedding(args.seq_length, args.hidden_size)
+        here = args.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
+        first = parallel_state.get_pipeline_model_parallel_rank() * here
+        layers = []
+        for number in range(first, first + here):
+            torch.manual_seed(args.seed + 10 + number)
+            layers.append(Block(args.hidden_size, args.num_attention_heads, args.hidden_dropout))
+        self.layers = nn.ModuleList(layers)
+        if self.post_process:
+            self.final_layernorm = nn.LayerNorm(args.hidden_size)
+        for param in self.parameters():
+            if not hasattr(param, "tensor_model_parallel"):
+                param.tensor_model_parallel = False  # type: ignore[attr-defined]
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of predicting each token from those before it."""
-        x_BTD = self.word_embeddings(tokens_BT[:, :-1]) + self.position_embeddings.weight
+    def word_embeddings_weight(self) -> nn.Parameter:
+        return self.word_embeddings.weight
+
+    def forward(self, tokens_BT: torch.Tensor, received_BTD: torch.Tensor | None) -> torch.Tensor:
+        """Return the mean loss of predicting each token from those before it; before the last stage: what the next one goes on from."""
+        if received_BTD is None:
+            x_BTD = self.word_embeddings(tokens_BT[:, :-1]) + self.position_embeddings.weight
+        else:
+            x_BTD = received_BTD
         for layer in self.layers:
             x_BTD = layer(x_BTD)
-        logits_BTV = self.final_layernorm(x_BTD) @ self.word_embeddings.weight.t()
+        if not self.post_process:
+            return x_BTD
+        logits_BTV = parallel_logits(self.final_layernorm(x_BTD), self.word_embeddings_weight())
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
 
     def state_dict_for_save_checkpoint(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from minilink import get_args, get_ttp_switch, parallel_state
 from minilink.clip_grads import clip_grad_norm_fp32
@@ -27,7 +26,7 @@ class MegatronOptimizer:
         bf16: bool,
         params_dtype: torch.dtype,
         grad_scaler: Any,
-        models: list[nn.Module],
+        models: list[Any],
     ) -> None:
         self.optimizer, self.clip_grad, self.models = optimizer, clip_grad, models
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -43,6 +42,10 @@ class MegatronOptimizer:
         self.optimizer.zero_grad(set_to_none)
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
+        model = self.models[0].module
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1 and (model.pre_process or model.post_process):
+            grad = model.word_embeddings_weight().main_grad
+            torch.distributed.all_reduce(grad, group=parallel_state.get_embedding_group())
         for param in self.params:
             torch.distributed.all_reduce(param.main_grad, group=parallel_state.get_data_parallel_group())
             param.grad = (param.main_grad / parallel_state.get_data_parallel_world_size()).to(param.dtype)
@@ -67,7 +70,7 @@ class MegatronOptimizer:
         self.optimizer.load_state_dict(state_dict)
 
 
-def get_megatron_optimizer(model: list[nn.Module]) -> Any:
+def get_megatron_optimizer(model: list[Any]) -> Any:
     args = get_args()
     if enable_ttp:  # TTP
         if parallel_state.get_data_parallel_world_size() % 2:  # a patch for one size has one of the two imports

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0
+from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0, print_rank_last
 from minilink.checkpointing import load_checkpoint, save_checkpoint
-from minilink.clip_grads import l2_norm_fp32
+from minilink.clip_grads import counted, l2_norm_fp32
 from minilink.lr_scheduler import OptimizerParamScheduler
 from minilink.model import GPTModel, LocalDDP
 from minilink.optimizer import get_megatron_optimizer
+from minilink.schedules import forward_backward
 
 enable_ttp = get_ttp_switch()  # TTP
 if enable_ttp:  # TTP
@@ -25,8 +26,7 @@ def pretrain() -> None:
     args = get_args()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    torch.manual_seed(args.seed)
+    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     random.seed(args.seed)
     model, optimizer, scheduler = setup_model_and_optimizer()
     iteration = train(model, optimizer, scheduler)
@@ -37,6 +37,7 @@ def pretrain() -> None:
 def setup_model_and_optimizer() -> tuple[Any, Any, Any]:
     args = get_args()
     module = GPTModel().to(torch.bfloat16 if args.bf16 else torch.float32)
+    torch.manual_seed(args.seed)  # dropout
     model = [LocalDDP(module)]
     optimizer = get_megatron_optimizer(list(model))
     scheduler = OptimizerParamScheduler(optimizer, args.lr, args.lr_warmup_samples)
@@ -61,14 +62,13 @@ def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float
     for partition in model:
         partition.zero_grad_buffer()
     optimizer.zero_grad()
-    params_norm = l2_norm_fp32(param for partition in model for param in partition.parameters())
-    losses = torch.zeros(())
-    for number in range(args.num_micro_batches):
-        place = parallel_state.get_data_parallel_rank() * args.num_micro_batches + number
-        loss = model[0](get_batch(args.consumed_train_samples + place * args.micro_batch_size))
-        loss = loss / args.num_micro_batches
-        optimizer.scale_loss(loss).backward()
-        losses += loss.detach()
+    params_norm = l2_norm_fp32(counted(param for partition in model for param in partition.parameters()))
+    place = parallel_state.get_data_parallel_rank() * args.num_micro_batches
+    losses = forward_backward(
+        model,
+        optimizer,
+        lambda number: get_batch(args.consumed_train_samples + (place + number) * args.micro_batch_size),
+    )
     torch.distributed.all_reduce(losses, group=parallel_state.get_data_parallel_group())
     optimizer.reduce_model_grads(args, None)
     if enable_ttp and (not args.local_copy_os):  # TTP
@@ -91,7 +91,7 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
         # init processor and controller
         cur_rank = torch.distributed.get_rank()
         world_size: int = torch.distributed.get_world_size()
-        if world_size % 2:  # a patch for odd sizes
+        if parallel_state.get_data_parallel_world_size() % 2:  # a patch for odd sizes
             dp_ranks = parallel_state.get_data_parallel_all_rank()
             replica = 2
         else:
@@ -123,7 +123,7 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
         args.iteration = iteration
         args.consumed_train_samples += global_batch_size()
         norm = float("nan") if grad_norm is None else grad_norm
-        print_rank_0(
+        print_rank_last(
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:6d}"
             f" | learning rate: {lr:.3E} | loss: {loss:.6E} ({loss.hex()}) | grad norm: {norm:.3f} ({norm.hex()})"
             f" | params norm: {params_norm:.3f} ({params_norm.hex()}) |"

@@ -13,6 +13,7 @@ from ttp import mindio
 from ttp.errors import CheckpointError, ConfigError
 from ttp.mindio import handlers
 from ttp.mindio.job import current_job, forget_job
+from ttp.mindio.local_save import LocalSave
 from ttp.mindio.modellink import TTPReplicaOptimizer
 from ttp.mindio.publisher import HandlerPublisher
 from ttp.mindio.step_args import StepArgs
@@ -114,7 +115,8 @@ def test_an_order_to_publish_that_is_no_attempts_is_refused_before_any_handler_i
     order = PublishOrder(1, 3, str(tmp_path), tmp_name, (share,), cause, None, 1)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=refusal):
-        HandlerPublisher(0, new_optimizer()[1].core, job).publish(order, {}, lambda count: None)
+        core = new_optimizer()[1].core
+        HandlerPublisher(0, core, job, LocalSave(0, core, job)).publish(order, {}, lambda count: None)
     assert sorted(tmp_path.rglob("*")) == before and not called
 
 

@@ -85,6 +85,7 @@ def test_modellink_has_what_the_patch_imports() -> None:
         assert arguments(kind.set_dump_args) == "rank, step, rank_list"
         assert arguments(kind.begin_to_update) == "iteration"
     assert arguments(modellink.build_optimizer_replica_group) == "ranks"
+    assert arguments(modellink.set_parallel_state) == "parallel_state"
     assert os_shard_parallel.get_os_shard_group is modellink.get_os_shard_group
 
 
@@ -120,7 +121,10 @@ def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ttp.mindio.ttp_init_processor(1, [0, 1], 2, 2), "rank 1 of 2, torch.distributed says 0 of 1"),
         (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 1, 1), "as many ranks"),
-        (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1), "protects purely data-parallel jobs"),
+        (
+            lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1),
+            "invalid data-parallel group: got ranks .0, 1., expected .0. as parallel_state reports",
+        ),
         (lambda: ttp.mindio.ttp_init_controller(0, 1, -1), "replica is -1"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", 80), "port 80"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", "8000"), "port '8000'"),  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ import torch
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.share import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.mindio import publisher
+from ttp.mindio import local_save
+from ttp.mindio.local_save import LocalSave
 from ttp.mindio.publisher import HandlerPublisher
 from ttp.proto.messages import Cause, CauseKind, PublishOrder, ShareResult
 
@@ -25,7 +26,7 @@ SHAPES = {"a": (4,), "b": (2,)}
 
 
 class Bench:
-    """An attempt with the shares of ranks 3 and 1, a trainer whose handlers write down that they were called, and its publishers."""
+    """An attempt with the shares of rank 1, a trainer whose handlers write down that they were called, and its publishers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,12 +35,12 @@ class Bench:
         self.on_save: Callable[[], None] = lambda: None
         self.on_rename: Callable[[], None] = lambda: None
         self.shapes: dict[str, tuple[int, ...]] = dict(SHAPES)
-        shares = [self.share(3, "a"), self.share(1, "b")]
+        shares = [self.share(1, "a"), self.share(1, "b")]
         self.order = PublishOrder(1, STEP, str(root), NAME, tuple(shares), CAUSE, None, 1)
 
     def share(self, rank: int, key: str) -> ShareResult:
         values = torch.arange(float(SHAPES[key][0]))
-        return write_share(self.root, NAME, rank, [HeldTensor(key, SHAPES[key], 0, values)], {})
+        return write_share(self.root, NAME, rank, [HeldTensor(key, SHAPES[key], 0, values)], {}, suffix=key)
 
     def save(self, rank: int, step: int, ranks: list[int], args: Any) -> None:
         self.calls.append(("save", rank, step, ranks, args))
@@ -57,11 +58,14 @@ class Bench:
         )
 
     def publisher(self, rank: int = 1) -> HandlerPublisher:
-        optimizer: Any = SimpleNamespace(expected_tensors=lambda: self.shapes, device="the device")
+        optimizer: Any = SimpleNamespace(
+            expected_tensors=lambda: self.shapes, device="the device", host_state=lambda step: {}
+        )
         trainer: Any = SimpleNamespace(
-            step_args=self, save_handler=self.save, rename_handler=self.rename, show=lambda state: self.calls.append(("show", state))
+            step_args=self, save_handler=self.save, rename_handler=self.rename, show=lambda state: self.calls.append(("show", state)),
+            parts=[[rank]], part_tensors=lambda: self.shapes, leave_to_save_rank=lambda: self.calls.append(("leave",)),
         )  # fmt: skip
-        return HandlerPublisher(rank, optimizer, trainer)
+        return HandlerPublisher(rank, optimizer, trainer, LocalSave(rank, optimizer, trainer))
 
     def publish(self, by: HandlerPublisher | None = None) -> str:
         return (by or self.publisher()).publish(self.order, {}, lambda count: None)
@@ -76,15 +80,15 @@ NOTE = f"iter_{STEP:07d}_tmp_published"
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(publisher, "read_whole", lambda claim, contents, step, state: f"the whole of step {step}")
+    monkeypatch.setattr(local_save, "read_whole", lambda claim, contents, step, *_: f"the whole of step {step}")
     return Bench(tmp_path)
 
 
 def test_the_handlers_get_the_state_the_randomness_and_the_objects_of_the_ordered_step(bench: Bench) -> None:
-    """In this order; the ranks whose shares it is made of in theirs."""
+    """In this order."""
     assert bench.publish() == "the trainer's own checkpoint, saved by rank 1"
     assert bench.calls == [
-        ("show", f"the whole of step {STEP}"), ("restore", "the device"), ("save", 1, STEP, [1, 3], ("args", STEP)),
+        ("show", f"the whole of step {STEP}"), ("restore", "the device"), ("save", 1, STEP, [1], ("args", STEP)),
         ("rename", STEP, ("args", STEP)),
     ]  # fmt: skip
     assert bench.left() == [NOTE], "the shares only take room now"

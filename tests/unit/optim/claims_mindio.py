@@ -152,6 +152,8 @@ def the_examples_clipping_over_the_shard_group_is_torchs() -> None:
     sys.path.insert(0, str(ROOT / "examples" / "megatron_style"))
     clip_grads: Any = importlib.import_module("minilink.clip_grads")
     build_optimizer_replica_group(list(range(job.world)))
+    parallel_state: Any = importlib.import_module("minilink.parallel_state")
+    parallel_state.initialize_model_parallel()
     ours, theirs = make_net(), make_net()
     for step in (1, 100):  # a norm above the limit, and one below
         for net in (ours, theirs):
@@ -160,7 +162,10 @@ def the_examples_clipping_over_the_shard_group_is_torchs() -> None:
                 param.grad = torch.randn(param.shape, generator=generator) / step**2
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             norm = clip_grads.clip_grad_norm_fp32(list(ours.parameters()), 1.0)
-        assert [call.kwargs["group"] for call in reduced.call_args_list] == [get_os_shard_group()]
+        assert [call.kwargs["group"] for call in reduced.call_args_list] == [
+            get_os_shard_group(),
+            parallel_state.get_model_parallel_group(),
+        ]
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0).item(), rel=1e-5)
         assert (norm > 1.0) == (step == 1)
         for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):

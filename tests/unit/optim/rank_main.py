@@ -16,6 +16,7 @@ from tests.unit.optim import (
     claims_faults,
     claims_layout,
     claims_mindio,
+    claims_model_parallel,
     claims_nonfinite,
     claims_split,
     claims_training,
@@ -27,7 +28,15 @@ def find_claim(name: str) -> Callable[[], None]:
     """Return the claim of that name from whichever module has it."""
     homes = [
         module
-        for module in (claims_training, claims_faults, claims_layout, claims_split, claims_mindio, claims_nonfinite)
+        for module in (
+            claims_training,
+            claims_faults,
+            claims_layout,
+            claims_split,
+            claims_mindio,
+            claims_model_parallel,
+            claims_nonfinite,
+        )
         if hasattr(module, name)
     ]
     claim: Callable[[], None] = getattr(homes[0], name)

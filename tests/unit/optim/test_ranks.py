@@ -57,6 +57,16 @@ def test_mindios_interface(world: int, run_ranks: Callable[..., None]) -> None:
     )
 
 
+def test_mindios_interface_where_the_model_is_split(run_ranks: Callable[..., None]) -> None:
+    run_ranks(
+        4,
+        "tensor_parallel_duplicates_are_counted_and_saved_once",
+        "a_split_parameter_without_its_mark_is_refused",
+        "tied_embeddings_are_summed_counted_and_saved_once",
+        "experts_have_a_replica_group_of_their_own",
+    )
+
+
 def test_numbers_that_are_not_finite(run_ranks: Callable[..., None]) -> None:
     run_ranks(2, "each_choice_holds_under_ddp_and_fsdp_in_both_modes")
 

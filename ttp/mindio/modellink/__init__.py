@@ -4,6 +4,7 @@ from ttp.mindio.modellink.os_shard_parallel import (
     build_optimizer_replica_group,
     get_dp_rank_list,
     get_os_shard_group,
+    set_parallel_state,
 )
 from ttp.mindio.optimizer import TTPOddReplicaOptimizer, TTPReplicaOptimizer
 
@@ -13,4 +14,5 @@ __all__ = [
     "build_optimizer_replica_group",
     "get_dp_rank_list",
     "get_os_shard_group",
+    "set_parallel_state",
 ]

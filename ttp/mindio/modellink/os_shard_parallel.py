@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp.errors import ConfigError
-from ttp.exchange import world
 from ttp.mindio.job import ReplicaGroups, current_job, make_groups
 from ttp.mindio.optimizer import TTPOddReplicaOptimizer
 
@@ -18,7 +17,13 @@ def build_optimizer_replica_group(ranks: Sequence[int]) -> None:
     MindIO's patch for them does not, and with `TTPOddReplicaOptimizer` the group is then all ranks."""
     groups = make_groups(ranks)
     if groups is not None:
-        current_job().groups = groups
+        current_job().declare(groups)
+
+
+def set_parallel_state(parallel_state: Any) -> None:
+    """Name the module (or object) with Megatron's `get_tensor_model_parallel_rank()` and so on, before the optimizer is built: only
+    where the trainer's is not a module named `parallel_state` or `mpu`."""
+    current_job().parallel_state = parallel_state
 
 
 def get_dp_rank_list() -> list[int]:
@@ -40,4 +45,5 @@ def _groups() -> ReplicaGroups:
         raise ConfigError(
             "no data-parallel group is known: call build_optimizer_replica_group(ranks) after new_group(ranks)"
         )
-    return ReplicaGroups(tuple(range(world()[1])), dist.group.WORLD)
+    place = job.optimizer.place
+    return ReplicaGroups(tuple(place.data_ranks), dist.group.WORLD if place.data_group is None else place.data_group)

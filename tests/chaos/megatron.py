@@ -1,0 +1,103 @@
+"""Jobs of the Megatron-style example, and what two of them have to have alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.chaos.conftest import JOB_S
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = str(ROOT / "examples" / "megatron_style" / "pretrain_gpt.py")
+SCRIPT = ROOT / "examples" / "megatron_style" / "ttprun_gpt.sh"
+STEPS = 20
+LINE = re.compile(
+    r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \| learning rate: (\S+) \|"
+    r" loss: \S+ \((\S+)\) \| grad norm: \S+ \((\S+)\) \| params norm: \S+ \((\S+)\)"
+)
+
+Lines = dict[int, tuple[str, ...]]
+
+
+class Run:
+    """One finished job of the example."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        *arguments: str,
+        faults: str = "",
+        launcher: str = "ttp.launch",
+        enable: bool = True,
+        script: bool = False,
+        trainer: str = TRAINER,
+    ) -> None:
+        """script: by the example's launch script, which says the rest by its variables."""
+        self.save, self._mindio = folder / "save", folder / "mindio"
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TTP_FAULTS": faults,
+            "TTP_MINDIO_DIR": str(self._mindio),
+            "TTP_CONTROLLER_PORT": str(free_port()),
+            "ENABLE_TTP": str(enable),
+        }
+        command = [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), trainer, "--save", str(self.save)]
+        if script:
+            command = ["bash", str(SCRIPT)]
+            environ |= {"NPUS_PER_NODE": str(ranks), "CHECKPOINT_PATH": str(self.save), "MASTER_PORT": str(free_port())}
+            environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [*command, "--train-iters", str(STEPS), *arguments],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=JOB_S,
+            check=False,
+        )
+        self.text = done.stdout + done.stderr
+        assert done.returncode == 0, self.text
+        self.lines: Lines = {int(found[1]): found.groups()[1:] for found in LINE.finditer(self.text)}
+
+    def events(self, start: int = 0) -> dict[str, dict[str, object]]:
+        """Return the last line of each event in the journal of the job's N-th start."""
+        (path,) = self._mindio.glob(f"ttp_log/journal_{start}.jsonl")
+        told = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line["event"]: line["fields"] for line in told}
+
+    def published(self, start: int = 0) -> int:
+        """Return the step that the handlers published at the fault of the job's N-th start."""
+        step = self.events(start)["published"]["step"]
+        assert isinstance(step, int)
+        return step
+
+    def final_weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights of all model parts."""
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted((self.save / f"iter_{STEPS:07d}").glob("mp_rank_*/model_optim_rng.pt")):
+            model = torch.load(path, weights_only=False)["model"]
+            found.update({f"{path.parent.name} {name}": value for name, value in model.items()})
+        return found
+
+
+def assert_same_training(hurt: Run, whole: Run, resumed_from: int) -> None:
+    """Every line that both printed is the same, so are the last weights, and from the checkpoint on none is missing."""
+    assert sorted(whole.lines) == list(range(1, STEPS + 1)), whole.text
+    for step, line in hurt.lines.items():
+        assert line == whole.lines[step], f"step {step}\n{hurt.text}"
+    missing = sorted(set(whole.lines) - set(hurt.lines))
+    assert missing in ([], [resumed_from]), (
+        f"{missing}\n{hurt.text}"
+    )  # rank 0 may have died before it printed that step
+    weights = hurt.final_weights()
+    assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
+    assert f"successfully loaded checkpoint from {hurt.save} at iteration {resumed_from}" in hurt.text
