@@ -12,13 +12,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol, assert_never
 
 from ttp.controller import machine
 from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError, UpwardParcel
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import (
     AgentHello,
     Beat,
@@ -173,7 +173,9 @@ class Handler:
         that a tick did not move is tried again a little later, not at full speed."""
         deadline = machine.next_deadline(self.state)
         moment = self._next_tick if self._next_tick < self._next_beat else self._next_beat
-        return moment if deadline is None else min(moment, max(deadline, soonest))
+        if deadline is None or deadline >= moment:
+            return moment
+        return deadline if deadline >= soonest else min(moment, soonest)
 
     def advance(self, due: float) -> None:
         """Do what the clock asks for, and send what was gathered. `due`: what `due` said before the item that was taken."""

@@ -134,12 +134,13 @@ def vouch(members: Membership, message: Vouch, now: float) -> Membership:
     Nothing is believed of a process that is not the registered one. Of a rank that has not registered here it is noted with its
     process: a standby hears the agents before it hears ranks whose interpreter is held.
     """
+    table = members.table
     noted = {
-        rank: replace(members.table[rank], vouched=now, vouched_pid=pid)
+        rank: replace(member, vouched=now, vouched_pid=pid)
         for rank, pid in zip(message.ranks, message.pids, strict=False)
-        if 0 <= rank < len(members.table) and _is_process(members.table[rank], pid)
+        if 0 <= rank < table.size and _is_process(member := table[rank], pid)
     }
-    return replace(members, table=members.table.put_all(noted)) if noted else members
+    return replace(members, table=table.put_all(noted)) if noted else members
 
 
 def _is_process(member: Member, pid: int) -> bool:

@@ -10,7 +10,6 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol, assert_never
 
@@ -45,6 +44,7 @@ from ttp.processor.gate import Gate
 from ttp.processor.pace import StepTimes
 from ttp.processor.worker import Reopen, Settle, Task
 from ttp.proto.codec import CodecError, DownwardParcel
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Cause, CauseKind, Downward, Registration, StateReport, Upward, Welcome
 from ttp.proto.stream import Address
 
@@ -190,8 +190,10 @@ class Handler:
     def due(self, soonest: float = -inf) -> float:
         """Return when `tick` must be called next. The machine's own deadline counts from `soonest` on: one that a tick did not move
         is tried again a little later, not at full speed."""
-        deadline = self._machine.next_deadline(self.state)
-        return self._next_tick if deadline is None else min(self._next_tick, max(deadline, soonest))
+        moment, deadline = self._next_tick, self._machine.next_deadline(self.state)
+        if deadline is None or deadline >= moment:
+            return moment
+        return deadline if deadline >= soonest else min(moment, soonest)
 
     def tick(self) -> None:
         now = self._clock()

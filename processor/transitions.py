@@ -121,9 +121,9 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         step_times_s=state.step_times_s,
         finished=state.finished,
         steps=state.steps,
+        controllers=controllers(state) if state.successors else event.registration.controllers,
     )
     if state.successors:
-        registration = replace(registration, controllers=controllers(state))
         out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
     out.append(Send(registration))
     out.extend(Send(fault) for fault in state.faults)
@@ -247,9 +247,10 @@ def give_up_at(state: ProcessorState) -> float:
 
 def _will_be_saved_alone(state: ProcessorState) -> bool:
     """Say whether a rank that was told to leave, and has lost every controller, trains on to the step that all ranks save."""
+    if not state.unled or not state.faults:
+        return False
     trains = state.standing is _TRAINING and not (state.parked or state.finished)
-    noticed = bool(state.faults) and all(fault.cause.kind is CauseKind.PREEMPTED for fault in state.faults)
-    return state.unled and trains and noticed
+    return trains and all(fault.cause.kind is CauseKind.PREEMPTED for fault in state.faults)
 
 
 def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:

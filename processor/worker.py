@@ -13,7 +13,6 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import assert_never
 
 from ttp.errors import ProtocolError, TornShare
@@ -31,6 +30,7 @@ from ttp.processor.events import (
 from ttp.processor.gate import Gate
 from ttp.processor.ports import StateHolder
 from ttp.processor.voice import Voice
+from ttp.proto.frozen import dataclass
 from ttp.proto.messages import PublishOrder, ShareResult, WriteOrder
 
 

@@ -7,7 +7,6 @@ the type checker. Never opens a socket and never decides anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import assert_never
 
 from ttp.proto import control_pb2 as pb
@@ -29,6 +28,7 @@ from ttp.proto.fields import (
     encode_record,
     encode_share,
 )
+from ttp.proto.frozen import dataclass
 
 __all__ = [
     "CodecError",

@@ -27,13 +27,9 @@ def check_upward(message: m.Upward, world_size: int) -> None:
     """Refuse a message to the controller with a value that it cannot mean. Raises ProtocolError."""
     match message:
         case m.Heartbeat():
-            if (
-                not 0
-                <= min(message.step, message.frozen, message.steps)
-                <= max(message.step, message.frozen, message.steps)
-                <= LAST_STEP
-            ):
-                _counts(message, step=message.step, frozen=message.frozen, steps=message.steps)
+            step, frozen, steps = message.step, message.frozen, message.steps
+            if not (0 <= step <= LAST_STEP and 0 <= frozen <= LAST_STEP and 0 <= steps <= LAST_STEP):
+                _counts(message, step=step, frozen=frozen, steps=steps)
             if message.step_times_s:
                 _step_times(message, message.step_times_s)
         case m.StateReport():
@@ -74,6 +70,8 @@ def check_upward(message: m.Upward, world_size: int) -> None:
 def check_downward(message: m.Downward) -> None:
     """Refuse a message to a rank with a value that it cannot mean. Raises ProtocolError."""
     match message:
+        case m.Beat():  # the one that comes most often
+            pass
         case m.Welcome():
             _counts(message, term=message.term, job_groups=message.job_groups)
             _seconds(message, "heartbeat_s", message.heartbeat_s, above_zero=True)

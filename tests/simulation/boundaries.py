@@ -55,11 +55,11 @@ class Boundary:
     # --- the spanning collective ---
 
     def contribute(self, members: tuple[int, ...], step: int) -> None:
-        gate, alone = self.process.gate, [rank.rank for rank in self.job.ranks if 0 < rank.boundary.saving < step]
-        if alone:
-            self.job.broken(f"I14: rank {self.rank} is READY of step {step}, after ranks {alone} saved a step alone")
+        gate, job = self.process.gate, self.job
+        if alone := sorted(rank for rank, saved in job.saved_alone.items() if saved < step):
+            job.broken(f"I14: rank {self.rank} is READY of step {step}, after ranks {alone} saved a step alone")
         given = Contribution(gate.notice, gate.unled, self.process.attached is not None)
-        self.job.contributed.setdefault((members, step), {})[self.rank] = given
+        job.contributed.setdefault((members, step), {})[self.rank] = given
 
     def ending(self, step: int) -> Ending:
         """Return what this rank reads from the collective's sums."""
@@ -101,7 +101,7 @@ class Boundary:
     def _begin(self, step: int) -> None:
         if self.process.main_raised:
             return
-        self.saving = step
+        self.saving = self.job.saved_alone[self.rank] = step
         self._led = self.process.attached is not None
         self.process.put(ev.SavesAlone(step))
         self.job.happened("saving alone", self.rank)

@@ -104,6 +104,8 @@ class Job:
         self.calm_until = inf
         """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
+        self.streams: list[Stream] = []
+        """All that ranks have opened."""
         self.violations: list[str] = []
         self.notes: list[str] = []
         self.strikes: list[Strike] = []
@@ -121,6 +123,8 @@ class Job:
         """By members and step of the spanning collectives, what each rank added to tell how the step ends."""
         self.answers: dict[tuple[str, int], dict[int, Any]] = {}
         """By name and step, what ranks gave each other while they saved a step without a controller."""
+        self.saved_alone: dict[int, int] = {}
+        """By rank, the step that it saves, or has saved, without a controller."""
         self.must_save = ""
         """A step must be published: by the ranks `alone`, or by `any`."""
         self._last_kill_s = 0.0
@@ -430,8 +434,11 @@ class Job:
 
     def ended(self) -> bool:
         """Nobody runs any more but standbys that nobody came to: the launchers end those."""
-        no_controller = all(c.gone for c in self._within_reach())
-        if self.now > self._last_kill_s + 3 * self.times.controller_lost_s and no_controller and not self.saving():
+        if (
+            self.now > self._last_kill_s + 3 * self.times.controller_lost_s
+            and all(c.gone for c in self._within_reach())
+            and not self.saving()
+        ):
             return True  # who is left hangs in a collective or a gate, and its launcher ends it
         return all(c.gone or c.idle for c in self.controllers) and all(
             not p.alive or p.stopped_for_good for p in self.ranks
@@ -452,14 +459,13 @@ class Job:
 
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
-        replicas, launchers = [rank.replica for rank in self.ranks], self.launchers.values()
-        handlers = [*(rank.handler for rank in self.ranks), *(controller.handler for controller in self.controllers)]
+        of_ranks = [part for rank in self.ranks for part in (rank.replica, rank.handler, rank.work, rank)]
         for part in (
-            *self.ranks,
-            *replicas,
-            *handlers,
+            *of_ranks,
+            *self.streams,
+            *(controller.handler for controller in self.controllers),
             *self.controllers,
-            *launchers,
+            *self.launchers.values(),
             self.collectives,
             self.scheduler,
             self.standbys,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.scheduler import Scheduler
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 UP, DOWN = "up", "down"
 """From a rank to its controller, and back."""
-BEAT = Beat()
 
 
 class Route:
@@ -117,8 +116,7 @@ class RankStream(Stream):
         super().__init__(process.rank, job.scheduler, job.rng, job.slowest_s, controller, process.route)
         self._process, self._fence = process, Fence("sim", fence)
         self._gone = False
-        self.beat = self.incoming(BEAT)
-        """The item that comes most often."""
+        job.streams.append(self)
 
     @property
     def term(self) -> int:
@@ -127,6 +125,11 @@ class RankStream(Stream):
     @property
     def refused(self) -> bool:
         return self._gone or self._fence.refused
+
+    @cached_property
+    def beat(self) -> Incoming:
+        """The item that comes most often."""
+        return self.incoming(Beat())
 
     def incoming(self, message: Any) -> Incoming:
         return Incoming(self, DownwardParcel("sim", self.controller.term, (self.rank,), message))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tests.simulation.boundaries import Boundary
 from tests.simulation.collectives import ATTEMPT
 from tests.simulation.controllers import ROUNDING_S
-from tests.simulation.network import BEAT, RankStream, Route, Stream
+from tests.simulation.network import RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.replica import Replica
 from tests.simulation.waits import TRAINING, Blocked, Waits
@@ -30,7 +30,7 @@ from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
 from ttp.processor.state import Link
 from ttp.processor.worker import Task
-from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
+from ttp.proto.messages import Beat, Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
@@ -330,7 +330,7 @@ class Rank:
     def take_in(self, stream: Stream, message: Downward) -> None:
         """The network brings a message: it is read as soon as the processor's threads run."""
         if isinstance(stream, RankStream):  # else another process in this one's place has it
-            self.put(stream.beat if message is BEAT else stream.incoming(message))
+            self.put(stream.beat if type(message) is Beat else stream.incoming(message))
 
     # --- the gate ---
 
