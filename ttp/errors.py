@@ -14,8 +14,7 @@
     ├── ProtocolError      an event that the protocol's state does not allow
     ├── AbortedCollective  a collective's result lacks some rank's contribution; another rank failed
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
-    ├── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
-    └── NotSupported       a name of another product's interface that has no counterpart here  (also a NotImplementedError)
+    └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
 
 Every message says what, who, got, wanted, and what to do next.
 
@@ -110,7 +109,3 @@ class Overtaken(TTPError):
 
     Raised only where the trainer asked for it (`Gate.lets_go`): it finishes its own bookkeeping of the step, and no more.
     """
-
-
-class NotSupported(TTPError, NotImplementedError):
-    """A name of another product's interface that has no counterpart here; the message says what to do instead."""

@@ -29,5 +29,6 @@ DISTRIBUTED_ARGS=(
 
 # TTP: ttprun in place of torchrun
 exec ttprun "${DISTRIBUTED_ARGS[@]}" "$(dirname "$0")/pretrain_gpt.py" \
+    --use-distributed-optimizer \
     --save "$CHECKPOINT_PATH" \
     "$@"

@@ -57,14 +57,14 @@ def test_a_split_model_goes_on_bit_for_bit_after_kills_at_every_phase(folders: t
 
 def test_a_split_model_in_bf16_with_local_copies_and_periodic_checkpoints(folders: tuple[Path, Path]) -> None:
     """The other phases: with the record, DONE, in the gather; a periodic checkpoint has one file a model part as well."""
-    arguments = (*SPLIT, "--bf16", "--local-copy-os", "--save-interval", "6")
+    arguments = (*SPLIT, "--bf16", "--local-copy-os", "--save-interval", "7")
     whole = Run(folders[0], 8, *arguments)
     deaths = [(5, 4, "record"), (0, 9, "done"), (2, 12, "gathering")]
     faults = [f"kill:rank={rank},step={step},point={point},round={n}" for n, (rank, step, point) in enumerate(deaths)]
     killed = Run(folders[1], 8, *arguments, faults=";".join(faults))
     for start, (_, step, _) in enumerate(deaths):
         assert killed.published(start) in (step - 1, step)
-    assert {path.name for path in (whole.save / "iter_0000006").iterdir()} == PARTS
+    assert {path.name for path in (whole.save / "iter_0000007").iterdir()} == PARTS
     assert_same_lines_and_weights(killed, whole)
 
 
@@ -109,8 +109,9 @@ def test_a_save_rank_that_dies_in_its_handler_is_followed_by_another_of_its_part
 
 
 def test_an_odd_number_of_data_parallel_ranks(folders: tuple[Path, Path]) -> None:
-    """TP 2 x DP 3, by the patch for odd sizes."""
-    odd = ("--tensor-model-parallel-size", "2")
+    """TP 2 x DP 3 by the patch for odd sizes, in FP16 with a loss scale that grows, without FP32 gradients, zeros counted."""
+    fp16 = ("--fp16", "--loss-scale-window", "4", "--release-fp32-grad", "--log-num-zeros-in-grad")
+    odd = ("--tensor-model-parallel-size", "2", *fp16)
     whole = Run(folders[0], 6, *odd)
     killed = Run(folders[1], 6, *odd, faults="kill:rank=0,step=9,point=done")
     assert killed.published() in (8, 9)
@@ -118,3 +119,4 @@ def test_an_odd_number_of_data_parallel_ranks(folders: tuple[Path, Path]) -> Non
     assert {name.split()[0] for name in wanted} == {"mp_rank_00", "mp_rank_01"}
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
     assert all(whole.lines[step] == line for step, line in killed.lines.items()), killed.text
+    assert set(re.findall(r"num zeros: \d+", killed.text)) <= set(re.findall(r"num zeros: \d+", whole.text)) != set()

@@ -11,8 +11,8 @@ A trainer that was patched for MindIO TTP replaces `mindio_ttp.framework_ttp` by
     ttp_set_ckpt_args                                    every rank, after every iteration
     train = ttp_to_persist(train)                        the function that holds the training loop
 
-Handlers: `save(save_rank, step, rank_list, args)` runs on the save rank at a fault, after the ranks have agreed on `step`, on a
-thread beside the training thread; `rename(args)` publishes and returns 0, or 1 when it could not. See docs/mindio.md.
+Handlers: `save(save_rank, step, rank_list, args)` runs on every rank of `rank_list` at a fault, after the ranks have agreed on `step`,
+on a thread beside the training thread; `rename(args)` publishes and returns 0, or 1 when it could not. See docs/mindio.md.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from typing import Any
 from ttp.errors import ConfigError
 from ttp.mindio import handlers
 from ttp.mindio.job import DEFAULT_PORT, current_job
-from ttp.mindio.newer import UNSUPPORTED, refusal
-from ttp.mindio.newer import Action as Action
 from ttp.mindio.newer import OptimizerType as OptimizerType
-from ttp.mindio.newer import RepairType as RepairType
-from ttp.mindio.newer import ReportState as ReportState
 from ttp.mindio.newer import tft_destroy_controller as tft_destroy_controller
 from ttp.mindio.newer import tft_destroy_processor as tft_destroy_processor
 from ttp.mindio.newer import tft_end_updating_os as tft_end_updating_os
@@ -46,32 +42,92 @@ from ttp.mindio.newer import tft_start_controller as tft_start_controller
 from ttp.mindio.newer import tft_start_copy_os as tft_start_copy_os
 from ttp.mindio.newer import tft_start_processor as tft_start_processor
 from ttp.mindio.newer import tft_start_updating_os as tft_start_updating_os
-
-globals().update({name: refusal(name, instead) for name, instead in UNSUPPORTED.items()})
+from ttp.mindio.repair import Action as Action
+from ttp.mindio.repair import RepairType as RepairType
+from ttp.mindio.repair import ReportState as ReportState
+from ttp.mindio.repair import tft_can_do_uce_repair as tft_can_do_uce_repair
+from ttp.mindio.repair import tft_get_reboot_type as tft_get_reboot_type
+from ttp.mindio.repair import tft_get_repair_step as tft_get_repair_step
+from ttp.mindio.repair import tft_get_repair_type as tft_get_repair_type
+from ttp.mindio.repair import tft_notify_controller_change_strategy as tft_notify_controller_change_strategy
+from ttp.mindio.repair import tft_notify_controller_dump as tft_notify_controller_dump
+from ttp.mindio.repair import tft_notify_controller_on_global_rank as tft_notify_controller_on_global_rank
+from ttp.mindio.repair import tft_notify_controller_prepare_action as tft_notify_controller_prepare_action
+from ttp.mindio.repair import tft_notify_controller_stop_train as tft_notify_controller_stop_train
+from ttp.mindio.repair import tft_pause_train as tft_pause_train
+from ttp.mindio.repair import tft_register_clean_handler as tft_register_clean_handler
+from ttp.mindio.repair import tft_register_decrypt_handler as tft_register_decrypt_handler
+from ttp.mindio.repair import tft_register_exception_handler as tft_register_exception_handler
+from ttp.mindio.repair import tft_register_exit_handler as tft_register_exit_handler
+from ttp.mindio.repair import tft_register_mindx_callback as tft_register_mindx_callback
+from ttp.mindio.repair import tft_register_rebuild_group_handler as tft_register_rebuild_group_handler
+from ttp.mindio.repair import tft_register_repair_handler as tft_register_repair_handler
+from ttp.mindio.repair import tft_register_rollback_handler as tft_register_rollback_handler
+from ttp.mindio.repair import tft_register_stop_handler as tft_register_stop_handler
+from ttp.mindio.repair import tft_register_stream_sync_handler as tft_register_stream_sync_handler
+from ttp.mindio.repair import tft_register_zit_downgrade_rebuild_handler as tft_register_zit_downgrade_rebuild_handler
+from ttp.mindio.repair import tft_register_zit_upgrade_rebuild_handler as tft_register_zit_upgrade_rebuild_handler
+from ttp.mindio.repair import tft_register_zit_upgrade_repair_handler as tft_register_zit_upgrade_repair_handler
+from ttp.mindio.repair import tft_register_zit_upgrade_rollback_handler as tft_register_zit_upgrade_rollback_handler
+from ttp.mindio.repair import tft_report_error as tft_report_error
+from ttp.mindio.repair import tft_report_load_ckpt_step as tft_report_load_ckpt_step
+from ttp.mindio.repair import tft_reset_limit_step as tft_reset_limit_step
+from ttp.mindio.repair import tft_set_update_end_time as tft_set_update_end_time
+from ttp.mindio.repair import tft_set_update_start_time as tft_set_update_start_time
+from ttp.mindio.repair import tft_wait_next_action as tft_wait_next_action
 
 __all__ = [
-    *UNSUPPORTED,
     "Action",
     "OptimizerType",
     "RepairType",
     "ReportState",
+    "tft_can_do_uce_repair",
     "tft_destroy_controller",
     "tft_destroy_processor",
     "tft_end_updating_os",
     "tft_exception_handler",
+    "tft_get_reboot_type",
+    "tft_get_repair_step",
+    "tft_get_repair_type",
     "tft_init_controller",
     "tft_init_processor",
     "tft_is_reboot_node",
+    "tft_notify_controller_change_strategy",
+    "tft_notify_controller_dump",
+    "tft_notify_controller_on_global_rank",
+    "tft_notify_controller_prepare_action",
+    "tft_notify_controller_stop_train",
+    "tft_pause_train",
     "tft_query_high_availability_switch",
+    "tft_register_clean_handler",
+    "tft_register_decrypt_handler",
+    "tft_register_exception_handler",
+    "tft_register_exit_handler",
+    "tft_register_mindx_callback",
+    "tft_register_rebuild_group_handler",
     "tft_register_rename_handler",
+    "tft_register_repair_handler",
+    "tft_register_rollback_handler",
     "tft_register_save_ckpt_handler",
+    "tft_register_stop_handler",
+    "tft_register_stream_sync_handler",
+    "tft_register_zit_downgrade_rebuild_handler",
+    "tft_register_zit_upgrade_rebuild_handler",
+    "tft_register_zit_upgrade_repair_handler",
+    "tft_register_zit_upgrade_rollback_handler",
+    "tft_report_error",
+    "tft_report_load_ckpt_step",
+    "tft_reset_limit_step",
     "tft_set_dp_group_info",
     "tft_set_optimizer_replica",
     "tft_set_step_args",
+    "tft_set_update_end_time",
+    "tft_set_update_start_time",
     "tft_start_controller",
     "tft_start_copy_os",
     "tft_start_processor",
     "tft_start_updating_os",
+    "tft_wait_next_action",
     "ttp_end_updating_os",
     "ttp_init_controller",
     "ttp_init_processor",

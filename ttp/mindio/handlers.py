@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ttp.errors import CheckpointError, ConfigError
@@ -42,13 +42,13 @@ def rename_handler(handler: Callable[[Any], object]) -> RenameHandler:
     return rename
 
 
-def newer_save_handler(handler: Callable[..., object], kind: int, ctx: Any) -> SaveHandler:
+def newer_save_handler(handler: Callable[..., object], kinds: Callable[[], Sequence[int]], ctx: Any) -> SaveHandler:
     """Return the newer `handler(step, save_info, args, ctx)`. Raises ConfigError when it does not take these."""
     _check_takes(handler, "save", ("step", "save_info", "args", "ctx"))
 
     def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
         with _named("save", step):
-            handler(step, [{"type": kind, "ranks": rank_list}], args, ctx)
+            handler(step, [{"type": int(kind), "ranks": rank_list} for kind in kinds()], args, ctx)
 
     return save
 

@@ -29,6 +29,7 @@ from ttp.mindio.state import WholeState
 from ttp.mindio.step_args import StepArgsBox
 from ttp.optim.placement import grid
 from ttp.protection import Protection, show
+from ttp.proto.messages import Cause, CauseKind
 from ttp.session import Session
 
 DEFAULT_PORT = 8000
@@ -79,6 +80,8 @@ class MindioJob:
         """The function that `ttp_to_persist` has decorated is running."""
         self.parts: Sequence[Sequence[int]] = ()
         """The ranks of each model part; known from `start_processor` on."""
+        self.tls_noted = False
+        """The trainer was warned that messages are not encrypted."""
         self._checked = False
         self._watcher: Watcher | None = None
         self._session: Session | None = None
@@ -271,6 +274,28 @@ class MindioJob:
                 "ttp_set_ckpt_args without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer first"
             )
         self.step_args.put(optimizer.current_step, args)
+
+    def report_fault(self, text: str) -> None:
+        """The trainer reports a fault of this rank. Follow with `hold`."""
+        if self._protection is not None:
+            self._protection.processor.release_at_exit()  # the trainer exits by itself, when `hold` has returned
+            self._protection.processor.fault(Cause(CauseKind.EXCEPTION, (world()[0],), text), "")
+
+    def hold(self) -> None:
+        """Keep this rank's shards available until the fault's checkpoint is saved."""
+        if self._protection is not None:
+            self._protection.hold()
+
+    def preempt(self, text: str) -> bool:
+        """Have all ranks finish the step in flight, save it and exit; False where nothing is protected."""
+        if self._protection is not None:
+            self._protection.processor.preempted(text)
+        return self._protection is not None
+
+    @property
+    def frozen(self) -> bool:
+        """This rank is stopped by a fault."""
+        return self._protection is not None and self._protection.gate.closed
 
     # --- what the publisher needs ---
 

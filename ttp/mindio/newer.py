@@ -1,25 +1,27 @@
-"""The newer names of MindIO, `tft_*`: those that mean what this project does, and an error for each of the others.
+"""The newer names of MindIO, `tft_*`, that declare a job, its steps and its handlers.
 
-Owns the lists. MindIO's later versions also repair a job in place (UCE, ARF, hot switching, downgrade): here a fault ends in a
-dying-gasp checkpoint and a restart, so what serves repair has no counterpart.
+Owns the translation into the older names' acts. What serves repair in place (UCE, ARF, hot switching, downgrade) is in
+`ttp.mindio.repair`.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ttp import persist
 from ttp.config import enabled
-from ttp.errors import ConfigError, NotSupported
+from ttp.errors import ConfigError
 from ttp.mindio import handlers
 from ttp.mindio.job import ReplicaGroups, current_job
+from ttp.protection import show
 
 
 class OptimizerType(enum.IntEnum):
-    """Which parameters an optimizer updates; here one optimizer updates all."""
+    """Which parameters an optimizer updates; here one optimizer updates all, with a replica group for each kind."""
 
     ATTENTION = 0
     MOE = 1
@@ -29,13 +31,13 @@ def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
     """As `ttp_init_controller`."""
-    _refuse_repair(enable_arf, enable_zit)
+    _note_repair(enable_arf, enable_zit)
     current_job().init_controller(rank, world_size, enable_local_copy)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """As `ttp_start_controller`; there is no encryption, which has to be said: `enable_tls=False`."""
-    _refuse_tls(enable_tls)
+    """As `ttp_start_controller`. enable_tls: accepted; messages are not encrypted yet, which a warning says."""
+    _note_tls(enable_tls)
     current_job().start_controller(bind_ip, port)
 
 
@@ -49,9 +51,9 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """As `ttp_init_processor`. enable_uce: memory errors are not repaired in place; they are faults like any other."""
-    _refuse_tls(enable_tls)
-    _refuse_repair(enable_arf, enable_zit)
+    """As `ttp_init_processor`. enable_uce, enable_arf, enable_zit: nothing is repaired in place; every fault ends in a dump."""
+    _note_tls(enable_tls)
+    _note_repair(enable_arf, enable_zit)
     current_job().init_processor(rank, None, None, world_size, enable_local_copy)
 
 
@@ -118,8 +120,17 @@ def tft_set_step_args(args: Any) -> None:
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., object], ctx: Any = None) -> None:
-    """Register what saves at a fault: `func(step, save_info, args, ctx)`, save_info as `[{"type": 0, "ranks": rank_list}]`."""
-    current_job().save_handler = handlers.newer_save_handler(func, int(OptimizerType.ATTENTION), ctx)
+    """Register what saves at a fault: `func(step, save_info, args, ctx)`, save_info as `[{"type": 0, "ranks": rank_list}]`.
+
+    With expert parallelism the experts' ranks (type 1) follow: those of the same model part.
+    """
+    job = current_job()
+
+    def kinds() -> tuple[int, ...]:
+        experts = job.optimizer is not None and job.optimizer.place.expert_size > 1
+        return (OptimizerType.ATTENTION, OptimizerType.MOE) if experts else (OptimizerType.ATTENTION,)
+
+    job.save_handler = handlers.newer_save_handler(func, kinds, ctx)
 
 
 def tft_register_rename_handler(func: Callable[..., object], ctx: Any = None) -> None:
@@ -137,83 +148,19 @@ def tft_query_high_availability_switch() -> bool:
     return enabled()
 
 
-_RESTART = (
-    "after a fault all ranks leave and ttprun starts them again from the dying-gasp checkpoint: leave the call out"
-)
-_EXCEPTION = "any exception out of the decorated train function is a fault: leave the call out"
-_NOTICE = "send SIGTERM to ttprun or to a rank: the step in flight is finished and saved"
-
-UNSUPPORTED = {
-    "tft_register_exit_handler": "a rank leaves by itself; use atexit, or the end of the decorated function",
-    "tft_register_stop_handler": _RESTART,
-    "tft_register_clean_handler": _RESTART,
-    "tft_register_rebuild_group_handler": _RESTART,
-    "tft_register_repair_handler": _RESTART,
-    "tft_register_rollback_handler": _RESTART,
-    "tft_register_stream_sync_handler": _RESTART,
-    "tft_register_zit_upgrade_rollback_handler": _RESTART,
-    "tft_register_zit_upgrade_repair_handler": _RESTART,
-    "tft_register_zit_upgrade_rebuild_handler": _RESTART,
-    "tft_register_zit_downgrade_rebuild_handler": _RESTART,
-    "tft_register_exception_handler": _EXCEPTION,
-    "tft_report_error": _EXCEPTION,
-    "tft_wait_next_action": _RESTART,
-    "tft_get_repair_step": _RESTART,
-    "tft_get_repair_type": _RESTART,
-    "tft_get_reboot_type": _RESTART,
-    "tft_reset_limit_step": _RESTART,
-    "tft_report_load_ckpt_step": "set optimizer.current_step to the loaded iteration, before ttp_start_processor",
-    "tft_register_decrypt_handler": "messages are not encrypted: keep the controller's port inside the job's network",
-    "tft_notify_controller_dump": _NOTICE,
-    "tft_notify_controller_stop_train": _NOTICE,
-    "tft_notify_controller_on_global_rank": "ttprun and the ranks report who died: leave the call out",
-    "tft_notify_controller_prepare_action": _RESTART,
-    "tft_notify_controller_change_strategy": _RESTART,
-    "tft_register_mindx_callback": "read the controller's journal (docs/ttprun.md)",
-    "tft_can_do_uce_repair": _RESTART,
-    "tft_set_update_start_time": _RESTART,
-    "tft_set_update_end_time": _RESTART,
-    "tft_pause_train": _NOTICE,
-}
-"""Names that raise NotSupported when they are called, and what to do instead."""
-
-
-class UnsupportedEnumeration:
-    """An enumeration of MindIO's without a counterpart: it can be imported, and asking for a member raises NotSupported."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __getattr__(self, member: str) -> NoReturn:
-        if member.startswith("__"):  # asked for by Python itself
-            raise AttributeError(member)
-        raise NotSupported(f"{self.__name__}.{member} is not supported by ttp.mindio: {_RESTART}")
-
-
-Action = UnsupportedEnumeration("Action")
-RepairType = UnsupportedEnumeration("RepairType")
-ReportState = UnsupportedEnumeration("ReportState")
-
-
-def refusal(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises NotSupported."""
-
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise NotSupported(f"{name} is not supported by ttp.mindio: {instead}")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Raise NotSupported: {instead}."
-    return refuse
-
-
-def _refuse_tls(enable_tls: bool) -> None:
-    if enable_tls:
-        raise NotSupported(
-            "enable_tls=True (MindIO's default) is not supported by ttp.mindio: messages are not encrypted; pass enable_tls=False"
-            " and keep the controller's port inside the job's network"
+def _note_tls(enable_tls: bool) -> None:
+    job = current_job()
+    if enable_tls and not job.tls_noted:
+        job.tls_noted = True
+        show(
+            logging.WARNING,
+            "enable_tls=True is accepted, but the connection to the controller is not encrypted yet: keep its port inside the job's network",
         )
 
 
-def _refuse_repair(enable_arf: bool, enable_zit: bool) -> None:
-    if enable_arf or enable_zit:
-        raise NotSupported(f"enable_arf and enable_zit are not supported by ttp.mindio: {_RESTART}; pass False")
+def _note_repair(enable_arf: bool, enable_zit: bool) -> None:
+    if asked := [name for name, value in (("enable_arf", enable_arf), ("enable_zit", enable_zit)) if value]:
+        show(
+            logging.WARNING,
+            f"{' and '.join(asked)}=True: nothing is repaired in place; a fault ends in a dying-gasp checkpoint and a restart of all ranks",
+        )

@@ -27,6 +27,7 @@ from ttp.mindio import given
 from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
 from ttp.mindio.state import WholeState, gather_whole, load_whole, part_tensors
+from ttp.mindio.zeros import CountingOddReplicaOptimizer, CountingReplicaOptimizer
 from ttp.optim.participation import Ending
 from ttp.optim.replica_optimizer import ClipNorm
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
@@ -63,6 +64,9 @@ class TTPReplicaOptimizer:
     """
 
     core_class: type[Core] = Core
+    counting_class: type[Core] = CountingReplicaOptimizer
+    keeps_fp32_grads = True
+    """Gradients of `main_grad` are kept and sent in FP32; False: in the parameters' type."""
 
     def __init__(
         self,
@@ -85,8 +89,6 @@ class TTPReplicaOptimizer:
         have FP32 masters. local_copy: keep the state of the step before as well. Raises ConfigError, LayoutError.
         """
         given.check(optimizer, fp16, bf16, params_dtype)
-        if log_num_zeros_in_grad:
-            raise ConfigError("log_num_zeros_in_grad is not supported: leave out --log-num-zeros-in-grad")
         from ttp.mindio.job import current_job  # which imports this module
 
         self._job: Job = current_job()
@@ -106,7 +108,8 @@ class TTPReplicaOptimizer:
         """Which part of the model this rank has."""
         self._names = job_names(self.place, self.models, named)
         self._params = self._names.named
-        self.core = self.core_class(
+        self.log_num_zeros_in_grad = log_num_zeros_in_grad
+        self.core = (self.counting_class if log_num_zeros_in_grad else self.core_class)(
             given.groups(optimizer, {id(param): name for name, param in self._params}, self.place),
             base,
             group=self.place.data_group,
@@ -114,7 +117,7 @@ class TTPReplicaOptimizer:
             copies=self._names.copies,
             clip=ClipNorm(clip_grad) if clip_grad > 0 else None,
             loss_scale=loss_scale_of(grad_scaler),
-            grad_dtype=torch.float32 if params_have_main_grad else None,
+            grad_dtype=torch.float32 if params_have_main_grad and self.keeps_fp32_grads else None,
             local_copy=local_copy,
             compare_every=0,  # `step` does it, where a peer's death cannot keep the trainer from its bookkeeping
             **kwargs,
@@ -200,7 +203,7 @@ class TTPReplicaOptimizer:
         self._reduced = True
 
     def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
-        """Update the state; return (updated, the gradient's norm or None, None). Not updated: a gradient was not finite."""
+        """Update the state; return (updated, the gradient's norm or None, its zeros or None). Not updated: a gradient was not finite."""
         step = self.current_step + 1
         try:
             self.begin_to_update(self.current_step)
@@ -215,7 +218,8 @@ class TTPReplicaOptimizer:
             raise CheckpointError(f"step {step}: the state is that of step {self.current_step}")
         if record.skipped:
             return False, None, None
-        return True, record.grad_norm if self.clip_grad > 0 else None, None
+        zeros = round(record.sums[0]) if self.log_num_zeros_in_grad else None
+        return True, record.grad_norm if self.clip_grad > 0 else None, zeros
 
     def begin_to_update(self, iteration: int) -> None:
         """Agree with all ranks that the update may begin, and begin it: a trainer's own `step` calls this right before
@@ -338,6 +342,19 @@ class TTPOddReplicaOptimizer(TTPReplicaOptimizer):
     """The same for any data-parallel size from 2: 3, 5, 7."""
 
     core_class = OddCore
+    counting_class = CountingOddReplicaOptimizer
+
+
+class DistributedOptimizerWithoutFP32Grad(TTPReplicaOptimizer):
+    """Gradients are kept and sent in the parameters' type (`--release-fp32-grad`); masters and moments stay FP32."""
+
+    keeps_fp32_grads = False
+
+
+class OddDistributedOptimizerWithoutFP32Grad(TTPOddReplicaOptimizer):
+    """The same for any data-parallel size from 2."""
+
+    keeps_fp32_grads = False
 
 
 class LocalUpdate:

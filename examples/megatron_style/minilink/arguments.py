@@ -18,6 +18,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--hidden-dropout", type=float, default=0.1)
     group.add_argument("--num-attention-heads", type=int, default=2)
     group.add_argument("--bf16", action="store_true")
+    group.add_argument("--fp16", action="store_true")
+    group.add_argument("--initial-loss-scale", type=float, default=2.0**12)
+    group.add_argument("--loss-scale-window", type=int, default=1000)
     group = parser.add_argument_group("parallelism")
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -30,6 +33,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--weight-decay", type=float, default=0.01)
     group.add_argument("--clip-grad", type=float, default=1.0)
     group.add_argument("--seed", type=int, default=1234)
+    group.add_argument("--use-distributed-optimizer", action="store_true", help="taken; the trainer has one optimizer")
+    group.add_argument("--release-fp32-grad", action="store_true")
+    group.add_argument("--log-num-zeros-in-grad", action="store_true")
     group = parser.add_argument_group("checkpoints")
     group.add_argument("--save", required=True)
     group.add_argument("--save-interval", type=int, default=1000)
@@ -40,7 +46,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="barrier or local copy os, suggest barrier on small cluster",
     )
     _ARGS = parser.parse_args(arguments)
-    _ARGS.fp16 = False
     _ARGS.iteration = 0
     _ARGS.consumed_train_samples = 0
     return _ARGS

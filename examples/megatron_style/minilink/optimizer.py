@@ -12,6 +12,15 @@ from minilink.clip_grads import clip_grad_norm_fp32
 enable_ttp = get_ttp_switch()  # TTP
 
 
+class DynamicGradScaler:
+    """The loss scale's rule, in Megatron's fields."""
+
+    def __init__(self, initial_scale: float, growth_interval: int) -> None:
+        self.scale, self.min_scale = torch.tensor([initial_scale]), torch.tensor([1.0])
+        self.growth_factor, self.backoff_factor = torch.tensor([2.0]), torch.tensor([0.5])
+        self.growth_interval, self.hysteresis = growth_interval, 2
+
+
 class MegatronOptimizer:
     """The trainer's own: every rank has all of the state."""
 
@@ -28,6 +37,7 @@ class MegatronOptimizer:
         grad_scaler: Any,
         models: list[Any],
     ) -> None:
+        assert not (fp16 or log_num_zeros_in_grad), "only with ttp.mindio"
         self.optimizer, self.clip_grad, self.models = optimizer, clip_grad, models
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -74,28 +84,46 @@ def get_megatron_optimizer(model: list[Any]) -> Any:
     args = get_args()
     if enable_ttp:  # TTP
         if parallel_state.get_data_parallel_world_size() % 2:  # a patch for one size has one of the two imports
+            from ttp.mindio.modellink import (
+                OddDistributedOptimizerWithoutFP32Grad as DistributedOptimizerWithoutFP32Grad,
+            )
             from ttp.mindio.modellink import TTPOddReplicaOptimizer as TTPReplicaOptimizer
         else:
-            from ttp.mindio.modellink import TTPReplicaOptimizer
+            from ttp.mindio.modellink import DistributedOptimizerWithoutFP32Grad, TTPReplicaOptimizer
     params = [param for module in model for param in module.parameters()]
     decayed = [param for param in params if param.dim() > 1]
     others = [param for param in params if param.dim() <= 1]
     groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay)
-    params_dtype = torch.bfloat16 if args.bf16 else torch.float32
-    opt_ty: Any = TTPReplicaOptimizer if enable_ttp else MegatronOptimizer  # TTP
+    params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    grad_scaler = DynamicGradScaler(args.initial_loss_scale, args.loss_scale_window) if args.fp16 else None
+    if enable_ttp and args.release_fp32_grad:  # TTP
+        opt_ty: Any = DistributedOptimizerWithoutFP32Grad
+    else:
+        opt_ty = TTPReplicaOptimizer if enable_ttp else MegatronOptimizer  # TTP
     if enable_ttp:  # TTP
         return opt_ty(
             optimizer,
             args.clip_grad,
-            False,
+            args.log_num_zeros_in_grad,
             True,
             True,
-            False,
+            args.fp16,
             args.bf16,
             params_dtype,
-            None,
+            grad_scaler,
             model,
             args.local_copy_os,
         )
-    return opt_ty(optimizer, args.clip_grad, False, True, True, False, args.bf16, params_dtype, None, model)
+    return opt_ty(
+        optimizer,
+        args.clip_grad,
+        args.log_num_zeros_in_grad,
+        True,
+        True,
+        args.fp16,
+        args.bf16,
+        params_dtype,
+        grad_scaler,
+        model,
+    )

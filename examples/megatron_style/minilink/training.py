@@ -36,7 +36,7 @@ def pretrain() -> None:
 
 def setup_model_and_optimizer() -> tuple[Any, Any, Any]:
     args = get_args()
-    module = GPTModel().to(torch.bfloat16 if args.bf16 else torch.float32)
+    module = GPTModel().to(torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32)
     torch.manual_seed(args.seed)  # dropout
     model = [LocalDDP(module)]
     optimizer = get_megatron_optimizer(list(model))
@@ -57,7 +57,7 @@ def get_batch(first_sample: int) -> torch.Tensor:
     return (start_B1 + stride_B1 * torch.arange(args.seq_length + 1)) % args.vocab_size
 
 
-def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float | None, float]:
+def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float | None, float, int | None]:
     args = get_args()
     for partition in model:
         partition.zero_grad_buffer()
@@ -73,11 +73,11 @@ def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float
     optimizer.reduce_model_grads(args, None)
     if enable_ttp and (not args.local_copy_os):  # TTP
         torch.distributed.barrier()
-    update_successful, grad_norm, _ = optimizer.step(args, None)
+    update_successful, grad_norm, num_zeros_in_grad = optimizer.step(args, None)
     if update_successful:
         optimizer.gather_model_params(args, None)
         scheduler.step(increment=global_batch_size())
-    return losses.item() / parallel_state.get_data_parallel_world_size(), grad_norm, params_norm
+    return losses.item() / parallel_state.get_data_parallel_world_size(), grad_norm, params_norm, num_zeros_in_grad
 
 
 def global_batch_size() -> int:
@@ -114,7 +114,7 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
     iteration = args.iteration
     while iteration < args.train_iters:
         lr = optimizer.param_groups[0]["lr"]
-        loss, grad_norm, params_norm = train_step(model, optimizer, lr_scheduler)
+        loss, grad_norm, params_norm, num_zeros = train_step(model, optimizer, lr_scheduler)
         iteration += 1
         if enable_ttp:  # TTP
             if hasattr(optimizer, "current_step") and iteration != optimizer.current_step:
@@ -127,6 +127,7 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:6d}"
             f" | learning rate: {lr:.3E} | loss: {loss:.6E} ({loss.hex()}) | grad norm: {norm:.3f} ({norm.hex()})"
             f" | params norm: {params_norm:.3f} ({params_norm.hex()}) |"
+            + ("" if num_zeros is None else f" num zeros: {num_zeros} |")
         )
         if iteration % args.save_interval == 0:
             save_checkpoint(iteration, model, optimizer, lr_scheduler)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import ttp.mindio
-from ttp.errors import ConfigError, NotSupported
+from ttp.errors import ConfigError
 from ttp.mindio import job, modellink
 from ttp.mindio.job import forget_job
 from ttp.mindio.modellink import os_shard_parallel
-from ttp.mindio.newer import UNSUPPORTED
 
 SIGNATURES = {
     "ttp_init_controller": "rank, world_size, replica=2, enable_local_copy=False",
@@ -45,7 +44,49 @@ SIGNATURES = {
     "tft_destroy_processor": "",
     "tft_is_reboot_node": "",
     "tft_query_high_availability_switch": "",
+    **dict.fromkeys(
+        (
+            "tft_register_exit_handler",
+            "tft_register_stop_handler",
+            "tft_register_clean_handler",
+            "tft_register_rebuild_group_handler",
+            "tft_register_repair_handler",
+            "tft_register_rollback_handler",
+            "tft_register_stream_sync_handler",
+            "tft_register_zit_upgrade_rollback_handler",
+            "tft_register_zit_upgrade_repair_handler",
+            "tft_register_zit_upgrade_rebuild_handler",
+            "tft_register_zit_downgrade_rebuild_handler",
+        ),
+        "func, ctx=None",
+    ),
+    "tft_register_exception_handler": "fault_pattern, fault_type, fault_handle",
+    "tft_register_decrypt_handler": "decryptor",
+    "tft_report_error": "error_type",
+    "tft_wait_next_action": "",
+    "tft_get_repair_step": "",
+    "tft_get_repair_type": "",
+    "tft_get_reboot_type": "",
+    "tft_reset_limit_step": "",
+    "tft_report_load_ckpt_step": "step",
+    "tft_notify_controller_dump": "",
+    "tft_notify_controller_stop_train": "fault_ranks, stop_type='stop', timeout=None",
+    "tft_notify_controller_on_global_rank": "fault_ranks, time=1",
+    "tft_notify_controller_prepare_action": "action, fault_ranks=None",
+    "tft_notify_controller_change_strategy": "strategy, params=''",
+    "tft_register_mindx_callback": "action, func",
+    "tft_can_do_uce_repair": "hbm_error_time, start_time=None, end_time=None",
+    "tft_set_update_start_time": "start_time=None",
+    "tft_set_update_end_time": "end_time=None",
+    "tft_pause_train": "cur_step",
 }
+
+REGISTERED = sorted(
+    name
+    for name, given in SIGNATURES.items()
+    if given == "func, ctx=None" and "ckpt" not in name and "rename" not in name
+)
+"""Handlers of repair in place: taken, never called."""
 
 ENUMERATIONS = ("Action", "RepairType", "ReportState")
 """Of repair in place: trainers import them beside `OptimizerType`."""
@@ -73,7 +114,7 @@ def arguments(function: Callable[..., object]) -> str:
 def test_names_orders_and_defaults_are_mindios() -> None:
     """A patched trainer calls by position as well as by name."""
     assert {name: arguments(getattr(ttp.mindio, name)) for name in SIGNATURES} == SIGNATURES
-    assert set(ttp.mindio.__all__) == {*SIGNATURES, *UNSUPPORTED, "OptimizerType", *ENUMERATIONS}
+    assert set(ttp.mindio.__all__) == {*SIGNATURES, "OptimizerType", *ENUMERATIONS}
 
 
 def test_modellink_has_what_the_patch_imports() -> None:
@@ -89,31 +130,94 @@ def test_modellink_has_what_the_patch_imports() -> None:
     assert os_shard_parallel.get_os_shard_group is modellink.get_os_shard_group
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_what_has_no_counterpart_says_so_and_what_to_do(name: str) -> None:
-    """An import works, so that a trainer starts; a call raises NotSupported."""
-    with pytest.raises(NotSupported, match=f"^{name} is not supported by ttp.mindio: .{{20,}}"):
-        getattr(ttp.mindio, name)("anything", at="all")
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_handler_of_repair_is_taken_and_something_else_is_not(name: str) -> None:
+    """A trainer registers them all; in a cluster without repair none is called."""
+    register = getattr(ttp.mindio, name)
+    register(lambda *_: pytest.fail("called"), "context")
+    with pytest.raises(ConfigError, match=f"^invalid handler of {name}: got 7, expected a function"):
+        register(7)
 
 
-@pytest.mark.parametrize("name", ENUMERATIONS)
-def test_members_of_enumerations_without_a_counterpart_say_so(name: str) -> None:
-    """As for a function: the import works, what would be done with it does not."""
-    enumeration = getattr(ttp.mindio, name)
-    assert enumeration.__name__ == name and not hasattr(enumeration, "__wrapped__")
-    with pytest.raises(NotSupported, match=f"^{name}.RETRY is not supported by ttp.mindio: .{{20,}}"):
-        _ = enumeration.RETRY
+def test_what_asks_for_repair_is_answered_as_without_the_feature(caplog: pytest.LogCaptureFixture) -> None:
+    """The values are MindIO's: 0 and 1 for done and not, 0 for no step, `unknown` for no repair."""
+    api = ttp.mindio
+    assert (api.tft_get_repair_step(), api.tft_get_repair_type(), api.tft_get_reboot_type()) == (
+        0,
+        "unknown",
+        "unknown",
+    )
+    assert not api.tft_is_reboot_node() and not api.tft_can_do_uce_repair(17, 1, 2)
+    nothing: list[Callable[[], object]] = [
+        api.tft_reset_limit_step,
+        api.tft_set_update_start_time,
+        api.tft_set_update_end_time,
+        lambda: api.tft_pause_train(3),
+        lambda: api.tft_report_load_ckpt_step(3),
+        lambda: api.tft_register_exception_handler("FORCE STOP", "RS_UNKNOWN", str),
+        lambda: api.tft_register_decrypt_handler(str),
+    ]
+    assert [call() for call in nothing] == [None] * len(nothing)
+    assert (
+        api.tft_notify_controller_on_global_rank({1: 1}) == 0 == api.tft_notify_controller_change_strategy("continue")
+    )
+    refused = [
+        api.tft_notify_controller_stop_train({1: 0}),
+        api.tft_notify_controller_prepare_action("hot switch"),
+        api.tft_notify_controller_change_strategy("recover"),
+        api.tft_register_mindx_callback("report_result", print),
+        api.tft_notify_controller_dump(),
+    ]
+    assert refused == [1] * 5, "nothing is protected in this process, so that there is no dump either"
+    assert "tft_notify_controller_prepare_action returned 1: 'hot switch' is not available" in caplog.text
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: api.tft_report_error(99), "invalid error_type: got 99"),
+        (lambda: api.tft_report_load_ckpt_step(-1), "invalid step: got -1"),
+        (lambda: api.tft_notify_controller_change_strategy("none"), "invalid strategy: got 'none'"),
+        (lambda: api.tft_register_mindx_callback("none", print), "invalid action: got 'none'"),
+        (lambda: api.tft_register_exception_handler("text", "RS_NONE", str), "invalid fault_type: got 'RS_NONE'"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
-def test_encryption_and_repair_in_place_are_refused_and_not_ignored() -> None:
-    """A job that believes its messages encrypted must not start."""
-    with pytest.raises(NotSupported, match="not encrypted"):
-        ttp.mindio.tft_start_controller("127.0.0.1", 8000)
-    with pytest.raises(NotSupported, match="not encrypted"):
-        ttp.mindio.tft_init_processor(0, 1, False)
-    with pytest.raises(NotSupported, match="enable_arf"):
-        ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False, enable_arf=True)
-    ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False)
+def test_the_enumerations_have_mindios_members() -> None:
+    """`Action` with MindIO's values, which a trainer compares with what `tft_wait_next_action` returned."""
+    assert (ttp.mindio.Action.RETRY.value, ttp.mindio.Action.EXIT.value) == (0, 1)
+    states = [
+        "RS_NORMAL",
+        "RS_UCE",
+        "RS_UCE_CORRUPTED",
+        "RS_HCCL_FAILED",
+        "RS_UNKNOWN",
+        "RS_INIT_FINISH",
+        "RS_PREREPAIR_FINISH",
+        "RS_STEP_FINISH",
+    ]
+    assert set(states) <= set(ttp.mindio.ReportState.__members__)
+    repairs = [
+        "RT_SEND",
+        "RT_UCE_HIGHLEVEL",
+        "RT_UCE_LOWLEVEL",
+        "RT_ROLLBACK",
+        "RT_RECV_REPAIR",
+        "RT_LOAD_CKPT",
+        "RT_LOAD_REBUILD",
+    ]
+    assert set(ttp.mindio.RepairType.__members__) == set(repairs)
+
+
+def test_encryption_and_repair_in_place_are_accepted_with_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
+    """MindIO's defaults ask for encryption: it is said once that there is none yet."""
+    ttp.mindio.tft_start_controller("127.0.0.1", 8000)
+    ttp.mindio.tft_init_processor(0, 1, False)
+    assert (
+        caplog.text.count("enable_tls=True is accepted, but the connection to the controller is not encrypted yet") == 1
+    )
+    assert "repaired" not in caplog.text
+    ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False, enable_arf=True)
+    assert "enable_arf=True: nothing is repaired in place" in caplog.text
 
 
 def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
@@ -165,7 +269,6 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
         scale, growth_interval, growth_factor, backoff_factor = torch.tensor([1024.0]), 100, torch.tensor([2.0]), 1.5
 
     wrong: list[tuple[dict[str, object], str]] = [
-        ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad is not supported"),
         ({"bf16": True}, "contradict"),
         ({"bf16": True, "fp16": True}, "contradict"),
         ({"models": [torch.nn.Linear(1, 1)]}, "of which the models name 0"),
@@ -176,6 +279,35 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):
             build(**changes)
+
+
+@pytest.mark.parametrize("kind", [modellink.TTPReplicaOptimizer, modellink.TTPOddReplicaOptimizer])
+def test_zeros_in_the_gradient_are_counted_where_it_is_asked_for(kind: type[modellink.TTPReplicaOptimizer]) -> None:
+    """`--log-num-zeros-in-grad`: the third answer of `step`, without the padding of the buckets."""
+    model = torch.nn.Linear(4, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    optimizer = kind(adam, 1.0, True, False, False, False, False, torch.float32, None, model)
+    model(torch.tensor([[1.0, 0.0, 0.0, 2.0]])).square().sum().backward()
+    assert model.weight.grad is not None and (model.weight.grad == 0).sum() == 6
+    assert optimizer.step()[2] == 6
+
+
+def test_without_fp32_gradients_they_have_the_parameters_type() -> None:
+    """`--release-fp32-grad`: masters and moments stay FP32, and a `main_grad` of 16 bits is taken as it is."""
+    model = torch.nn.Linear(4, 2).to(torch.bfloat16)
+    for param in model.parameters():
+        param.main_grad = torch.ones_like(param)  # type: ignore[attr-defined]
+    adam = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.weight.detach().float().clone()
+    optimizer = modellink.DistributedOptimizerWithoutFP32Grad(
+        adam, 0.0, False, True, False, False, True, torch.bfloat16, None, model
+    )
+    assert optimizer.core.gradient("weight").dtype == torch.bfloat16
+    assert optimizer.step() == (True, None, None)
+    optimizer.zero_grad()
+    assert torch.equal(model.weight.float(), (before - 0.5).bfloat16().float())
+    assert optimizer.state_dict()["masters"]["weight"].dtype == torch.float32
+    assert issubclass(modellink.OddDistributedOptimizerWithoutFP32Grad, modellink.TTPOddReplicaOptimizer)
 
 
 def test_a_grad_scaler_keeps_its_hysteresis_and_its_least_scale() -> None:

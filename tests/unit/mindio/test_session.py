@@ -318,3 +318,34 @@ def test_a_save_handler_that_names_no_dump_sends_nothing(monkeypatch: pytest.Mon
 
     run_into_a_fault(model, optimizer, save, lambda args: 0)
     assert told == [True, 3]
+
+
+def test_a_reported_error_ends_in_a_dump(tmp_path: Path) -> None:
+    """The newer decorator of MindIO's own: report, wait, leave when the answer is not RETRY; a state that is no fault changes nothing."""
+    model, optimizer = new_trainer()
+    saved: list[int] = []
+    protect()
+    mindio.tft_register_save_ckpt_handler(lambda step, info, args, ctx: saved.append(step))
+    mindio.tft_register_rename_handler(lambda step, args: None)
+    for step in (1, 2):
+        do_step(model, optimizer, step)
+        mindio.tft_set_step_args((step, model))
+    optimizer.zero_grad()
+    mindio.tft_report_error(mindio.ReportState.RS_NORMAL)
+    assert mindio.tft_get_repair_type() == "unknown"
+    mindio.tft_report_error(mindio.ReportState.RS_UCE.value)
+    assert mindio.tft_wait_next_action() == mindio.Action.EXIT.value
+    assert saved == [2] and mindio.tft_get_repair_type() == "dump"
+    assert "the trainer reported RS_UCE" in json.dumps(journal(tmp_path))
+
+
+def test_a_dump_that_is_asked_for_is_a_notice_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SIGTERM does as well: all ranks finish the step in flight, save it and exit."""
+    new_trainer()
+    protect()
+    told: list[str] = []
+    protection = current_job()._protection
+    assert protection is not None
+    monkeypatch.setattr(protection.processor, "preempted", told.append)
+    assert (mindio.tft_notify_controller_dump(), mindio.tft_notify_controller_change_strategy("dump")) == (0, 0)
+    assert told == ["tft_notify_controller_dump"] * 2

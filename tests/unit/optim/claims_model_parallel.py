@@ -176,6 +176,25 @@ def tensor_parallel_duplicates_are_counted_and_saved_once() -> None:
     _goes_on_from_its_parts([net], optimizer, [_tensor_parallel_net(seed=3)], _facade, state.data_rank)
 
 
+def zeros_of_a_split_model_are_counted_once() -> None:
+    """TP 2 x DP 2: embeddings of words that no rank had are zeros; a duplicate's zeros count once."""
+    state = _declared(tensor=2)
+    net = _tensor_parallel_net()
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = TTPReplicaOptimizer(adam, 1.0, True, False, False, False, False, torch.float32, None, [net])
+    net(_tokens(1, state.data_rank)).backward()
+    zeros = 0
+    for name, param in net.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+        dist.all_reduce(grad, group=state.get_data_parallel_group())
+        if not (name.startswith("norm") and job.rank % 2):
+            zeros += int((grad == 0).sum())
+    told = everyone(zeros)
+    optimizer.reduce_model_grads(None, None)
+    assert optimizer.step(None, None)[2] == told[0] + told[1] > 0
+    forget_job()
+
+
 def a_split_parameter_without_its_mark_is_refused() -> None:
     """It would be saved from one rank alone."""
     _declared(tensor=2)

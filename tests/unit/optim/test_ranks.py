@@ -61,6 +61,7 @@ def test_mindios_interface_where_the_model_is_split(run_ranks: Callable[..., Non
     run_ranks(
         4,
         "tensor_parallel_duplicates_are_counted_and_saved_once",
+        "zeros_of_a_split_model_are_counted_once",
         "a_split_parameter_without_its_mark_is_refused",
         "tied_embeddings_are_summed_counted_and_saved_once",
         "experts_have_a_replica_group_of_their_own",

@@ -6,9 +6,16 @@ from ttp.mindio.modellink.os_shard_parallel import (
     get_os_shard_group,
     set_parallel_state,
 )
-from ttp.mindio.optimizer import TTPOddReplicaOptimizer, TTPReplicaOptimizer
+from ttp.mindio.optimizer import (
+    DistributedOptimizerWithoutFP32Grad,
+    OddDistributedOptimizerWithoutFP32Grad,
+    TTPOddReplicaOptimizer,
+    TTPReplicaOptimizer,
+)
 
 __all__ = [
+    "DistributedOptimizerWithoutFP32Grad",
+    "OddDistributedOptimizerWithoutFP32Grad",
     "TTPOddReplicaOptimizer",
     "TTPReplicaOptimizer",
     "build_optimizer_replica_group",
