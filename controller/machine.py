@@ -120,7 +120,7 @@ def next_deadline(state: ControllerState) -> float | None:
     moment = members.sweep_at if members.sweep_at < moment else moment
     if stage is _ASSEMBLING:
         moment = min(moment, state.deadline)
-    elif members.present:
+    else:  # also while nobody is attached: who looks seldom does not see that it stood still itself
         look_at = state.seen + settings.heartbeat_s
         moment = look_at if look_at < moment else moment
     if stage is _RUNNING:

@@ -80,7 +80,8 @@ class Stream:
         last[way] = moment = moment if moment > last[way] else last[way]
         self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
         if now < route.twice_until:
-            last[way] = moment = moment + self._random() * slowest_s
+            # Both arrive within the network's time: a line that grew with every word that comes twice would be slower than any.
+            last[way] = moment = max(moment, (now if now > held else held) + 0.0001 + self._random() * slowest_s)
             self._scheduler.at(moment, partial(self._arrive, way, deliver, message))
 
     def _arrive(self, way: str, deliver: Callable[[Stream, Any], None], message: object) -> None:

@@ -86,9 +86,15 @@ def stale_message(job: Job, rng: random.Random, rank: int) -> bool:
     if rng.random() < 0.5:
         if controller.gone or not _known(job, rank):
             return False
-        message = rng.choice(said_again(job, rank) or _upward(job, rank))
-        job.note(f"a stale {type(message).__name__} of rank {rank} comes to c{controller.place}")
-        controller.hear_again(rank, message)
+
+        def say() -> None:
+            """One that stands still is in another stage by then."""
+            if job.controller is controller and _known(job, rank):
+                message = rng.choice(said_again(job, rank) or _upward(job, rank))
+                job.note(f"a stale {type(message).__name__} of rank {rank} comes to c{controller.place}")
+                controller.hear_again(rank, message)
+
+        controller.when_running(say)
         return True
     stream = process.stream
     if not process.alive or stream is None or stream is not process.attached:

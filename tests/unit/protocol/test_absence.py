@@ -259,7 +259,7 @@ def test_a_leftover_of_a_broken_stream_does_not_make_the_wait_longer() -> None:
     assert job.at(Stage.OVER)
 
 
-def test_while_ranks_are_attached_the_driver_comes_once_a_heartbeat() -> None:
+def test_the_driver_comes_once_a_heartbeat() -> None:
     """So that the machine sees when the driver was stopped."""
     job = ControllerBench(heartbeat_s=0.3)
     assert next_deadline(job.state) == 0.3
@@ -267,12 +267,20 @@ def test_while_ranks_are_attached_the_driver_comes_once_a_heartbeat() -> None:
     assert next_deadline(job.state) == pytest.approx(0.4)
 
 
-def test_a_controller_that_nobody_is_attached_to_is_not_called_before_something_is_due() -> None:
-    """There is no heartbeat that could be late."""
-    job = ControllerBench(orphan_timeout_s=15.0)
+def test_a_controller_that_nobody_is_attached_to_sees_that_it_stood_still() -> None:
+    """The time for which it did so is not one for which no rank came; it would end the job while they are on their way."""
+    job = ControllerBench(heartbeat_s=0.3, orphan_timeout_s=15.0)
     job.close(0, 1, 2, 3)
     job.wait(5.0, heard=())
-    assert next_deadline(job.state) == 15.0
+    job.take(Tick(), after=9.9)
+    job.wait(14.9, heard=())
+    assert not job.at(Stage.OVER)
+    job.wait(0.2, heard=())
+    assert job.at(Stage.OVER)
+
+
+def test_a_start_that_waits_for_ranks_is_not_called_before_it_is_over() -> None:
+    """No lease runs."""
     job = assembling(0)
     job.wait(5.0, heard=())
     assert next_deadline(job.state) == job.state.settings.register_timeout_s
