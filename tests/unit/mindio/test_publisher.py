@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from ttp.checkpoint.contents import read_contents
 from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.publish import claim_attempt
 from ttp.checkpoint.share import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.mindio import local_save
+from ttp.mindio import local_save, publisher
 from ttp.mindio.local_save import LocalSave
 from ttp.mindio.publisher import HandlerPublisher
 from ttp.proto.messages import Cause, CauseKind, PublishOrder, ShareResult
@@ -32,6 +34,8 @@ class Bench:
         self.root = root
         self.calls: list[Any] = []
         self.step, self.settled = STEP, True
+        self.restores = True
+        self.advanced: list[int] = []
         self.on_save: Callable[[], None] = lambda: None
         self.on_rename: Callable[[], None] = lambda: None
         self.shapes: dict[str, tuple[int, ...]] = dict(SHAPES)
@@ -52,7 +56,7 @@ class Bench:
 
     def await_step(self, step: int, advance: Callable[[int], None]) -> Any:
         restore: Callable[[Any], None] = lambda device: self.calls.append(("restore", device))  # noqa: E731
-        randomness = SimpleNamespace(restore=restore)
+        randomness = SimpleNamespace(restore=restore) if self.restores else None
         return SimpleNamespace(
             step=self.step, settled=self.settled, randomness=randomness, labelled=lambda step: ("args", step)
         )
@@ -68,7 +72,7 @@ class Bench:
         return HandlerPublisher(rank, optimizer, trainer, LocalSave(rank, optimizer, trainer))
 
     def publish(self, by: HandlerPublisher | None = None) -> str:
-        return (by or self.publisher()).publish(self.order, {}, lambda count: None)
+        return (by or self.publisher()).publish(self.order, {}, self.advanced.append)
 
     def left(self) -> list[str]:
         """Return what is in the directory, claims without their numbers."""
@@ -143,6 +147,109 @@ def test_shares_that_make_no_whole_are_shown_to_no_handler(bench: Bench) -> None
     with pytest.raises(CorruptCheckpoint, match="'c' of shape"):
         bench.publish()
     assert not bench.calls
+
+
+@pytest.mark.parametrize("missing", ["save_handler", "rename_handler"])
+def test_a_trainer_without_one_of_the_handlers_is_refused_before_anything_is_claimed(
+    bench: Bench, missing: str
+) -> None:
+    """The next publisher may have both."""
+    by = bench.publisher()
+    setattr(by._trainer, missing, None)
+    with pytest.raises(CheckpointError, match="rank 1: step 3 cannot be saved: no handlers"):
+        bench.publish(by)
+    assert bench.left() == [NAME] and not bench.calls
+
+
+def test_an_attempt_that_was_published_and_is_being_removed_is_not_called_broken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another publisher has left its note after this one looked for it, and half of the shares are gone: nobody wrote them wrong."""
+
+    def claimed_late(root: Path, *more: Any) -> Path | None:
+        (root / NOTE).write_text("elsewhere")
+        (root / NAME / bench.order.results[0].files[0].name).unlink()
+        return claim_attempt(root, *more)
+
+    monkeypatch.setattr(publisher, "claim_attempt", claimed_late)
+    with pytest.raises(CheckpointError, match="was taken over by another publisher"):
+        bench.publish()
+    assert not bench.calls and bench.publish() == "elsewhere"
+
+
+def test_the_shares_are_removed_only_once_the_note_is_durable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that fails in between leaves either what says that the step is published or what it can be published from."""
+    acts: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda path, *more, **options: acts.append(f"{name} {path.name.partition('_claim_')[0]}")
+
+    for name in ("write_durably", "fsync_directory"):
+        monkeypatch.setattr(publisher, name, noted(name))
+    monkeypatch.setattr(publisher, "shutil", SimpleNamespace(rmtree=noted("rmtree")))
+    bench.publish()
+    assert acts == [f"write_durably {NOTE}", f"fsync_directory {bench.root.name}", f"rmtree {NAME}"]
+
+
+def test_a_note_that_cannot_be_written_leaves_the_shares_to_the_next_publisher(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "write_durably", full)
+        with pytest.raises(OSError, match="no room"):
+            bench.publish()
+    assert bench.publish(bench.publisher(3)).endswith("rank 3")
+
+
+def test_handlers_run_without_gradients_and_leave_the_mode_as_it_was(bench: Bench) -> None:
+    """They may copy parameters in place."""
+    seen: list[bool] = []
+    bench.on_save = bench.on_rename = lambda: seen.append(torch.is_grad_enabled())
+    bench.publish()
+    assert seen == [False, False] and torch.is_grad_enabled()
+
+
+def test_a_trainer_that_keeps_no_random_numbers_is_saved_without_them(bench: Bench) -> None:
+    bench.restores = False
+    bench.publish()
+    assert [call[0] for call in bench.calls] == ["show", "save", "rename"]
+
+
+def test_every_long_part_of_a_publish_shows_that_it_gets_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the controller takes a publisher that reads much, or that waits for its training thread, for one that hangs."""
+    counts: list[int] = [0]
+    wait = bench.await_step
+
+    def read(*arguments: Any) -> Any:
+        contents = read_contents(*arguments)
+        counts.append(len(bench.advanced))
+        return contents
+
+    def await_step(step: int, advance: Callable[[int], None]) -> Any:
+        before = len(bench.advanced)
+        advance(7)
+        assert bench.advanced[before:] == [7]
+        return wait(step, advance)
+
+    for module in (publisher, local_save):
+        monkeypatch.setattr(module, "read_contents", read)
+    bench.await_step = await_step  # type: ignore[method-assign]
+    bench.publish()
+    checked, shown = counts[1] - counts[0], counts[2] - counts[1]
+    assert checked > 0 and shown > 0
+
+
+def test_the_shares_are_read_with_torchs_own_metadata(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_whole(claim: Path, *more: Any) -> str:
+        assert (claim / ".metadata").exists()
+        return "the whole"
+
+    monkeypatch.setattr(local_save, "read_whole", read_whole)
+    bench.publish()
+    assert bench.calls[0] == ("show", "the whole")
 
 
 @pytest.mark.parametrize(("step", "settled"), [(STEP - 1, True), (STEP, False)])

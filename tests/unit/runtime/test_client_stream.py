@@ -189,9 +189,9 @@ def test_a_controller_that_does_not_greet_is_given_up(call: Call, monkeypatch: p
     assert call.cancelled.is_set()
 
 
-def test_a_controller_that_has_greeted_may_be_silent(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease says for how long; the stream does not."""
-    timers: list[Any] = []
+def timers_of_the_test(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any]]:
+    """Have streams make timers that never expire; return those that are made, with their times."""
+    timers: list[tuple[float, Any]] = []
 
     class Timer:
         daemon = False
@@ -209,6 +209,24 @@ def test_a_controller_that_has_greeted_may_be_silent(call: Call, monkeypatch: py
     monkeypatch.setattr(
         streams, "threading", SimpleNamespace(Timer=Timer, Thread=threading.Thread, Lock=threading.Lock)
     )
+    return timers
+
+
+def test_a_stream_that_ends_before_its_greeting_leaves_no_timer_behind(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that still runs would be a thread for each attempt; and none keeps a process from ending."""
+    timers = timers_of_the_test(monkeypatch)
+    caller = Caller()
+    stream = started(caller)
+    call.comes(Ended(grpc.StatusCode.UNAVAILABLE, "reset"))
+    assert caller.at_the_end(stream) == ["closed"]
+    assert [(timer.runs, timer.daemon) for _, timer in timers] == [(False, True)]
+
+
+def test_a_controller_that_has_greeted_may_be_silent(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease says for how long; the stream does not."""
+    timers = timers_of_the_test(monkeypatch)
     caller = Caller()
     stream = started(caller)
     call.comes(greeting())
@@ -219,7 +237,11 @@ def test_a_controller_that_has_greeted_may_be_silent(call: Call, monkeypatch: py
     assert caller.at_the_end(stream) == ["opened", "closed"]
 
 
-def test_a_stream_that_is_closed_ends_its_call_also_where_it_was_closed_before_the_call(call: Call) -> None:
+def test_a_stream_that_is_closed_ends_its_call_also_where_it_was_closed_before_the_call(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the time for the greeting has not passed."""
+    timers_of_the_test(monkeypatch)
     caller = Caller()
     stream = started(caller)
     call.comes(greeting())
@@ -253,5 +275,5 @@ def test_a_close_with_a_time_lets_what_was_queued_out_first(call: Call) -> None:
     reader.start()
     stream.close(LONG_S)
     reader.join(LONG_S)
-    assert [len(envelope.messages) for envelope in call.sent] == [1, 1]
+    assert [(one.job_id, one.term, len(one.messages)) for one in call.sent] == [(JOB, TERM, 1)] * 2
     assert caller.at_the_end(stream) == ["opened", "closed"] and caller.reason == "the controller ended the stream"
