@@ -8,63 +8,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.start import silent_store
+from tests.unit.launch.couriers import DEADLINE_S, FakeLink, Switchboard, death
 from tests.waiting import until
-from ttp.controller_file import Controllers, write
-from ttp.launch.courier import ControllerEntry, Courier
-from ttp.launch.deathwatch import Death
+from ttp.launch import courier as courier_module
+from ttp.launch.courier import NEWS_S, ControllerEntry, Courier
 from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key, process_key
 from ttp.progress import FirstStep, progress_key
 from ttp.standby import enter
-
-DEADLINE_S = 20.0
-
-
-class FakeLink:
-    """Remembers what a controller was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int, str]] = []
-        self.standbys: list[str] = []
-        self.closed = False
-        self.attached = True
-        self.sent_away_monotonic_s: float | None = None
-
-    def given_up(self) -> frozenset[int] | None:
-        return frozenset({len(self.told)})
-
-    def worker_exit(self, rank: int, pid: int, text: str) -> None:
-        self.told.append((rank, pid, text))
-
-    def add_controllers(self, addresses: Sequence[str]) -> None:
-        self.standbys = [*self.standbys, *(address for address in addresses if address not in self.standbys)]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Switchboard:
-    """Opens fake links; counts them by address."""
-
-    def __init__(self) -> None:
-        self.links: dict[str, FakeLink] = {}
-        self.opened = threading.Condition()
-        self.error: Exception | None = None
-        self.attempts = 0
-
-    def __call__(self, address: str, pids: Mapping[int, int]) -> FakeLink:
-        with self.opened:
-            self.attempts += 1
-            self.opened.notify_all()
-            if self.error is not None:
-                raise self.error
-            self.links[address] = FakeLink()
-            return self.links[address]
 
 
 @pytest.fixture
@@ -82,10 +39,6 @@ def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
     made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
     yield made
     made.close()
-
-
-def death(text: str) -> Death:
-    return Death(1, 71, 1.0, 1.0, text, None, False)
 
 
 def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
@@ -167,18 +120,6 @@ def test_an_unreachable_controller_is_known_but_not_connected(
     assert not courier.connected
 
 
-def test_whom_the_controller_has_given_up_is_asked_on_the_line(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
-) -> None:
-    """Without a controller nothing is known to be decided."""
-    assert courier.given_up() is None
-    store.set(controller_key(7), "host:8000 12")
-    courier.start()
-    until(lambda: courier.connected)
-    courier.report(death("exiting"))
-    assert courier.given_up() == frozenset({1})
-
-
 def test_a_controller_published_in_the_last_moment_is_known_at_the_end(
     store: TCPStore, switchboard: Switchboard
 ) -> None:
@@ -234,6 +175,26 @@ def test_a_checkpoint_that_was_skipped_is_told_with_the_first_step(store: TCPSto
     courier.start()
     courier.close(DEADLINE_S)
     assert (courier.first_step, courier.skipped) == (9, "/my runs/iter_0000012")
+
+
+def test_a_first_step_that_is_no_number_is_not_used_and_the_search_goes_on(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    store.set(progress_key(7), "nonsense here")
+    courier.start()
+    courier.look_now(DEADLINE_S)
+    store.set(controller_key(7), "host:8000 12")
+    until(lambda: courier.connected)
+    assert courier.first_step is None and courier.skipped == ""
+
+
+def test_a_later_word_of_the_first_step_changes_nothing(store: TCPStore, courier: Courier) -> None:
+    store.set(progress_key(7), "9 /runs/iter_0000008")
+    courier.start()
+    until(lambda: courier.first_step == 9)
+    store.set(progress_key(7), "11")
+    courier.look_now(DEADLINE_S)
+    assert (courier.first_step, courier.skipped) == (9, "/runs/iter_0000008")
 
 
 def test_a_garbled_entry_is_not_used(
@@ -347,14 +308,95 @@ def test_what_the_ranks_have_told_is_not_known_while_the_store_does_not_answer(
     assert not far.connected
 
 
+def looking(courier: Courier) -> threading.Thread:
+    """Ask for a look, with more time than the test has."""
+    thread = threading.Thread(target=courier.look_now, args=(600.0,), daemon=True)
+    thread.start()
+    return thread
+
+
 def test_a_look_that_is_asked_for_does_not_wait_for_the_next_one(store: TCPStore, switchboard: Switchboard) -> None:
-    """At a fault it matters what the ranks told a moment ago."""
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=600.0)
+    """At a fault it matters what the ranks told a moment ago; and nobody waits once it is known."""
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=600.0, recheck_s=600.0)
     courier.start()
     until(lambda: courier.unanswered == "")
     store.set(controller_key(7), "host:8000 12")
-    courier.look_now(DEADLINE_S)
-    assert courier.connected
+    look = looking(courier)
+    look.join(DEADLINE_S)
+    assert not look.is_alive() and courier.connected
+    assert not courier._wake.is_set(), "it would look again and again, without a pause"
+    courier.close()
+
+
+def test_a_look_has_ended_only_when_what_it_found_is_taken_in(store: TCPStore) -> None:
+    """Who asked for it goes by what is known then."""
+    ended: list[bool] = []
+
+    def open_link(address: str, pids: Mapping[int, int]) -> FakeLink:
+        ended.append(made._done == made._begun)
+        return FakeLink()
+
+    made = Courier(JobStore("127.0.0.1", store.port, 7), {}, open_link, search_s=600.0)
+    store.set(controller_key(7), "host:8000 12")
+    made.start()
+    until(lambda: made.connected)
+    made.close()
+    assert ended == [False]
+
+
+def test_who_waits_for_a_look_goes_on_when_the_store_is_lost_for_good(switchboard: Switchboard) -> None:
+    """A fault's time runs meanwhile."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class LostStore:
+        def check(self, keys: Sequence[str]) -> bool:
+            asked.set()
+            assert go_on.wait(DEADLINE_S)
+            raise ConnectionRefusedError("refused")
+
+    courier = Courier(JobStore("127.0.0.1", 1, 7), {}, switchboard)
+    inner: Any = courier
+    inner._connect = LostStore
+    courier.start()
+    assert asked.wait(DEADLINE_S)
+    look = looking(courier)
+    until(courier._wake.is_set)
+    go_on.set()
+    look.join(DEADLINE_S)
+    assert not look.is_alive() and "does not answer (refused)" in courier.unanswered
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Return a port at which nobody listens, and that nobody else is given."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_store_that_never_answered_is_not_given_up(
+    port: int, switchboard: Switchboard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Node 0's launcher may open it later. The search ends with the attempt all the same."""
+    courier = Courier(JobStore("127.0.0.1", port, 7), {}, switchboard, search_s=0.01, recheck_s=0.01)
+    courier.start()
+    until(lambda: "connecting anew" in caplog.text)
+    courier.look_now(0.05)
+    assert "a new controller would not be found" not in caplog.text
+    courier.close()
+    for thread in courier._threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread.name
+
+
+def test_an_answer_of_long_ago_says_nothing_of_now(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), search_s=600.0)
+    courier.start()
+    until(lambda: courier.unanswered == "")
+    late = SimpleNamespace(monotonic=lambda: time.monotonic() + NEWS_S)
+    monkeypatch.setattr(courier_module, "time", late)
+    assert "does not answer" in courier.unanswered
     courier.close()
 
 
@@ -373,124 +415,3 @@ def test_the_ranks_processes_are_told_once_when_all_have_said_them(store: TCPSto
     courier.look_now(DEADLINE_S)
     courier.close()
     assert told == [{4: "1070 8", 5: "1071 8"}]
-
-
-# --- the file of this node's ranks ---
-
-
-KNOWN = Controllers(("host:8000",), 12, "/output/log")
-
-
-@pytest.fixture
-def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[Courier]:
-    """Return a courier whose store takes connections and never answers."""
-    with silent_store() as port:
-        place = JobStore("127.0.0.1", port, 7)
-        made = Courier(place, {1: 71}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-        yield made
-    made.close()
-
-
-def test_a_controller_is_found_and_told_of_deaths_though_the_store_never_answers(
-    tmp_path: Path, switchboard: Switchboard, alone: Courier
-) -> None:
-    """With the place of its journals, and with the standbys that the ranks write down when they know of them."""
-    alone.start()
-    alone.report(death("exiting"))
-    assert not alone.connected and alone.log_dir is None
-    write(tmp_path, KNOWN)
-    until(lambda: alone.connected)
-    assert alone.entry == ControllerEntry("host:8000", 12) and alone.log_dir == Path("/output/log")
-    write(tmp_path, Controllers(("host:8000", "one:8001"), 12, "/output/log"))
-    link = switchboard.links["host:8000"]
-    until(lambda: link.standbys == ["one:8001"])
-    assert link.told == [(1, 71, "exiting")] and switchboard.attempts == 1
-    assert "does not answer" in alone.unanswered
-
-
-def test_a_look_that_is_asked_for_reads_the_file_too(tmp_path: Path, switchboard: Switchboard) -> None:
-    """At a fault the store may be slow, and what the ranks wrote a moment ago is on this node."""
-    with silent_store() as port:
-        place = JobStore("127.0.0.1", port, 7)
-        courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
-        courier.start()
-        courier.look_now(0.1)
-        assert courier.entry is None
-        write(tmp_path, KNOWN)
-        courier.look_now(0.1)
-        until(lambda: courier.connected, "the controller, long before the next look")
-    courier.close()
-
-
-def test_a_file_that_was_written_in_the_last_moment_is_read_at_the_end(
-    tmp_path: Path, switchboard: Switchboard
-) -> None:
-    """The journals are read after the ranks and the controllers have ended."""
-    with silent_store() as port:
-        courier = Courier(JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
-        courier.start()
-        courier.look_now(0.1)
-        write(tmp_path, KNOWN)
-        courier.close(0.5)
-    assert courier.log_dir == Path("/output/log") and courier.entry == ControllerEntry("host:8000", 12)
-    assert switchboard.attempts == 0
-
-
-def test_what_file_and_store_both_have_is_one_controller(
-    store: TCPStore, tmp_path: Path, switchboard: Switchboard
-) -> None:
-    """On another node than rank 0's the file does not know its process."""
-    write(tmp_path, Controllers(("host:8000", "one:8001"), 0, "/own/log"))
-    place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
-    until(lambda: courier.connected)
-    store.set(controller_key(7), "host:8000 12")
-    store.set(log_dir_key(7), "/rank/0/log")
-    enter(store, 7, 1, "one:8001")
-    courier.look_now(DEADLINE_S)
-    assert courier.entry == ControllerEntry("host:8000", 12) and courier.log_dir == Path("/own/log")
-    write(tmp_path, Controllers(("host:8000", "one:8001", "two:8002"), 0, "/own/log"))
-    link = switchboard.links["host:8000"]
-    until(lambda: link.standbys == ["one:8001", "two:8002"])
-    assert switchboard.attempts == 1 and courier.entry == ControllerEntry("host:8000", 12) and not link.closed
-    courier.close()
-
-
-def test_a_refused_file_is_named_once_and_the_store_asked_alone(
-    store: TCPStore, tmp_path: Path, switchboard: Switchboard, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that is good later is taken."""
-    (tmp_path / "controllers.json").write_text('{"addresses": ["nonsense"], "pid": 1, "log_dir": "/l"}')
-    place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
-    courier.look_now(DEADLINE_S)
-    courier.look_now(DEADLINE_S)
-    (line,) = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
-    assert "addresses[0]: got 'nonsense', expected host:port" in line and "\n" not in line
-    store.set(controller_key(7), "host:8000 12")
-    until(lambda: courier.connected)
-    write(tmp_path, KNOWN)
-    until(lambda: courier.log_dir == Path("/output/log"))
-    courier.close()
-
-
-def test_a_link_that_is_opened_behind_the_end_is_closed(tmp_path: Path) -> None:
-    """A look may be held up until then. The link would try to attach to a controller that is gone, once an attempt."""
-    opening, go_on, link = threading.Event(), threading.Event(), FakeLink()
-
-    def slow(address: str, pids: Mapping[int, int]) -> FakeLink:
-        opening.set()
-        assert go_on.wait(DEADLINE_S)
-        return link
-
-    write(tmp_path, KNOWN)
-    with silent_store() as port:
-        courier = Courier(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
-        courier.start()
-        assert opening.wait(DEADLINE_S)
-        courier.close(0.01)
-        go_on.set()
-        until(lambda: link.closed)
-    assert not courier.connected

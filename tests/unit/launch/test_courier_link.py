@@ -1,0 +1,124 @@
+"""The courier's link to a controller: what it is asked, what it is told, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.unit.launch.couriers import DEADLINE_S, Switchboard, death
+from tests.waiting import until
+from ttp.launch.courier import Courier
+from ttp.launch.rendezvous import JobStore
+from ttp.meeting import controller_key
+from ttp.standby import enter
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def switchboard() -> Switchboard:
+    return Switchboard()
+
+
+@pytest.fixture
+def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
+    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    yield made
+    made.close()
+
+
+def test_whom_the_controller_has_given_up_is_asked_on_the_line(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """Without a controller nothing is known to be decided."""
+    assert courier.given_up() is None
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    courier.report(death("exiting"))
+    assert courier.given_up() == frozenset({1})
+
+
+def test_a_link_that_fails_does_not_reach_the_death_watch(
+    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+
+    def fails(rank: int, pid: int, text: str) -> None:
+        raise ConnectionError("reset")
+
+    switchboard.links["host:8000"].worker_exit = fails  # type: ignore[method-assign]
+    courier.report(death("exiting"))
+    assert "the controller could not be told that rank 1 ended: reset" in caplog.text
+
+
+def test_a_death_is_reported_while_a_controller_is_asked_whom_it_has_given_up(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """That may take a second; the death watch does not wait for it."""
+    asked, go_on = threading.Event(), threading.Event()
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+
+    def slow() -> frozenset[int] | None:
+        asked.set()
+        assert go_on.wait(DEADLINE_S)
+        return None
+
+    link = switchboard.links["host:8000"]
+    link.given_up = slow  # type: ignore[method-assign]
+    asking = threading.Thread(target=courier.given_up, daemon=True)
+    asking.start()
+    assert asked.wait(DEADLINE_S)
+    reporting = threading.Thread(target=courier.report, args=(death("exiting"),), daemon=True)
+    reporting.start()
+    reporting.join(DEADLINE_S / 4)
+    try:
+        assert link.told == [(1, 71, "exiting")]
+    finally:
+        go_on.set()
+        asking.join(DEADLINE_S)
+
+
+def test_since_when_the_ranks_are_sent_away_is_what_the_link_has_heard(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    store.set(controller_key(7), "host:8000 12")
+    assert courier.sent_away_monotonic_s is None
+    courier.start()
+    until(lambda: courier.connected)
+    assert courier.sent_away_monotonic_s is None
+    switchboard.links["host:8000"].sent_away_monotonic_s = 7.0
+    assert courier.sent_away_monotonic_s == 7.0
+
+
+def test_the_link_is_closed_with_the_courier(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    until(lambda: courier.connected)
+    courier.close()
+    assert switchboard.links["host:8000"].closed and not courier.connected
+
+
+def test_a_standby_is_kept_once_however_often_it_is_read(
+    store: TCPStore, switchboard: Switchboard, courier: Courier
+) -> None:
+    """The store is looked into once a second for as long as the job lasts."""
+    enter(store, 7, 1, "one:8001")
+    store.set(controller_key(7), "host:8000 12")
+    courier.start()
+    for _ in range(3):
+        courier.look_now(DEADLINE_S)
+    store.set(controller_key(7), "other:9000 13")
+    until(lambda: "other:9000" in switchboard.links)
+    courier.look_now(DEADLINE_S)
+    assert switchboard.links["other:9000"].added[0] == ("one:8001",)
