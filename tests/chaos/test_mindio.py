@@ -116,6 +116,18 @@ def test_enable_ttp_false_is_the_trainer_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "mindio").exists()
 
 
+@pytest.mark.long
+def test_ttp_is_switched_on_and_off_with_the_moments(folders: tuple[Path, Path]) -> None:
+    """The trainer's own checkpoint is read by TTP's optimizer, and the other way round: the losses are those of a run without TTP."""
+    plain = Run(folders[0], 2, enable=False)
+    losses = {step: float.fromhex(line[2]) for step, line in plain.lines.items()}
+    for last, enable in ((6, False), (13, True), (STEPS, False)):
+        found = Run(folders[1], 2, "--train-iters", str(last), enable=enable)
+        assert max(found.lines) == last
+        for step, line in found.lines.items():
+            assert float.fromhex(line[2]) == pytest.approx(losses[step], rel=1e-4), f"step {step}\n{found.text}"
+
+
 def the_documents_loop() -> str:
     """Return the smallest trainer, as docs/mindio.md shows it."""
     (loop,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "mindio.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ttp.errors import CheckpointError, ConfigError, Overtaken
 from ttp.exchange import world
-from ttp.mindio import given
+from ttp.mindio import given, native
 from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
 from ttp.mindio.state import WholeState, gather_whole, load_whole, part_tensors
@@ -108,6 +108,9 @@ class TTPReplicaOptimizer:
         """Which part of the model this rank has."""
         self._names = job_names(self.place, self.models, named)
         self._params = self._names.named
+        own = {id(param): name for name, param in named}
+        self._order = [[(own[id(param)], param) for param in group["params"]] for group in optimizer.param_groups]
+        self._groups_each = 2 if self.place.expert_size > 1 else 1
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self.core = (self.counting_class if log_num_zeros_in_grad else self.core_class)(
             given.groups(optimizer, {id(param): name for name, param in self._params}, self.place),
@@ -321,7 +324,8 @@ class TTPReplicaOptimizer:
         self._whole, self._shown, self._saved_elsewhere = None, False, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of this rank's model part at this step, on the rank for which `need_write_file` is true. Raises CheckpointError elsewhere."""
+        """Return the whole state of this rank's model part at this step, on the rank for which `need_write_file` is true. Raises
+        CheckpointError elsewhere. The trainer's own optimizer loads it as well, without TTP."""
         whole = self._whole
         if whole is None and world()[1] == 1:
             whole = gather_whole(self.core, self._names.own, None, 0)
@@ -330,12 +334,18 @@ class TTPReplicaOptimizer:
                 f"rank {world()[0]} holds only shards of step {self.current_step}: have every rank call"
                 " optimizer.need_write_file() first, and save on the one where it is true"
             )
-        return whole.renamed(self._names.own).to_dict()
+        own = whole.renamed(self._names.own)
+        return {**own.to_dict(), **native.entries(own, self._order, self._groups_each)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shards of what `state_dict` returned (all ranks call, each with its model part's). Raises CheckpointMismatch."""
-        found = WholeState.from_dict(state_dict).renamed({own: name for name, own in self._names.own.items()})
-        load_whole(found, self.core, self._names.own)
+        """Take this rank's shards of what `state_dict` returned (all ranks call, each with its model part's). Raises CheckpointMismatch.
+
+        The whole state of the trainer's own optimizer, without TTP, is taken as well; its model's weights are loaded before."""
+        if native.is_native(state_dict):
+            own = native.read(state_dict, self._order, self._groups_each, self.core.host_state())
+        else:
+            own = WholeState.from_dict(state_dict)
+        load_whole(own.renamed({own: name for name, own in self._names.own.items()}), self.core, self._names.own)
 
 
 class TTPOddReplicaOptimizer(TTPReplicaOptimizer):

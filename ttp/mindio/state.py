@@ -22,8 +22,8 @@ from ttp.errors import CheckpointMismatch
 from ttp.exchange import exchange_json, world
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 
-FORM = 1
-"""Version of the mapping that `WholeState.to_dict` returns."""
+FORM = 2
+"""Version of the mapping that `WholeState.to_dict` returns; 1 has the moments as `state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,20 @@ class WholeState:
                     masters[name] = tensor
                 case (_, _, str(name), str(part)):
                     state.setdefault(name, {})[part] = tensor
-        return {"ttp_form": FORM, "step": self.step, "masters": masters, "state": state, "host": dict(self.host)}
+        return {"ttp_form": FORM, "step": self.step, "masters": masters, "moments": state, "host": dict(self.host)}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> WholeState:
         """Take what `to_dict` returned. Raises CheckpointMismatch for anything else."""
-        if found.get("ttp_form") != FORM:
+        form = found.get("ttp_form")
+        if form not in (1, FORM):
             raise CheckpointMismatch(
                 f"the optimizer's part of the checkpoint has the entries {sorted(map(str, found))[:8]}: wanted what"
-                " ttp.mindio.modellink.TTPReplicaOptimizer.state_dict() returns; a checkpoint that another optimizer wrote"
-                " gives the model's weights only (load without the optimizer's state, then optimizer.reload_model_params())"
+                " ttp.mindio.modellink.TTPReplicaOptimizer.state_dict() returns, or the whole state of torch's or Megatron's optimizer; of"
+                " any other load the model's weights only (without the optimizer's state, then optimizer.reload_model_params())"
             )
         tensors = {model_key(name): tensor for name, tensor in found["masters"].items()}
-        for name, parts in found["state"].items():
+        for name, parts in found["state" if form == 1 else "moments"].items():
             tensors.update({optim_state_key(name, part): tensor for part, tensor in parts.items()})
         return cls(int(found["step"]), tensors, found["host"])
 

@@ -241,6 +241,8 @@ def test_a_foreign_optimizers_state_is_refused() -> None:
     """Nothing is changed, and the message says what to do."""
     _, optimizer = new_trainer()
     with pytest.raises(CheckpointMismatch, match="reload_model_params"):
+        optimizer.load_state_dict({"momenta": {}, "scaler": None})
+    with pytest.raises(CheckpointMismatch, match="got param groups of NoneType"):
         optimizer.load_state_dict({"optimizer": {}, "grad_scaler": None})
     state = WholeState.from_dict(optimizer.state_dict())
     wrong = WholeState(1, {**state.tensors, "model.weight": torch.zeros(3)}, state.host)
