@@ -59,8 +59,11 @@ def _total(job: Job, controller: Controller) -> list[str]:
 
 
 def _left_late(job: Job, verdict_s: float) -> list[str]:
-    """Whoever runs and can be reached leaves at once: nobody waits for the end of a controller's patience."""
+    """Whoever runs and can be reached leaves at once: nobody waits for the end of a controller's patience. Another controller that
+    takes over at that moment has to ask first."""
     by_s = verdict_s + LEAVING_S
+    if any(line.event == "takeover_began" and verdict_s <= at <= by_s for at, line in job.story):
+        return []
     if controllers_hurt(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
         return []
     slow = [rank.rank for rank in job.ranks if _reachable(job, rank, verdict_s) and rank.ended_s > by_s]
