@@ -132,7 +132,8 @@ class Standbys:
         self._log_dir = log_dir
         self._open_store = open_store
         self._store: Store | None = None
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the three below
+        self._dismissed = False
         self.running: list[ControllerProcess] = []
         """Those that were started here and not dismissed; some may have ended."""
         self._ended: Callable[[str], None] = lambda address: None
@@ -141,10 +142,10 @@ class Standbys:
         """Start the standby that the job begins with; return its address, empty, with a warning, when that fails."""
         try:
             process = start_standby(self._settings, place, self._world_size, self._log_dir)
+            self._watch(process)
         except (ControllerError, NotWritable) as error:
             log.warning("standby controller %d could not be started; the job does without it: %s", place, error)
             return ""
-        self._watch(process)
         enter(store, self._settings.round_number, place, process.address)
         return process.address
 
@@ -174,8 +175,9 @@ class Standbys:
             ended(address)
 
     def dismiss(self) -> None:
-        """Have those end that no rank has come to, and wait for it a little."""
+        """Have those end that no rank has come to, and wait for it a little; one that is being started ends when it has been."""
         with self._lock:
+            self._dismissed = True
             running, self.running = self.running, []
             self._ended = lambda address: None
         for process in running:
@@ -188,8 +190,14 @@ class Standbys:
         process.wait(END_S)
 
     def _watch(self, process: ControllerProcess) -> None:
+        """Raises ControllerError: all were dismissed while this one was started; it has been told to end."""
         with self._lock:
-            self.running.append(process)
+            dismissed = self._dismissed
+            if not dismissed:
+                self.running.append(process)
+        if dismissed:
+            self._end(process)
+            raise ControllerError(f"the standby at {process.address} came up when none was needed any more: it was ended")
         threading.Thread(target=self._wait, args=(process,), name="ttp-standby", daemon=True).start()
 
     def _wait(self, process: ControllerProcess) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
+from ttp.controller.process import ControllerProcess
 from ttp.errors import ControllerError
 from ttp.meeting import controller_key
 from ttp.standby import (
@@ -140,6 +142,24 @@ def test_a_standby_in_the_place_of_a_lost_one_is_found_and_its_end_is_seen(setti
         assert ended.get(timeout=30.0) == first
     finally:
         standbys.dismiss()
+
+
+def test_a_standby_that_comes_up_after_all_were_dismissed_is_ended(
+    settings: Settings, log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends while its rank starts one in another's place: nobody else would end it before the process does."""
+    store, made = HashStore(), list[ControllerProcess]()
+    standbys = Standbys(settings, 4, log_dir, lambda: store)
+
+    def start(*arguments: Any) -> ControllerProcess:
+        made.append(start_standby(*arguments))
+        standbys.dismiss()
+        return made[0]
+
+    monkeypatch.setattr("ttp.standby.start_standby", start)
+    with pytest.raises(ControllerError, match="none was needed any more"):
+        standbys.start(())
+    assert made[0].process.poll() == 0 and not standbys.running and not standbys.look()
 
 
 def test_a_controller_in_the_place_of_all_others_is_left_undone_where_another_is_found(
