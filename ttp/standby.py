@@ -197,7 +197,9 @@ class Standbys:
                 self.running.append(process)
         if dismissed:
             self._end(process)
-            raise ControllerError(f"the standby at {process.address} came up when none was needed any more: it was ended")
+            raise ControllerError(
+                f"the standby at {process.address} came up when none was needed any more: it was ended"
+            )
         threading.Thread(target=self._wait, args=(process,), name="ttp-standby", daemon=True).start()
 
     def _wait(self, process: ControllerProcess) -> None:

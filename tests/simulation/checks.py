@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Collection
 from math import inf
 from pathlib import Path
@@ -208,9 +209,11 @@ def _stood_still_itself(job: Job) -> bool:
 
 def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
     """Return the ranks of which what they had said last was lost within a lease before a verdict: they were silent for longer
-    than it took to notice, and may have come back too late."""
+    than it took to notice, and may have come back too late. So may those whose streams broke twice within it."""
     since_s = verdict_s - job.times.lease_s
-    return frozenset(s.rank for s in job.strikes if s.kind == "message loss" and since_s <= s.at_s <= verdict_s)
+    recent = [s for s in job.strikes if since_s <= s.at_s <= verdict_s]
+    broken = Counter(s.rank for s in recent if s.kind in OF_STREAMS)
+    return frozenset(s.rank for s in recent if s.kind == "message loss" or broken[s.rank] > 1)
 
 
 def _kept_apart(job: Job, verdict_s: float) -> bool:
