@@ -278,7 +278,7 @@ def _hold_stream(low_s: float, high_s: float) -> Act:
 
 def _slow_network(job: Job, rng: random.Random, rank: int) -> bool:
     job.note(f"rank {rank}'s messages take long from now on")
-    job.ranks[rank].route.slowest_s = rng.uniform(0.05, 0.15)
+    job.ranks[rank].route.slowest_s = rng.uniform(0.05, 0.1)
     return job.ranks[rank].alive
 
 

@@ -16,8 +16,8 @@ from tests.simulation.situations_of_time import BEGINNINGS, PHASES, befall, fail
 from tests.simulation.stale import remember
 from ttp.proto.messages import Exit, FaultReport, Freeze, PublishOrder, RollForward, Thaw, WriteOrder
 
-SLOW_S = 0.15
-"""Slowest messages: a rank whose stream breaks is back, and has answered a freeze, within the time of a round."""
+SLOW_S = 0.1
+"""Slowest messages, a sixth of a lease: a rank whose stream breaks was heard a heartbeat and a message ago, and is back after three."""
 
 # --- what is lost, late or said again ---
 
