@@ -116,6 +116,7 @@ class Controller:
         self.story: list[tuple[float, ev.Journal]] = []
         self.over = ""
         self.dead = False
+        self.began_s = job.scheduler.now
         self.paused_until = 0.0
         self.cut_until = 0.0
         self.ranks_came = False
