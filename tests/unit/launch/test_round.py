@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.story import Recorded
+from ttp.meeting import controller_key
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,14 @@ def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:
     led.leave(75)
     led.held.join(DEADLINE_S)
     assert not led.held.is_alive() and led.round.living() == []
+
+
+def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(led: Start) -> None:
+    """They had a fault's time to save; those that nobody ever led may save at SIGTERM only."""
+    led.fail_one()
+    until(lambda: led.round.fault is not None, "the hold")
+    assert led.round.grace_s() == rounds.EXPIRED_GRACE_S < rounds.SHUTDOWN_S
+    led.leave(75)
 
 
 @pytest.mark.parametrize("lost", ["before", "after"])
@@ -281,15 +291,22 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
         start.close()
 
 
-def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later a script without a session may train, and a launcher that is silent is no reason to end it."""
+@pytest.mark.parametrize("since", ["a controller is known", "the ranks have had their time"])
+def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(
+    since: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later a controller sees to it, or a script without a session trains: a launcher that is silent is no reason to end them."""
     monkeypatch.setattr(neighbours_module, "LOOK_S", 0.02)
     monkeypatch.setattr(neighbours_module, "LOST_S", 2.0)
     start = Start(60.0, controller=False, nodes=2)
     try:
         until(lambda: start.round.lost_node, "the silent node to be missed")
         assert "node 1 of 2" in start.round.lost_node and start.round.unreached_store == ""
-        monkeypatch.setattr(rounds, "MEETING_S", 0.0)
+        if since == "a controller is known":
+            start.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
+            until(lambda: start.round.had_controller, "the controller to be found")
+        else:
+            monkeypatch.setattr(rounds, "MEETING_S", 0.0)
         assert start.round.lost_node == ""
     finally:
         for worker in start.workers:

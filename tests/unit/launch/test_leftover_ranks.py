@@ -1,0 +1,130 @@
+"""Leftover ranks that are ended, without processes: whom a signal goes to, and whose reason still holds by then."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttp.launch import given_up, stragglers
+from ttp.launch.stragglers import Stragglers
+
+
+class Node:
+    """Two ranks: 0 is its worker, process 70; 1 is process 171, started by the shell 71."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.living = [0, 1]
+        self.behind = {1: 171}
+        self.stopped: set[int] = set()
+        self.silent: frozenset[int] | None = frozenset()
+        self.asked = 0
+        self.killed: list[int] = []
+        self.signalled: list[int] = []
+        self.on_stacks: Callable[[], None] = lambda: None
+        self.ended: set[int] = set()
+        shells: Any = SimpleNamespace(
+            pids={1: 171}, running=lambda: dict(self.behind), signal=lambda ranks, number: self.signalled.extend(ranks)
+        )
+        watch: Any = SimpleNamespace(living=lambda: list(self.living))
+        courier: Any = SimpleNamespace(connected=True, given_up=self.given_up, log_dir=Path("/log"))
+        self.stragglers = Stragglers({0: 70, 1: 71}, shells, watch, courier, self.ended)
+
+    def given_up(self) -> frozenset[int] | None:
+        self.asked += 1
+        return self.silent
+
+    def looks(self, later_s: float = 2.0) -> None:
+        """Look for ranks that cannot leave, so many seconds later; the controller has sent all away at 1000 s."""
+        self.now += later_s
+        self.stragglers.end_given_up(1000.0)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    made = Node()
+    clock = SimpleNamespace(monotonic=lambda: made.now)
+
+    def signal_workers(pids: Iterable[int], number: signal.Signals) -> None:
+        assert number is signal.SIGKILL
+        made.killed.extend(pids)
+
+    def ask(log_dir: Path, ranks: Mapping[int, int]) -> None:
+        made.on_stacks()
+
+    monkeypatch.setattr(stragglers, "time", clock)
+    monkeypatch.setattr(stragglers, "GivenUp", lambda asks: given_up.GivenUp(asks, clock=lambda: made.now))
+    monkeypatch.setattr(stragglers, "signal_workers", signal_workers)
+    monkeypatch.setattr(stragglers, "ask", ask)
+    for module in (stragglers, given_up):
+        monkeypatch.setattr(module, "is_stopped", lambda pid: pid in made.stopped)
+    return made
+
+
+def test_a_rank_behind_a_shell_is_ended_and_its_shell_leaves_by_itself(node: Node) -> None:
+    """It has the rank's exit code to hand on. A stopped shell could not."""
+    node.silent = frozenset({0, 1})
+    node.looks(0.0)
+    assert node.killed == []
+    node.looks()
+    assert node.killed == [70] and node.signalled == [1] and node.ended == {0, 1}
+
+
+def test_a_stopped_shell_is_ended_with_its_rank(node: Node) -> None:
+    node.stopped = {70, 171, 71}
+    node.looks(0.0)
+    assert node.killed == [70, 71] and node.signalled == [1]
+
+
+def test_a_rank_that_was_silent_and_has_ended_meanwhile_leaves_its_shell_alone(node: Node) -> None:
+    """While the stacks were written. The shell may clean up."""
+    node.silent = frozenset({0, 1})
+    node.on_stacks = node.behind.clear
+    node.looks(0.0)
+    node.looks()
+    assert node.killed == [70] and node.signalled == [] and node.ended == {0}
+
+
+def test_a_rank_that_goes_on_while_the_stacks_are_written_is_not_ended(node: Node) -> None:
+    node.stopped = {70, 171}
+    node.on_stacks = lambda: node.stopped.discard(70)
+    node.looks(0.0)
+    assert node.killed == [] and node.signalled == [1] and node.ended == {1}
+
+
+def test_who_was_ended_is_not_ended_again(node: Node) -> None:
+    """It takes a moment until its end is seen."""
+    node.living, node.stopped = [0], {70}
+    node.looks(0.0)
+    node.looks()
+    node.stragglers.end_all_stopped()
+    node.stragglers.end_stopped()
+    assert node.killed == [70]
+
+
+def test_once_the_controller_has_answered_it_is_not_asked_again_and_nobody_else_is_ended(node: Node) -> None:
+    """Who is stopped later may go on."""
+    node.looks(0.0)
+    node.looks()
+    assert node.asked == 1
+    node.stopped = {70, 171}
+    for _ in range(3):
+        node.looks()
+    assert node.asked == 1 and node.killed == []
+
+
+def test_a_controller_that_does_not_say_that_all_is_decided_is_asked_again_until_it_is_late(node: Node) -> None:
+    """Then those that are stopped are ended, and it is not asked any more."""
+    node.silent = None
+    for _ in range(3):
+        node.looks()
+    asked = node.asked
+    assert asked >= 2
+    node.stopped = {70, 171}
+    node.looks(stragglers.ANSWERS_S)
+    assert node.asked == asked and node.killed == [70] and node.signalled == [1]
