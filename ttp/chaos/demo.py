@@ -134,7 +134,7 @@ def _plot(hurt: Job, whole: Job, line: FaultTimeline, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "not drawn: install matplotlib (pip install 'try-to-persist[demo]')"
+        return "not drawn: install matplotlib (pip install 'try-to-persist[plots]')"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

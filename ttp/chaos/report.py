@@ -63,7 +63,7 @@ def _pictures(content: Values) -> list[str]:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return ["<p>No pictures: matplotlib is not installed (pip install 'try-to-persist[chaos]').</p>"]
+        return ["<p>No pictures: matplotlib is not installed (pip install 'try-to-persist[plots]').</p>"]
     return [
         loss_curves(content["curves"], incidents),
         *_memory(content),
