@@ -220,11 +220,12 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
     """True when a controller was away, within two leases before its verdict or before it took over, while ranks had to come to it or to another:
     streams had failed, or another controller was lost or away too. Each may have known a part of the ranks only, which does
     not cover. A single absence, or a clock that leaps, is no such thing: then all ranks are there again. But one that hears all ranks
-    and is heard by nobody takes those for stuck that have not answered within the time of an order."""
+    and is heard by nobody takes those for stuck that have not answered within the time of a round or an order."""
     mute = {strike.at_s for strike in job.strikes if strike.kind == "controller is heard by nobody"}
-    long_s = job.times.progress_timeout_s
-    if any(began in mute and ended - began >= long_s for c in job.controllers for began, ended in c.absences):
-        return True
+    long_s = min(job.times.freeze_timeout_s, job.times.progress_timeout_s)
+    for controller in job.controllers:  # by its own clock, which may leap meanwhile
+        if any(began in mute and ended - began + controller.ahead_s >= long_s for began, ended in controller.absences):
+            return True
     routes = ("duplication", "rank hears nobody", "rank is heard by nobody")
     kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
     takeovers = [at for at, line in job.story if line.event == "takeover_began" and at <= verdict_s]
