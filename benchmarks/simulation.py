@@ -1,7 +1,7 @@
-"""How many complete simulated fault runs one core does in a second, for a world of 8 ranks.
+"""How many complete simulated fault runs one core does in a second: of the jobs that `make soak` draws, and of worlds of 8 ranks.
 
 A run is a whole job: start, training, faults, dump, end, and the check of every invariant. The clock is the process's own
-processor time, so that what else the machine does counts little. Exit status 1 when the median is below the limit.
+processor time, so that what else the machine does counts little. Exit status 1 when the median of drawn jobs is below the limit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from tests.simulation.garbage import seldom_collected
 from tests.simulation.scenario import build
 from tests.simulation.training import Layout, even, pipeline
 
-LIMIT_PER_S = 200.0
-LAYOUTS = (even(8), pipeline(8, 2))
+LIMIT_PER_S = 150.0
+"""Of drawn jobs: a million of them take two hours of one core."""
+LAYOUTS = (None, even(8), pipeline(8, 2))
 
 
-def measure(layout: Layout, first: int, count: int) -> float:
-    """Return runs a second over these seeds. Raises AssertionError with the seed when an invariant is violated."""
+def measure(layout: Layout | None, first: int, count: int) -> float:
+    """Return runs a second over these seeds; None: the seed's own layout. Raises AssertionError with the seed when an invariant is violated."""
     began = time.process_time()
     with seldom_collected():
         for seed in range(first, first + count):
             scenario = build(seed, layout)
             found = violations(scenario)
-            assert not found, f"seed {seed}, {layout.name}: {found}"
+            assert not found, f"seed {seed}, {_name(layout)}: {found}"
             scenario.job.dismantle()
     return count / (time.process_time() - began)
+
+
+def _name(layout: Layout | None) -> str:
+    return "drawn jobs" if layout is None else layout.name
 
 
 def main() -> int:
@@ -43,11 +48,11 @@ def main() -> int:
         rates = [measure(layout, batch * options.runs, options.runs) for batch in range(options.batches)]
         medians.append(statistics.median(rates))
         print(
-            f"{layout.name}: median {medians[-1]:.0f} fault runs a second on one core, {min(rates):.0f} to {max(rates):.0f}"
+            f"{_name(layout)}: median {medians[-1]:.0f} fault runs a second on one core, {min(rates):.0f} to {max(rates):.0f}"
             f" in {options.batches} batches of {options.runs} seeds"
         )
-    if min(medians) < LIMIT_PER_S:
-        print(f"simulation.py: a median is below {LIMIT_PER_S:.0f} runs a second", file=sys.stderr)
+    if medians[0] < LIMIT_PER_S:
+        print(f"simulation.py: the median of drawn jobs is below {LIMIT_PER_S:.0f} runs a second", file=sys.stderr)
         return 1
     return 0
 
