@@ -209,3 +209,22 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         with controller:
             controller.kill()
         start.close()
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_controllers_that_other_nodes_may_need_have_the_rest_of_a_faults_time_unless_somebody_insists(
+    patient: bool, short_times: None
+) -> None:
+    start = Start(60.0, controller=True, nodes=2)
+    waits: list[float] = []
+    inner: Any = start.round
+    inner._end_controllers = waits.append
+    try:
+        start.fail_one()
+        start.leave(75)
+        start.held.join(DEADLINE_S)
+        start.round.close(patient)
+        (wait_s,) = waits
+        assert 0.0 < wait_s <= 60.0 if patient else wait_s == 0.0
+    finally:
+        start.close()

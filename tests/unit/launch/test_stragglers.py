@@ -256,7 +256,9 @@ def test_a_stopped_rank_that_nobody_led_has_no_grace_after_its_hold(
     assert "no controller has led the ranks for 1 s" in caplog.text and "rank 0: stopped, and" in caplog.text
 
 
-def test_a_stopped_rank_without_any_protection_keeps_its_grace(short_times: None) -> None:
+def test_a_stopped_rank_without_any_protection_keeps_its_grace(
+    short_times: None, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its script may save at SIGTERM, as under torchrun, when somebody has it go on."""
     start = Start(60.0, controller=False)
     try:
@@ -264,5 +266,6 @@ def test_a_stopped_rank_without_any_protection_keeps_its_grace(short_times: None
         start.fail_one()
         start.held.join(DEADLINE_S)
         assert not start.held.is_alive() and start.round.living() == [0]
+        assert "killed" not in caplog.text, "its end would be seen a moment later"
     finally:
         start.close()
