@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.disk import DiskError, Manifest, final_name, look_at
 from tests.simulation.pieces import Key, OwnDisks, key_of
 from tests.simulation.work import Worker
+from ttp.checkpoint.publish import PUBLISH_TRIES
 from ttp.proto.messages import FileEntry, PublishOrder
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ class PieceWorker(Worker):
         assert isinstance(self.job.disk, OwnDisks)
         self.disks: OwnDisks = self.job.disk
         self._claims = 0
+        self._tries = 0
 
     def _begin_publish(self, order: PublishOrder) -> None:
-        self.publishing = True
+        self.publishing, self._tries = True, 0
         self._later("claim", 0.0025, self._claim, order)
         self.job.happened("publishing", self.rank)
 
@@ -34,15 +36,28 @@ class PieceWorker(Worker):
             done = self._is_done(order)
             if not done:
                 self.disks.check(self.rank, root)
-                self.disks.claim(root, order.tmp_name, claim, [entry.name for entry in self._mine(order)])
         except DiskError as error:
             self._failed(error)
+            return
+        try:
+            if not done:
+                self.disks.claim(root, order.tmp_name, claim, [entry.name for entry in self._mine(order)])
+        except DiskError as error:
+            self._look_again(order, claim, error)
             return
         if done:
             self._later("tracker", 0.005, self._replace_tracker, order)
         else:
             self._later("manifest", 0.0025, self._complete, order, claim)
         self.job.happened("claimed", self.rank)
+
+    def _look_again(self, order: PublishOrder, claim: str, error: DiskError) -> None:
+        """Another publisher of this host came first, if the claim is gone."""
+        self._tries += 1
+        if (self._root(order), claim) in self.disks.directories or self._tries == PUBLISH_TRIES:
+            self._failed(error)
+        else:
+            self._later("claim", 0.0025, self._claim, order)
 
     def _complete(self, order: PublishOrder, claim: str) -> None:
         """Keep what this host's ranks reported, and list the files of all hosts."""
@@ -52,7 +67,7 @@ class PieceWorker(Worker):
             manifest = self._piece(order, claim)
             self.disks.check_fsync(self.rank, root)
         except DiskError as error:
-            self._failed(error)
+            self._look_again(order, claim, error)
             return
         piece = self.disks.directories[root, claim]
         mine = {entry.name for entry in self._mine(order)}
@@ -85,7 +100,7 @@ class PieceWorker(Worker):
                 return
             self.disks.check_fsync(self.rank, root)
         except DiskError as error:
-            self._failed(error)
+            self._look_again(order, claim, error)
             return
         self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)

@@ -36,6 +36,7 @@ from ttp.checkpoint.durable import (
     steps_in,
 )
 from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest, to_bytes, write_manifest
+from ttp.checkpoint.publish import PUBLISH_TRIES
 from ttp.checkpoint.share import write_share
 from ttp.checkpoint.staging import check_files, check_name, claim_of, names_of_attempt
 from ttp.errors import CheckpointError, CorruptCheckpoint, NotWritable
@@ -94,10 +95,13 @@ def publish_piece(
     )
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
     try:
-        if not _is_done(final, fields):
-            claim = _claim(root, tmp_name, mine)
-            _complete(claim, fields, mine, blobs, rank, advance)
-            _place(claim, final, fields)
+        for _ in range(PUBLISH_TRIES):
+            if _is_done(final, fields) or _publish_once(root, tmp_name, final, fields, mine, blobs, rank, advance):
+                break
+        else:
+            raise CheckpointError(
+                f"{root / tmp_name} is gone or was taken over by other publishers: nothing to publish; write the step again as a new attempt"
+            )
         fsync_directory(root)
     except OSError as error:
         raise NotWritable(
@@ -189,8 +193,32 @@ def _is_done(final: Path, mine: Manifest) -> bool:
     return False
 
 
-def _claim(root: Path, tmp_name: str, mine: Sequence[FileEntry]) -> Path:
-    """Give the attempt's directory a name that nobody else knows: a second publisher finds it gone.
+def _publish_once(
+    root: Path,
+    tmp_name: str,
+    final: Path,
+    fields: Manifest,
+    mine: Sequence[FileEntry],
+    blobs: Mapping[str, object],
+    rank: int,
+    advance: Callable[[int], None],
+) -> bool:
+    """Claim the attempt, complete it, give it its name. False when another publisher of this node came first: look again."""
+    claim = _claim(root, tmp_name, mine)
+    if claim is None:
+        return False
+    try:
+        _complete(claim, fields, mine, blobs, rank, advance)
+        _place(claim, final, fields)
+    except (FileNotFoundError, CheckpointError):
+        if claim.exists():
+            raise
+        return False  # claimed away while we worked: one that had stood still goes on
+    return True
+
+
+def _claim(root: Path, tmp_name: str, mine: Sequence[FileEntry]) -> Path | None:
+    """Give the attempt's directory a name that nobody else knows; None: there is none.
 
     Of several (an earlier publisher died over its claim, and a late writer has made the directory anew) the one with the
     files.
@@ -202,7 +230,7 @@ def _claim(root: Path, tmp_name: str, mine: Sequence[FileEntry]) -> Path:
         except FileNotFoundError:
             continue
         return claim
-    raise CheckpointError(f"{root / tmp_name} is gone: nothing to publish; write the step again as a new attempt")
+    return None
 
 
 def _wrong_file(folder: Path, mine: Sequence[FileEntry]) -> str:

@@ -46,7 +46,7 @@ from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
 logger = logging.getLogger(__name__)
 
 _STALE = re.compile(rf"iter_[0-9]{{7,}}_tmp.*|\.{re.escape(TRACKER_NAME)}\..*|\.ttp_probe.*")
-_PUBLISH_TRIES = 5
+PUBLISH_TRIES = 5
 
 
 def publish(
@@ -97,7 +97,7 @@ def publish(
     to_bytes(fields)  # a state that JSON cannot carry is found before anything is touched
     attempt = _Attempt(root, tmp_name, results, expected, trusted, advance)
     try:
-        for _ in range(_PUBLISH_TRIES):
+        for _ in range(PUBLISH_TRIES):
             if os.path.lexists(final) and _is_kept(final, attempt):
                 discard_attempt(root, tmp_name)
                 break

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.checkpoint.cluster import HOSTS, Cluster
 from tests.unit.checkpoint.conftest import Job
-from ttp.checkpoint import writer
+from ttp.checkpoint import pieces, writer
 from ttp.checkpoint.gather import Move, moved_texts, plan_moves
 from ttp.checkpoint.load import Found, verify
 from ttp.checkpoint.manifest import read_manifest
@@ -281,6 +281,30 @@ def test_publishing_a_piece_again_is_harmless(cluster: Cluster, job: Job) -> Non
     first = cluster.publish(0, name, 7, results)
     assert cluster.publish(1, name, 7, results) == first
     assert [path.name for path in sorted((cluster.root / "a").glob("iter_*"))] == ["iter_0000007"]
+
+
+@pytest.mark.parametrize("act", ["write_manifest", "fsync_directory"])
+def test_a_publisher_whose_claim_is_taken_by_one_that_had_stood_still_finds_its_piece(
+    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """Another rank was asked in its place, and both go on at once: neither may say that the directory takes no step."""
+    name = "iter_0000007_tmp_x"
+    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    real, published = getattr(pieces, act), list[Path]()
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(pieces, act, real)
+        published.append(cluster.publish(0, name, 7, results))
+        real(*arguments)
+
+    monkeypatch.setattr(pieces, act, interrupted)
+    assert [cluster.publish(1, name, 7, results)] == published and verify(published[0]).step == 7
+
+
+def test_an_attempt_that_is_gone_is_not_published(cluster: Cluster, job: Job) -> None:
+    results = [writer.write_share(cluster.disk(r), "iter_0000007_tmp_x", r, s, {}) for r, s in enumerate(job.shares(4))]
+    with pytest.raises(CheckpointError, match="is gone or was taken over by other publishers"):
+        cluster.publish(0, "iter_0000007_tmp_y", 7, results)
 
 
 def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job) -> None:
