@@ -224,8 +224,10 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
     mute = {strike.at_s for strike in job.strikes if strike.kind == "controller is heard by nobody"}
     long_s = min(job.times.freeze_timeout_s, job.times.progress_timeout_s)
     for controller in job.controllers:  # by its own clock, which may leap meanwhile
-        if any(began in mute and ended - began + controller.ahead_s >= long_s for began, ended in controller.absences):
-            return True
+        for began, ended in controller.absences:
+            long = ended - began + controller.ahead_s >= long_s
+            if began in mute and long and began <= verdict_s <= ended + long_s:
+                return True
     routes = ("duplication", "rank hears nobody", "rank is heard by nobody")
     kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
     takeovers = [at for at, line in job.story if line.event == "takeover_began" and at <= verdict_s]
