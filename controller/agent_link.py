@@ -168,7 +168,7 @@ class AgentLink:
             now = time.monotonic()
             with self._lock:
                 if now - looked > OWN_ABSENCE_S:
-                    self._heard = now
+                    self._heard = min(now, max(self._heard, since) + now - looked - LOOK_S)
                 if now - max(self._heard, since) >= self._lease_s:
                     self._attached = False
                     log.debug("nothing was heard from the controller for %g s", self._lease_s)

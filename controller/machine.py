@@ -26,6 +26,7 @@ from .membership import (
     hear_unsuspected,
     silent,
     silent_since,
+    slow_heartbeat_s,
     sweep,
     turned_back,
 )
@@ -44,7 +45,8 @@ FREEZES_OF_A_TERM = 1 << 20
 """More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
 
 LATE_HEARTBEATS = 0.5
-"""While ranks are attached the machine asks to be called once a heartbeat; a driver that comes this much later was stopped."""
+"""The machine asks to be called once a heartbeat; a driver that comes this much later was stopped. Of heartbeats as rare as
+`slow_heartbeat_s`: a busy host that keeps the driver for less takes nothing from a lease that matters, and leases must run out."""
 
 _LAST_VOUCH_HEARTBEATS = 1.5
 """An agent that goes with its node may have vouched for a rank so long after the rank was heard last."""
@@ -151,7 +153,7 @@ def _round_end(state: ControllerState, fault: Fault) -> float:
 
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
-    late_s = LATE_HEARTBEATS * state.settings.heartbeat_s
+    late_s = LATE_HEARTBEATS * slow_heartbeat_s(state.settings)
     if now - state.seen <= late_s:
         return state
     deadline = next_deadline(state)

@@ -28,7 +28,7 @@ VOUCHED_PART = 1 / 4
 """The part of a fault's time that a vouched lease may take at most: what is decided then must still be done."""
 
 HEARTBEATS_A_LEASE = 3
-"""A heartbeat that comes more often than this does not make the network faster: see `cut_off_s`."""
+"""A heartbeat that comes more often than this makes neither the network nor a host faster: see `slow_heartbeat_s`."""
 CUT_OFF_HEARTBEATS = 1.5
 """Of several ranks one is always heard within a heartbeat."""
 
@@ -237,13 +237,18 @@ def turned_back(members: Membership, now: float, settings: ControllerSettings) -
     return came_back(replace(members, table=members.table.put_all(later)), now, settings)
 
 
-def cut_off_s(settings: ControllerSettings) -> float:
-    """Return for how long a controller that is not cut off may hear nobody.
+def slow_heartbeat_s(settings: ControllerSettings) -> float:
+    """Return the heartbeat that delays are measured in: one, or a third of a lease where that is longer.
 
-    It is not shorter than half a lease: with heartbeats every 0.05 s, messages that take 0.08 s would look like a cut, and each
-    dead rank would keep its life for a lease more; and agents vouch no more often than three times a lease.
+    With heartbeats every 0.05 s, messages that take 0.08 s would look like a cut, and a host that keeps the controller for as long
+    like one that stopped it: each time the dead ranks would keep their lives for a lease more. Agents vouch no more often, either.
     """
-    return CUT_OFF_HEARTBEATS * max(settings.heartbeat_s, settings.lease_s / HEARTBEATS_A_LEASE)
+    return max(settings.heartbeat_s, settings.lease_s / HEARTBEATS_A_LEASE)
+
+
+def cut_off_s(settings: ControllerSettings) -> float:
+    """Return for how long a controller that is not cut off may hear nobody."""
+    return CUT_OFF_HEARTBEATS * slow_heartbeat_s(settings)
 
 
 def sweep(members: Membership, now: float, settings: ControllerSettings, welcomed: bool, started: bool) -> Swept:

@@ -85,6 +85,20 @@ def test_a_hang_is_seen_soon_however_many_steps_there_are_in_a_heartbeat() -> No
         assert at - began < 8 * times.heartbeat_s, f"seed {seed}"
 
 
+def test_a_hang_is_seen_by_a_controller_that_its_host_keeps_again_and_again() -> None:
+    """Each time for longer than a heartbeat, and for less than half of a third of a lease."""
+    for seed in range(12):
+        scenario = build(seed, even(4), harmless=False)
+        job, rank = scenario.job, seed % 4
+        compute_for(job, rank, inf)
+        for number in range(40):
+            job.scheduler.at(0.2 + 0.15 * number, partial(job.controllers[0].pause, 0.12))
+        found = run_and_check(scenario)
+        assert not found, f"seed {seed}: {found}"
+        ((at, hung),) = [(at, line.fields) for at, line in job.story if line.event == "hung"]
+        assert hung["ranks"] == (rank,) and at < 5.0, f"seed {seed}: {at:.3f} s"
+
+
 def test_a_hang_in_the_first_step_is_seen_by_the_limit_for_the_start() -> None:
     """There is nothing to save yet, and the job says so and starts again."""
     for seed in range(12):

@@ -466,6 +466,16 @@ def test_a_driver_that_comes_a_little_late_is_not_taken_for_one_that_was_stopped
     assert bool(job.told("death_seen")) is (late_s <= 0.5)
 
 
+@pytest.mark.parametrize("late_s", [0.45, 0.55])
+def test_a_host_that_keeps_the_controller_again_and_again_keeps_no_dead_rank_alive(late_s: float) -> None:
+    """Heartbeats come every 0.05 s; half of a third of the lease is the difference all the same."""
+    job = ControllerBench(lease_s=LEASE_S, heartbeat_s=0.05)
+    for _ in range(9):
+        job.take(Tick(), after=0.05 + late_s)
+        job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 1, 2))))
+    assert bool(job.told("death_seen")) is (late_s <= 0.5)
+
+
 def test_a_launchers_word_excuses_no_silence() -> None:
     """All ranks are silent; that a launcher attaches says nothing of them."""
     job = ControllerBench(orphan_timeout_s=15.0)

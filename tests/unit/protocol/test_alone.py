@@ -115,7 +115,7 @@ def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss:
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_rank_that_stood_still_itself_waits_for_a_controller_as_long_as_it_would_have(fault: bool) -> None:
-    """Nobody can have answered while its process was stopped, or before its clock leapt."""
+    """Nobody can have answered while its process was stopped, or before its clock leapt; a heartbeat of that it had asked for."""
     rank = ProcessorBench()
     rank.hear(WELCOME)
     if fault:
@@ -125,8 +125,32 @@ def test_a_rank_that_stood_still_itself_waits_for_a_controller_as_long_as_it_wou
     rank.take(Disconnected("reset"))
     rank.wait(5.0)
     assert not only(rank.tick(after=100.0), ExitProcess)
-    assert not only(rank.wait(9.8), ExitProcess)
+    assert not only(rank.wait(8.8), ExitProcess)
     assert only(rank.wait(0.3), ExitProcess)
+
+
+def test_a_rank_that_stood_still_itself_goes_on_to_hear_its_controller() -> None:
+    """What the controller said meanwhile has still to be read."""
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    rank.tick(after=1.0)
+    rank.tick(after=100.0)
+    assert rank.state.link is Link.UP
+    rank.wait(0.9)
+    assert rank.state.link is Link.UP, "a heartbeat before it stood still, one of its absence, and one now"
+    rank.wait(0.2)
+    assert rank.state.link is not Link.UP
+
+
+def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> None:
+    """Its training holds the interpreter: of each time a heartbeat counts, for that long it had wanted to wait."""
+    rank = ProcessorBench()
+    rank.hear(WELCOME)
+    for _ in range(2):
+        rank.tick(after=1.9)
+        assert rank.state.link is Link.UP
+    rank.tick(after=1.9)
+    assert rank.state.link is not Link.UP
 
 
 def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:

@@ -432,7 +432,7 @@ def test_a_frozen_job_is_not_called_hung() -> None:
 
 
 def test_a_controller_that_was_stopped_itself_calls_nobody_hung() -> None:
-    job = trained(heartbeat_s=1.0)
+    job = trained(heartbeat_s=1.0, lease_s=3.0)
     job.take(Tick(), after=100.0)
     assert job.at(Stage.RUNNING) and not job.told("hung")
 

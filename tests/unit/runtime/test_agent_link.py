@@ -69,10 +69,13 @@ def test_a_killed_controller_without_a_standby_is_not_attached_any_more(
     assert not link.attached
 
 
+@pytest.mark.parametrize("kept", [False, True])
 def test_a_stopped_controller_is_not_attached_after_its_lease(
-    new_controller: StartController, new_link: OpenLink
+    new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    """Its connection stays open; it comes back when it goes on."""
+    """Its connection stays open; it comes back when it goes on. `kept`: the launcher comes too late to each look."""
+    if kept:
+        monkeypatch.setattr(agent_link, "OWN_ABSENCE_S", 0.0)
     controller = new_controller(world_size=2)
     link = new_link(controller.address)
     until(lambda: link.attached, "the first word of the controller")
