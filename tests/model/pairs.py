@@ -52,7 +52,7 @@ def main() -> int:
         "--calm-steps", type=int, default=1, help="steps that are finished before anything goes wrong (1)"
     )
     parser.add_argument(
-        "--most", type=int, default=40_000_000, help="situations of a pair (40 million, about 6 GB); 0: to the end"
+        "--most", type=int, default=4_000_000, help="situations of a pair (4 million, about 2 GB); 0: to the end"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("pairs", nargs="*", type=named_pair, metavar="KIND+KIND", help="only these (default: all)")

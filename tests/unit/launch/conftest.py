@@ -6,9 +6,13 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.unit.launch.couriers import Switchboard
 from tests.unit.launch.start import Start
 from ttp.launch import round as rounds
+from ttp.launch.courier import Courier
+from ttp.launch.rendezvous import JobStore
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +39,23 @@ def led(short_times: None) -> Iterator[Start]:
     start = Start(60.0, controller=True)
     yield start
     start.close()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """The workers' store."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def switchboard() -> Switchboard:
+    """Return what makes a courier's links, and keeps them."""
+    return Switchboard()
+
+
+@pytest.fixture
+def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
+    """Return a courier of round 7 that looks often."""
+    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    yield made
+    made.close()

@@ -24,23 +24,6 @@ from ttp.progress import FirstStep, progress_key
 from ttp.standby import enter
 
 
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture
-def switchboard() -> Switchboard:
-    return Switchboard()
-
-
-@pytest.fixture
-def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
-    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
-    yield made
-    made.close()
-
-
 def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
     """Another round's entry is not taken for it."""
     store.set(controller_key(6), "old:1 11")

@@ -20,17 +20,6 @@ from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key, log_dir_key
 from ttp.standby import enter
 
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture
-def switchboard() -> Switchboard:
-    return Switchboard()
-
-
 KNOWN = Controllers(("host:8000",), 12, "/output/log")
 
 

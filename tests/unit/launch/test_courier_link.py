@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -11,26 +10,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.unit.launch.couriers import DEADLINE_S, Switchboard, death
 from tests.waiting import until
 from ttp.launch.courier import Courier
-from ttp.launch.rendezvous import JobStore
 from ttp.meeting import controller_key
 from ttp.standby import enter
-
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture
-def switchboard() -> Switchboard:
-    return Switchboard()
-
-
-@pytest.fixture
-def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
-    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
-    yield made
-    made.close()
 
 
 def test_whom_the_controller_has_given_up_is_asked_on_the_line(
