@@ -260,7 +260,8 @@ def _leads_nobody(job: Job) -> bool:
 
 def _start_failed(job: Job) -> bool:
     """True when the controller died, or went away for a lease, while it welcomed the ranks: those that know the standbys
-    wait for the others in vain. No step can be finished by then."""
+    wait for the others in vain. No step can be finished before all are welcomed; a controller that has taken over meanwhile does not
+    know the others."""
     welcomed = [rank.started_s for rank in job.ranks]
     return max(welcomed) > min(welcomed) + job.times.lease_s or max(welcomed) > _assembled_s(job) + job.times.lease_s
 
@@ -307,12 +308,13 @@ def _lost_steps(job: Job) -> list[str]:
 def _vetoed(job: Job) -> list[str]:
     """I9: one rank's disk vetoes no directory: a step is published in the first one of the list that serves ranks that cover it
     and that nothing happened to; of one whose update ended just before the decision nobody knows yet. A directory with a file that ended short
-    unnoticed serves nobody, as for a refusal. Ranks that were kept apart while they wrote may have been lost to a directory: that costs no step."""
+    unnoticed serves nobody, as for a refusal. Ranks that were kept apart while they wrote, or that were not welcomed at first, may have
+    been lost to a directory: that costs no step."""
     said = next((at for at, line in job.story if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
     if said == inf or not decided or job.own is not None:
         return []
-    if _kept_apart(job, decided[-1].at_s) or _kept_apart(job, said):
+    if _kept_apart(job, decided[-1].at_s) or _kept_apart(job, said) or _start_failed(job):
         return []
     first = min(job.roots.index(str(fields["path"]).rsplit("/", 1)[0]) for fields in events(job, "published"))
     step = int(str(events(job, "published")[0]["step"]))
