@@ -116,6 +116,7 @@ class Controller:
         self.story: list[tuple[float, ev.Journal]] = []
         self.over = ""
         self.dead = False
+        self.killed_s = inf
         self.began_s = job.scheduler.now
         self.paused_until = 0.0
         self.cut_until = 0.0
@@ -329,7 +330,7 @@ class Controller:
     def kill(self) -> None:
         if not self.gone:
             self.job.note(f"controller c{self.place} is killed in {self.state.stage.value}")
-            self.dead = True
+            self.dead, self.killed_s = True, self.job.scheduler.now
             self.job.controller_gone(killed=True)
             self.job.standbys.ended(self)
             self.close_all()
