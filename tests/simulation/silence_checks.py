@@ -91,7 +91,9 @@ def _disturbed(job: Job, rank: Rank, began_s: float, by_s: float) -> bool:
     others = [
         s for s in job.strikes if since_s <= s.at_s <= by_s and s.kind not in ("host loss", "stop", "interpreter held")
     ]
-    heard = [other for other in job.ranks if other.ended_s >= by_s and not other.was_stopped]
+    heard = [  # a rank that is not welcomed sends no heartbeats
+        other for other in job.ranks if other.ended_s >= by_s and not other.was_stopped and other.started_s <= began_s
+    ]
     return began_s < assembled or bool(others) or not heard or _led_badly(job, since_s, by_s)
 
 
