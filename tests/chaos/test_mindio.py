@@ -117,12 +117,13 @@ def test_enable_ttp_false_is_the_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ttp_is_switched_on_and_off_with_the_moments(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--use-distributed-optimizer",)], ids=["whole", "distributed"])
+def test_ttp_is_switched_on_and_off_with_the_moments(folders: tuple[Path, Path], arguments: tuple[str, ...]) -> None:
     """The trainer's own checkpoint is read by TTP's optimizer, and the other way round: the losses are those of a run without TTP."""
-    plain = Run(folders[0], 2, enable=False)
+    plain = Run(folders[0], 2, *arguments, enable=False)
     losses = {step: float.fromhex(line[2]) for step, line in plain.lines.items()}
     for last, enable in ((6, False), (13, True), (STEPS, False)):
-        found = Run(folders[1], 2, "--train-iters", str(last), enable=enable)
+        found = Run(folders[1], 2, *arguments, "--train-iters", str(last), enable=enable)
         assert max(found.lines) == last
         for step, line in found.lines.items():
             assert float.fromhex(line[2]) == pytest.approx(losses[step], rel=1e-4), f"step {step}\n{found.text}"

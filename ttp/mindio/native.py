@@ -2,9 +2,10 @@
 
     torch             state (by number), param_groups
     Megatron, 16 bit  optimizer (torch's form), fp32_from_fp16_params, grad_scaler
+    distributed       optimizer (param_groups alone), grad_scaler; the tensors are in a file of their own (`param_state.py`)
 
 Owns the translation between numbers and names. Tensors are shared, not copied, so that a file does not grow. Never reads the
-distributed optimizer's shards: these are cut for one data-parallel size, by the trainer's own gradient buffers.
+shards of older distributed optimizers, which wrote one file for each data-parallel rank.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def entries(state: WholeState, order: Order, per_group: int) -> dict[str, Any]:
         if "betas" in hyper:
             hyper["betas"] = tuple(hyper["betas"])
         first = len(numbered)
+        counts = [by_name[name]["step"] for name, _ in members if "step" in by_name.get(name, {})]
+        if counts:  # Apex counts once for a group
+            hyper["step"] = int(counts[0])
         for name, _ in members:
             numbered[len(numbered)] = by_name.get(name, {})
         groups.append({**hyper, "params": list(range(first, len(numbered)))})
@@ -57,6 +61,28 @@ def is_native(found: Mapping[str, Any]) -> bool:
     return "ttp_form" not in found and ("param_groups" in found or "optimizer" in found)
 
 
+def is_distributed(found: Mapping[str, Any]) -> bool:
+    """True for what Megatron's distributed optimizer returns: no tensors, and param groups without parameters."""
+    inner = found.get("optimizer")
+    if not isinstance(inner, Mapping) or "state" in inner or not isinstance(groups := inner.get("param_groups"), list):
+        return False
+    return not any("params" in group for group in groups)
+
+
+def read_distributed(
+    found: Mapping[str, Any], order: Order, per_group: int, host: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the host state, and the step count of each parameter by name. Raises CheckpointMismatch."""
+    groups = found["optimizer"]["param_groups"]
+    if len(groups) != len(order) or not all(isinstance(group.get("step"), int) for group in groups):
+        raise CheckpointMismatch(
+            f"invalid optimizer state: got {len(groups)} param groups with the keys {sorted({key for one in groups for key in one})},"
+            f" expected {len(order)} with a 'step' each, as Apex's FusedAdam keeps it. Group the parameters as in the run that wrote it"
+        )
+    steps = {name: group["step"] for members, group in zip(order, groups, strict=True) for name, _ in members}
+    return _host(found, groups, per_group, host), steps
+
+
 def read(found: Mapping[str, Any], order: Order, per_group: int, host: Mapping[str, Any]) -> WholeState:
     """Return the state of the trainer's own optimizer, as that of step 0: it does not know the iteration. Raises CheckpointMismatch.
 
@@ -78,7 +104,6 @@ def read(found: Mapping[str, Any], order: Order, per_group: int, host: Mapping[s
         )
     masters = found.get("fp32_from_fp16_params", [])
     tensors: dict[str, torch.Tensor] = {}
-    hyper: list[dict[str, Any]] = []
     for number, (members, group) in enumerate(zip(order, groups, strict=True)):
         halves = iter(masters[number] if number < len(masters) else ())
         for (name, param), key in zip(members, group["params"], strict=True):
@@ -86,9 +111,18 @@ def read(found: Mapping[str, Any], order: Order, per_group: int, host: Mapping[s
             tensors[model_key(name)] = (param if master is None else master).detach().float().cpu().clone()
             for part, value in _state_of(states, key, group).items():
                 tensors[optim_state_key(name, part)] = value.detach().float().cpu()
-        for before in host["param_groups"][number * per_group : (number + 1) * per_group]:
-            hyper.append({part: group.get(part, value) for part, value in before.items()})
-    return WholeState(0, tensors, {**host, "step": 0, "param_groups": hyper, "loss_scale": _scale(found, host)})
+    return WholeState(0, tensors, _host(found, groups, per_group, host))
+
+
+def _host(
+    found: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], per_group: int, host: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the host state of step 0 with the hyper-parameters and the loss scale that `found` has."""
+    hyper = [
+        {part: groups[number // per_group].get(part, value) for part, value in before.items()}
+        for number, before in enumerate(host["param_groups"])
+    ]
+    return {**host, "step": 0, "param_groups": hyper, "loss_scale": _scale(found, host)}
 
 
 def _state_of(states: Any, key: Any, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:

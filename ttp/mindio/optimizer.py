@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ttp.errors import CheckpointError, ConfigError, Overtaken
 from ttp.exchange import world
-from ttp.mindio import given, native
+from ttp.mindio import given, native, param_state
 from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
 from ttp.mindio.state import WholeState, gather_whole, load_whole, part_tensors
@@ -149,6 +149,10 @@ class TTPReplicaOptimizer:
         """A dying gasp's state is shown to the save handler."""
         self._saved_elsewhere = False
         """The save handler runs here beside the save rank's: another rank writes."""
+        self._brought_together = False
+        """`save_parameter_state` has gathered this step's state: the next `need_write_file` need not."""
+        self._awaited: tuple[dict[str, Any], dict[str, int]] | None = None
+        """Host state and step counts of a distributed optimizer whose tensors `load_parameter_state` is to load."""
 
     # --- a step ---
 
@@ -229,7 +233,12 @@ class TTPReplicaOptimizer:
         `self.optimizer.step()`. iteration: the one before this step's; the optimizer counts for itself. Raises Overtaken."""
         if not self._reduced:
             self.reduce_model_grads()
-        self._whole = None
+        self._whole, self._brought_together = None, False
+        if self._awaited is not None:
+            raise CheckpointError(
+                "invalid start: got a distributed optimizer's state without its tensors. Call optimizer.load_parameter_state(filename)"
+                " after load_state_dict, or optimizer.reload_model_params() to begin with fresh moments"
+            )
         step = self.current_step + 1
         try:
             self._record, self.ending = self.core.agree()
@@ -277,6 +286,7 @@ class TTPReplicaOptimizer:
 
     def reload_model_params(self) -> None:
         """Take the model's parameters as they are now, after somebody loaded weights into it."""
+        self._awaited = None
         self.core.masters_from_params()
 
     # --- checkpoints ---
@@ -297,6 +307,9 @@ class TTPReplicaOptimizer:
             return bool(self.save_args["rank"] == rank)
         if self._shown or self._saved_elsewhere:  # in a save handler that has not called set_dump_args: no collective
             return self._shown
+        if self._brought_together:
+            self._brought_together = False
+            return self._whole is not None
         self._begin()
         self._job.long_pause()
         self._whole = gather_whole(self.core, self._names.own, self.place.data_group, self._writer)
@@ -340,12 +353,43 @@ class TTPReplicaOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's shards of what `state_dict` returned (all ranks call, each with its model part's). Raises CheckpointMismatch.
 
-        The whole state of the trainer's own optimizer, without TTP, is taken as well; its model's weights are loaded before."""
-        if native.is_native(state_dict):
-            own = native.read(state_dict, self._order, self._groups_each, self.core.host_state())
+        The whole state of the trainer's own optimizer, without TTP, is taken as well; its model's weights are loaded before. Of its
+        distributed optimizer this has no tensors: `load_parameter_state` follows."""
+        self._awaited = None
+        if native.is_distributed(state_dict):
+            self._awaited = native.read_distributed(state_dict, self._order, self._groups_each, self.core.host_state())
+        elif native.is_native(state_dict):
+            self._load(native.read(state_dict, self._order, self._groups_each, self.core.host_state()))
         else:
-            own = WholeState.from_dict(state_dict)
-        load_whole(own.renamed({own: name for name, own in self._names.own.items()}), self.core, self._names.own)
+            self._load(WholeState.from_dict(state_dict))
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Write the file of Megatron's distributed optimizer, on the rank for which `need_write_file` is true (all ranks call, in a
+        periodic checkpoint a collective): without TTP the trainer loads it. Raises CheckpointMismatch if the base is not Adam."""
+        writes = self.need_write_file()
+        self._brought_together = not (self.error_dump or self._shown or self._saved_elsewhere)
+        if writes:
+            assert self._whole is not None
+            group = self.place.data_group
+            ranks = world()[1] if group is None else dist.get_world_size(group)
+            param_state.save(filename, self._whole.renamed(self._names.own), self._chunks, ranks)
+
+    def load_parameter_state(self, filename: str) -> None:
+        """Take this rank's shards from the file of Megatron's distributed optimizer (all ranks call, each with its model part's file),
+        after `load_state_dict`. Nothing is left to do where that was given what `state_dict` returned with TTP."""
+        if self._awaited is not None:
+            host, steps = self._awaited
+            self._load(WholeState(0, param_state.load(filename, self._chunks, steps), host))
+            self._awaited = None
+
+    @property
+    def _chunks(self) -> list[list[tuple[str, torch.nn.Parameter]]]:
+        """The trainer's own name and the parameter of each model chunk, in the order of its gradient buffer."""
+        own = {id(param): name for members in self._order for name, param in members}
+        return [[(own[id(p)], p) for p in model.parameters() if id(p) in own] for model in self.models]
+
+    def _load(self, state: WholeState) -> None:
+        load_whole(state.renamed({own: name for name, own in self._names.own.items()}), self.core, self._names.own)
 
 
 class TTPOddReplicaOptimizer(TTPReplicaOptimizer):

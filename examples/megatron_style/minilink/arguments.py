@@ -33,7 +33,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--weight-decay", type=float, default=0.01)
     group.add_argument("--clip-grad", type=float, default=1.0)
     group.add_argument("--seed", type=int, default=1234)
-    group.add_argument("--use-distributed-optimizer", action="store_true", help="taken; the trainer has one optimizer")
+    group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--release-fp32-grad", action="store_true")
     group.add_argument("--log-num-zeros-in-grad", action="store_true")
     group = parser.add_argument_group("checkpoints")

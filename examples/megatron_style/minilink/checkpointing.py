@@ -36,6 +36,10 @@ def get_checkpoint_name(
     return os.path.join(checkpoints_path, directory, part, model_name)
 
 
+def get_distributed_optimizer_checkpoint_name(model_checkpoint_name: str) -> str:
+    return os.path.join(os.path.dirname(model_checkpoint_name), "distrib_optim.pt")
+
+
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
     return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
 
@@ -64,6 +68,10 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, opt_param_schedu
     else:
         checkpoint_name = get_checkpoint_name(args.save, iteration)
     cur_rank = torch.distributed.get_rank()
+    if args.use_distributed_optimizer:
+        optim_checkpoint_name = get_distributed_optimizer_checkpoint_name(checkpoint_name)
+        ensure_directory_exists(optim_checkpoint_name)
+        optimizer.save_parameter_state(optim_checkpoint_name)
     save_flag = optimizer.need_write_file() if enable_ttp else parallel_state.get_data_parallel_rank() == 0  # TTP
     if not torch.distributed.is_initialized() or save_flag:
         state_dict = {
@@ -121,10 +129,13 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any) -> int
         return 0
     with open(tracker) as f:
         iteration = int(f.read().strip())
-    state_dict = torch.load(get_checkpoint_name(args.save, iteration), map_location="cpu")
+    checkpoint_name = get_checkpoint_name(args.save, iteration)
+    state_dict = torch.load(checkpoint_name, map_location="cpu")
     args.consumed_train_samples = state_dict["args"].consumed_train_samples
     model[0].module.load_state_dict(state_dict["model"])
     optimizer.load_state_dict(state_dict["optimizer"])
+    if args.use_distributed_optimizer:
+        optimizer.load_parameter_state(get_distributed_optimizer_checkpoint_name(checkpoint_name))
     opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])
     random.setstate(state_dict["random_rng_state"])
     torch.set_rng_state(state_dict["torch_rng_state"])

@@ -80,6 +80,12 @@ class MegatronOptimizer:
         self.optimizer.load_state_dict(state_dict)
 
 
+def _own_optimizer(args: Any) -> type[MegatronOptimizer]:
+    from minilink.distrib_optimizer import DistributedOptimizer  # which imports this module
+
+    return DistributedOptimizer if args.use_distributed_optimizer else MegatronOptimizer
+
+
 def get_megatron_optimizer(model: list[Any]) -> Any:
     args = get_args()
     if enable_ttp:  # TTP
@@ -100,7 +106,7 @@ def get_megatron_optimizer(model: list[Any]) -> Any:
     if enable_ttp and args.release_fp32_grad:  # TTP
         opt_ty: Any = DistributedOptimizerWithoutFP32Grad
     else:
-        opt_ty = TTPReplicaOptimizer if enable_ttp else MegatronOptimizer  # TTP
+        opt_ty = TTPReplicaOptimizer if enable_ttp else _own_optimizer(args)  # TTP
     if enable_ttp:  # TTP
         return opt_ty(
             optimizer,
