@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, ranks: int, replicas: int) -> dict[str, Any
     command += ["--alone"] if options.alone else []
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     if alone():
-        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+        command = in_namespace(command)
     ended = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ended.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -54,6 +54,11 @@ def alone() -> bool:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return False
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+
+
+def in_namespace(command: list[str]) -> list[str]:
+    """Return the command that runs another one in a network namespace of its own, where that is allowed (`alone`)."""
+    return ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
 
 
 def free_port() -> int:

@@ -82,6 +82,9 @@ class TrainingConfig:
     """The gradient is that of the mean, or of the sum, of the losses of a step's tokens. Logs show the mean either way."""
     use_distributed_optimizer: bool = True
     """False: every rank holds the whole optimizer state (as many replicas as ranks)."""
+    gradient_accumulation_shard: bool = False
+    """Reduce the gradients of every micro-batch at once and accumulate each rank's shards only: less memory, more bytes sent.
+    Without effect where every data-parallel rank holds all shards."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward computes again to save memory. full: of each block all but its input; selective: all but its
     input and the results of matrix products and attention."""

@@ -43,6 +43,7 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
         clip=clip,
         loss_scale=loss_scale,
         local_copy=training.local_copy_os,
+        gradient_accumulation_shard=training.gradient_accumulation_shard,
         compare_every=config.parallel_config.compare_replicas_every,
         lr=settings.learning_rate,
         betas=settings.betas,

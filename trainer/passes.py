@@ -124,16 +124,18 @@ class Passes:
         given = between
         if chunk.stage.ends:
             given = torch.empty(batch, length, model.vocab_size, dtype=products, device="meta", requires_grad=True)
-        return PipelineStage(
+        stage = _Stage(
             chunk, number * pipeline.size + pipeline.rank, count, self.device, taken, given, group=pipeline.group
         )
+        stage.optimizer = self.optimizer
+        return stage
 
     def _pipeline(self, step: int, consumed: int) -> None:
         self._seed(step, self._starts(consumed)[0])
         tokens_BT, targets_BT = _joined(self._batch(self.sequences, first) for first in self._starts(consumed))
         inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
         target = targets_BT if self.chunks[-1].stage.ends else None
-        with self.optimizer.no_sync(), self._autocast():  # reduced when all are in: `step` does
+        with self._autocast():
             assert self._schedule is not None
             self._schedule.step(*inputs, target=target, losses=None if target is None else [], return_outputs=False)
 
@@ -215,6 +217,16 @@ class Passes:
             return
         with loss_parallel():
             yield
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients are reduced when those of all micro-batches are in, or after each where they accumulate in shards."""
+
+    optimizer: ttp.TTPReplicaOptimizer
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.optimizer.micro_batch(self.submod.parameters()):
+            return super().backward_one_chunk(*args, **kwargs)
 
 
 def _joined(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,6 +31,9 @@ OPTIMIZER_BYTES = 12
 MASTER_BYTES = REDUCED_BYTES = 4
 """Memory of their own for parameters and gradients shorter than FP32; in FP32 parameters are their own masters and gradients are
 reduced in place."""
+BUCKET_BYTES = 25 * 2**20
+BUCKETS_UNDER_WAY = 4
+"""Of gradients that accumulate in shards: so many buckets are filled or reduced at a time (ttp/optim/buckets.py)."""
 GIB = 2**30
 MOST_RANKS = 1_000_000
 """Of a plan: every rank's place is looked at."""
@@ -57,6 +60,8 @@ class Plan:
     local_parameters: int
     weights: int
     gradients: int
+    gradients_otherwise: int
+    """With gradient_accumulation_shard where it is off, without it where it is on."""
     optimizer: int
     copies: int
     """How much of `optimizer` is there for the replicas' sake."""
@@ -64,6 +69,11 @@ class Plan:
     """Of the micro-batches in flight."""
     data_parallel_wire: int
     """Sent in a step: gradients and parameters."""
+    data_parallel_wire_otherwise: int
+    """As `gradients_otherwise`."""
+    accumulation_shard: bool
+    shards: int
+    """Of a data-parallel group's parameters."""
     tensor_wire: int
     pipeline_wire: int
     expert_wire: int
@@ -107,6 +117,16 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         _optimizer(config, dense, dp, holders, ring) + _optimizer(config, experts, dp // ep, holders, ring)
         for holders in (replicas, 1)
     )
+    shard = config.training_config.gradient_accumulation_shard
+    gradients, otherwise = (
+        _gradients(config, dense, dp, replicas, on) + _gradients(config, experts, dp // ep, replicas, on)
+        for on in (shard, not shard)
+    )
+    passes, no_passes = (data.micro_batch_num, 0) if shard else (0, data.micro_batch_num)
+    wire, wire_otherwise = (
+        _wire(dense, dp, replicas, dtype, count) + _wire(experts, dp // ep, replicas, dtype, count)
+        for count in (passes, no_passes)
+    )
     tokens = data.batch_size * model.seq_length
     compute = DTYPES[model.compute_dtype].itemsize
     layers = -(-model.num_layers // pp)
@@ -117,11 +137,15 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         parameters=count_parameters(model),
         local_parameters=local,
         weights=local * dtype,
-        gradients=local * dtype,
+        gradients=gradients,
+        gradients_otherwise=otherwise,
         optimizer=optimizer,
         copies=optimizer - alone,
         activations=_activations(config, local),
-        data_parallel_wire=_wire(dense, dp, replicas, dtype) + _wire(experts, dp // ep, replicas, dtype),
+        data_parallel_wire=wire,
+        data_parallel_wire_otherwise=wire_otherwise,
+        accumulation_shard=shard,
+        shards=dp // replicas if dp % replicas == 0 else dp,
         tensor_wire=int(
             _all_reduces(config, layers) * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute
         ),
@@ -165,6 +189,24 @@ def _optimizer(config: Config, numel: int, ranks: int, replicas: int, ring: bool
         return numel * replicas * (OPTIMIZER_BYTES + REDUCED_BYTES + backup) // ranks
     second = MASTER_BYTES if ring and replicas > 1 else 0  # the master of the shard that another rank gathers from
     return numel * (replicas * (OPTIMIZER_BYTES - MASTER_BYTES + backup) + second) // ranks
+
+
+def _gradients(config: Config, numel: int, ranks: int, replicas: int, shard: bool) -> int:
+    """Return the bytes of a rank's gradients of parameters that it shares with `ranks`; with `shard` those of its shards and of the
+    buckets under way. A tied embedding of two stages stays whole."""
+    model, tp = config.model_config, config.parallel_config.tensor_model_parallel_size
+    dtype = DTYPES[model.params_dtype]
+    whole, replicas = numel * dtype.itemsize, min(replicas, ranks)
+    if not shard or ranks == replicas:
+        return whole
+    embedding = model.vocab_size * model.hidden_size
+    tied = config.parallel_config.pipeline_model_parallel_size > 1 and not model.untie_embeddings_and_output_weights
+    kept = embedding // tp * dtype.itemsize if tied else 0
+    accumulated = (
+        (whole - kept) * replicas // ranks if dtype == torch.float32 else 0
+    )  # else `_optimizer` has counted them
+    largest = max(embedding, model.hidden_size * model.ffn_size) // tp * dtype.itemsize
+    return accumulated + kept + min(whole - kept, BUCKETS_UNDER_WAY * max(BUCKET_BYTES, largest))
 
 
 def _activations(config: Config, local: int) -> int:
@@ -220,16 +262,22 @@ def _layer(config: Config) -> tuple[float, float, float]:
     return taken, 2 * taken + (into + weighed + inner) * short + masks, products * short
 
 
-def _wire(numel: int, ranks: int, replicas: int, dtype: int) -> int:
-    """Return the bytes that a rank sends for its gradients and its parameters (see ttp/optim/wires.py)."""
+def _wire(numel: int, ranks: int, replicas: int, dtype: int, passes: int) -> int:
+    """Return the bytes that a rank sends for its gradients and its parameters (see ttp/optim/wires.py). `passes`: of gradients that
+    accumulate in shards; 0: they accumulate whole."""
     if ranks == 1 or numel == 0:
         return 0
     replicas = min(replicas, ranks)
     shards = ranks if ranks % replicas else ranks // replicas
-    back = (1 - 1 / shards) * numel * dtype
+    row = (1 - 1 / shards) * numel * dtype
+    summed = REDUCED_BYTES if passes and shards > 1 else dtype
     if ranks % replicas:
-        return int(numel * dtype + back)
-    return int((1 - 1 / shards) * numel * dtype + 2 * (replicas - 1) / replicas * numel / shards * REDUCED_BYTES + back)
+        exchanged = numel / shards * summed
+    elif summed == REDUCED_BYTES:
+        exchanged = 2 * (replicas - 1) / replicas * numel / shards * REDUCED_BYTES
+    else:
+        exchanged = (replicas - 1) * numel / shards * dtype
+    return int(max(1, passes) * row + exchanged + row)
 
 
 def _all_reduces(config: Config, layers: int) -> float:
@@ -275,16 +323,22 @@ def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
         survived += f", each of {plan.nodes} nodes" if plan.apart and plan.nodes > 1 else ""
         survived += "" if plan.apart or plan.nodes == 1 else "; not each node: some holders of a shard share one"
     seconds = plan.dump / world_size / disk_bytes_per_s
+    key = f"{'without' if plan.accumulation_shard else 'with'} gradient_accumulation_shard"
+    if plan.shards == 1:
+        gradients = sent = " (gradient_accumulation_shard has no effect here)" if plan.accumulation_shard else ""
+    else:
+        gradients = f" ({_gib(plan.gradients_otherwise)} {key})"
+        sent = f" ({_gib(plan.data_parallel_wire_otherwise)} {key})"
     return [
         f"ranks               {world_size}: {axes}",
         f"parameters          {plan.parameters:,}, {plan.local_parameters:,} a rank",
         f"memory a rank       {_gib(plan.memory)}",
         f"  weights           {_gib(plan.weights)}",
-        f"  gradients         {_gib(plan.gradients)}",
+        f"  gradients         {_gib(plan.gradients)}{gradients}",
         f"  optimizer         {_gib(plan.optimizer)}, {_gib(plan.copies)} of it for the replicas",
         f"  activations       {_gib(plan.activations)} (estimate; {_RECOMPUTED[plan.recompute]})",
         "sent by a rank a step",
-        f"  data parallel     {_gib(plan.data_parallel_wire)}",
+        f"  data parallel     {_gib(plan.data_parallel_wire)}{sent}",
         f"  tensor parallel   {_gib(plan.tensor_wire)}",
         f"  pipeline          {_gib(plan.pipeline_wire)}",
         f"  experts           {_gib(plan.expert_wire)}",

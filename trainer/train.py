@@ -145,6 +145,11 @@ class Trainer:
         )
         how = f"{axes} on" if self.mesh.splits_model else "data parallel on"
         log.info("ranks: %d, %s %s; optimizer replicas: %d%s", self.world.size, how, self.device.type, replicas, single)
+        if self.config.training_config.gradient_accumulation_shard:
+            if self.optimizer.layout.shards == 1:
+                log.info("gradient_accumulation_shard has no effect: every data-parallel rank holds all shards")
+            elif self.config.dataset_config.micro_batch_num == 1:
+                log.info("gradient_accumulation_shard: with one micro-batch a step it saves memory and no more is sent")
 
     def _resume(self) -> tuple[int, int]:
         """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""

@@ -91,6 +91,25 @@ def test_every_layout_trains_as_data_parallel_and_survives_a_kill_at_every_point
     assert_equal(hurt, whole)
 
 
+@pytest.mark.parametrize("axes", [Axes(data=4), Axes(data=3, pipeline=2), Axes(data=4, experts=4, expert=2)], ids=str)
+def test_gradients_that_accumulate_in_shards_survive_a_kill_bit_for_bit(tmp_path: Path, axes: Axes) -> None:
+    """While a micro-batch is reduced, when all are, and in the update."""
+    points = ("backward", "ready", "updating")
+    shard = (
+        "--training_config.gradient_accumulation_shard=true",
+        f"--training_config.training_iters={2 * len(points) + 2}",
+    )
+    whole = run(tmp_path / "whole", axes, *shard)
+    assert_same_curve(whole, run(tmp_path / "plain", axes, shard[1]))
+    faults = [
+        f"kill:rank={(axes.ranks - 1 + number) % axes.ranks},step={2 * number + 2},point={point},round={number}"
+        for number, point in enumerate(points)
+    ]
+    hurt = run(tmp_path / "hurt", axes, *shard, faults=";".join(faults), restarts=len(points))
+    assert len(published_steps(hurt)) == len(points), hurt.console_tail(80)
+    assert_equal(hurt, whole)
+
+
 def moved(job: Job, to: Path) -> Path:
     """Give a job's checkpoints to another one, without copying them."""
     to.mkdir(parents=True)

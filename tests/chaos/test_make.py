@@ -18,6 +18,7 @@ SIZES = {
     "benchmarks.dump": "--gb 0.01 --writers 1 --rounds 1",
     "benchmarks.false_alarms": "--seeds 1 --means 0.02",
     "benchmarks.gate": "--runs 2 --calls 50",
+    "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
     "benchmarks.messages": "",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",

@@ -133,16 +133,24 @@ def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device)
 
 @torch.no_grad()
 def allocate(
-    layout: Layout, rank: int, params: Sequence[Parameter], grad_dtype: torch.dtype | None, group: Any
+    layout: Layout,
+    rank: int,
+    named: Sequence[NamedParam],
+    grad_dtype: torch.dtype | None,
+    group: Any,
+    gradient_accumulation_shard: bool,
 ) -> list[BucketMemory]:
     """Move the parameters into contiguous buckets, with rank 0's values on every rank, and allocate the gradients.
 
-    Collective. Parameters keep their identity and shape; their memory becomes a view of the bucket.
+    Collective. Parameters keep their identity and shape; their memory becomes a view of the bucket. With
+    `gradient_accumulation_shard` gradients accumulate in shards, where there are several and no other rank of the model has copies of
+    the parameters, which the caller has to sum whole.
     """
     held = layout.held(rank)
     memory = []
     for bucket in layout.buckets:
         dtype = getattr(torch, bucket.dtype)
+        params = {index: named[index].param for index in bucket.params}
         device = params[bucket.params[0]].device
         flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         for index, offset in zip(bucket.params, bucket.offsets, strict=True):
@@ -154,10 +162,13 @@ def allocate(
         if group is not None and layout.world > 1:
             dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         grads = torch.zeros(bucket.numel, dtype=grad_dtype or dtype, device=device)
+        copied = any(named[index].copied for index in bucket.params)
+        sharded = gradient_accumulation_shard and layout.shards > 1 and not copied
         apart = (len(held), bucket.shard_numel)
         slots = grads.view(layout.shards, -1)
-        rows = [slots[shard] for shard in held] if grads.dtype == torch.float32 else torch.zeros(apart, device=device)
-        memory.append(BucketMemory(flat, grads, tuple(rows)))
+        in_place = grads.dtype == torch.float32 and not sharded
+        rows = [slots[shard] for shard in held] if in_place else torch.zeros(apart, device=device)
+        memory.append(BucketMemory(flat, grads, tuple(rows), sharded))
     return memory
 
 

@@ -3,12 +3,15 @@
 Owns the hooks on the parameters, the gradients' memory, and the order of launches: bucket k only after bucket k - 1,
 whatever the order of the hooks, so that every rank issues the same collectives in the same order. Never looks at
 optimizer state, never decides what a step does.
+
+A step has one pass that launches every bucket: the last backward. Buckets that accumulate in shards are launched by every pass: each
+adds this rank's slot to `reduced` and gives the bucket's memory back. The last pass, or `finish`, then exchanges with the other holders.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,9 +78,14 @@ class GradBuckets:
         self._direct = all(
             place.view.dtype == place.param.dtype and not isinstance(place.param, DTensor) for place in self._places
         )
+        self._sharded = [number for number, bucket in enumerate(buckets) if bucket.memory.sharded]
         self._missing = [0] * len(buckets)
         self._next = 0
-        self._scattering: deque[tuple[Bucket, Works]] = deque()
+        self._added: set[int] = set()
+        """Buckets whose `reduced` has something of this step."""
+        self._apart: set[int] = set()
+        """Buckets that no other passes of this step reach than those of `micro_batch`."""
+        self._scattering: deque[tuple[int, Works]] = deque()
         self._exchanging: deque[tuple[Bucket, Works]] = deque()
         self._synchronised = True
         self._begin()
@@ -90,12 +98,42 @@ class GradBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward add to the gradients without reducing them."""
-        before, self._synchronised = self._synchronised, False
+        """Let backward add to the gradients without reducing them; what accumulates in shards is reduced by the end (a collective)."""
+        with self._pass_over(self._sharded):
+            yield
+
+    @contextmanager
+    def micro_batch(self, params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """The same for a pass that reaches these parameters alone, where all of a step's passes that reach them are made so."""
+        reached = {id(param) for param in params}
+        mine = {place.bucket for place in self._places if id(place.param) in reached}
+        order = [number for number in self._sharded if number in mine]
+        self._apart.update(order)
+        with self._pass_over(order):
+            yield
+
+    @contextmanager
+    def _pass_over(self, order: Sequence[int]) -> Iterator[None]:
+        """A pass that is not the step's last and reduces these buckets."""
+        if not self._synchronised or not self._sharded:
+            before, self._synchronised = self._synchronised, False
+            try:
+                yield
+            finally:
+                self._synchronised = before
+            return
+        if any(place.arrived for place in self._places):
+            raise RuntimeError(
+                "no_sync() came after a backward pass outside it: only the last pass of a step is outside"
+            )
+        self._synchronised = False
+        self._begin_pass(order)
         try:
             yield
         finally:
-            self._synchronised = before
+            self._synchronised = True
+        self._end_pass()
+        self._begin_last_pass()
 
     def zero(self) -> None:
         """Forget all gradients: backward's first one of each parameter is copied to its place in a bucket, further ones are added.
@@ -109,6 +147,7 @@ class GradBuckets:
         if self._hooks or not self._direct:
             return
         for bucket in self._buckets:
+            bucket.memory.hold()
             bucket.memory.grads.zero_()
         for place in self._places:
             place.stale = False
@@ -119,6 +158,11 @@ class GradBuckets:
         place = next((place for place in self._places if place.name == name), None)
         if place is None:
             raise ConfigError(f"no parameter is called {name!r}")
+        if self._is_sharded(place):
+            raise ConfigError(
+                f"the gradient of {name!r} accumulates in shards: no rank has its whole sum; name the parameter in `copies`, or build"
+                f" the optimizer without gradient_accumulation_shard"
+            )
         self._touched()
         if place.stale:
             place.view.zero_()
@@ -139,15 +183,12 @@ class GradBuckets:
                     f"parameter {place.name!r} has got other memory since the optimizer was built (by `param.data = ...` or"
                     f" model.to()): updates would not reach it; move the model before, and write values in place"
                 )
-        for place in self._places:
-            if place.bucket >= self._next and (place.stale or (self._direct and place.param.grad is None)):
-                place.view.zero_()
-        while self._next < len(self._buckets):
-            if len(self._scattering) > SCATTERING:
-                self._exchange()
-            self._launch()
-        while self._scattering:
-            self._exchange()
+        if self._synchronised and not self._last:  # a pass that an exception broke off
+            self._end_pass()
+            self._begin_last_pass()
+        self._end_pass()
+        for number in sorted(self._apart):
+            self._exchange(self._buckets[number])
         while self._exchanging:
             bucket, works = self._exchanging.popleft()
             _wait(works)
@@ -162,12 +203,43 @@ class GradBuckets:
         self._hooks.clear()
 
     def _begin(self) -> None:
-        self._next = 0
+        for place in self._places:
+            place.stale = True
+            place.param.grad = None
+        for bucket in self._buckets:
+            bucket.memory.release()
+        self._added.clear()
+        self._apart.clear()
+        self._begin_last_pass()
+
+    def _begin_last_pass(self) -> None:
+        """What comes now is the last pass, unless it comes within `no_sync` or `micro_batch`."""
+        self._begin_pass([number for number in range(len(self._buckets)) if number not in self._apart], last=True)
+
+    def _begin_pass(self, order: Sequence[int], last: bool = False) -> None:
+        """Wait for the gradients of these buckets, which are launched in this order."""
+        self._order, self._last, self._next = order, last, 0
         self._missing = [0] * len(self._buckets)
         for place in self._places:
-            place.stale, place.arrived = True, False
-            place.param.grad = None
-            self._missing[place.bucket] += 1
+            place.arrived = False
+            place.stale |= self._is_sharded(place)
+        for number in order:
+            self._missing[number] = len(self._buckets[number].params)
+
+    def _end_pass(self) -> None:
+        """Launch what is left of the pass, and wait until each bucket's row is summed."""
+        left = set(self._order[self._next :])
+        for number in left:
+            self._buckets[number].memory.hold()
+        for place in self._places:
+            if place.bucket in left and (place.stale or (self._is_view(place) and place.param.grad is None)):
+                place.view.zero_()
+        while self._next < len(self._order):
+            if len(self._scattering) > SCATTERING:
+                self._add_up()
+            self._launch()
+        while self._scattering:
+            self._add_up()
 
     def _arrive(self, place: _Place) -> None:
         """Take in one parameter's gradient, right after backward has accumulated it."""
@@ -175,25 +247,43 @@ class GradBuckets:
         if place.arrived:
             raise RuntimeError(
                 f"parameter {place.name!r} got a second gradient after its bucket was released for reduction; run all "
-                f"backward passes of a step but the last inside optimizer.no_sync() (and use_reentrant=False in "
-                f"activation checkpointing of shared parameters)"
+                f"backward passes of a step but the last inside optimizer.no_sync(), with gradient_accumulation_shard each in one of "
+                f"its own (and use_reentrant=False in activation checkpointing of shared parameters)"
+            )
+        sharded = self._is_sharded(place)
+        if sharded and not self._missing[place.bucket]:
+            raise RuntimeError(
+                f"parameter {place.name!r} got a gradient outside its own passes: make all passes of a step that reach it within"
+                f" optimizer.micro_batch() of its parameters, or none"
             )
         self._collect(place)
-        if not self._synchronised:
+        if not self._synchronised and not sharded:
             return
         place.arrived = True
         self._missing[place.bucket] -= 1
         while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
-            self._exchange()
-        while self._next < len(self._buckets) and not self._missing[self._next] and len(self._scattering) <= SCATTERING:
+            self._add_up()
+        while (
+            self._next < len(self._order)
+            and not self._missing[self._order[self._next]]
+            and len(self._scattering) <= SCATTERING
+        ):
             self._launch()
 
+    def _is_view(self, place: _Place) -> bool:
+        """True where the parameter's grad is the place in the bucket, so that later passes add to it."""
+        return self._direct and not self._is_sharded(place)
+
+    def _is_sharded(self, place: _Place) -> bool:
+        return self._buckets[place.bucket].memory.sharded
+
     def _collect(self, place: _Place) -> None:
-        if self._direct:
+        if self._is_view(place):
             if place.param.grad is not place.view:
                 place.view.copy_(gradient_of(place.param))
                 place.param.grad = place.view
         else:
+            self._buckets[place.bucket].memory.hold()
             if place.stale:
                 place.view.copy_(gradient_of(place.param))
             else:
@@ -203,24 +293,44 @@ class GradBuckets:
 
     def _launch(self) -> None:
         """Start reducing the next bucket."""
-        if self._next == 0:
+        if self._next == 0 and not self._added:
             self._launched()
-        bucket = self._buckets[self._next]
-        memory, wires = bucket.memory, bucket.wires
+        number = self._order[self._next]
+        bucket = self._buckets[number]
         if self._lane.ordered:
             with self._lane.side():
-                _wait(wires.scatter(memory))
-                _wait(wires.exchange(memory))
-                wires.settle(memory)
+                _wait(bucket.wires.scatter(bucket.memory))
+                self._summed(number)
         else:
-            self._scattering.append((bucket, wires.scatter(memory)))
+            self._scattering.append((number, bucket.wires.scatter(bucket.memory)))
         self._next += 1
 
-    def _exchange(self) -> None:
-        """Wait for the oldest reduce-scatter and start its exchange."""
-        bucket, works = self._scattering.popleft()
+    def _add_up(self) -> None:
+        """Wait for the oldest reduce-scatter, and go on with its bucket."""
+        number, works = self._scattering.popleft()
         _wait(works)
-        self._exchanging.append((bucket, bucket.wires.exchange(bucket.memory)))
+        self._summed(number)
+
+    def _summed(self, number: int) -> None:
+        """A bucket's reduce-scatter is done: add the row's sum up, and exchange it where no pass follows."""
+        bucket = self._buckets[number]
+        bucket.wires.add_up(bucket.memory, first=number not in self._added)
+        self._added.add(number)
+        if bucket.memory.sharded:
+            self._lane.keep_for_side(bucket.memory.grads)
+            bucket.memory.release()
+        if self._last:
+            self._exchange(bucket)
+
+    def _exchange(self, bucket: Bucket) -> None:
+        """Start the exchange with the other holders of the shards."""
+        with self._lane.side():
+            works = bucket.wires.exchange(bucket.memory)
+            if self._lane.ordered:
+                _wait(works)
+                bucket.wires.settle(bucket.memory)
+            else:
+                self._exchanging.append((bucket, works))
 
 
 def _wait(works: Works) -> None:

@@ -35,6 +35,11 @@ class Lane:
         self._side.wait_stream(self._module.current_stream(self._device))
         return self._module.stream(self._side)  # type: ignore[no-any-return]
 
+    def keep_for_side(self, memory: torch.Tensor) -> None:
+        """Whoever gives `memory` back: it is used by nobody else before the side stream gets here."""
+        if self._side is not None:
+            memory.record_stream(self._side)
+
     def join(self) -> None:
         """Make the current stream wait for the side stream."""
         if self._side is not None:

@@ -71,6 +71,7 @@ class Cut:
     grad_dtype: torch.dtype | None
     local_copy: bool
     masters_apart: bool
+    gradient_accumulation_shard: bool
     hosts: Sequence[str] | None
     timeout: timedelta | None
 
@@ -97,7 +98,7 @@ def build_part(group: Any, named: Sequence[NamedParam], places: Sequence[int], c
     bucket_numel = max(1, cut.bucket_bytes // element)
     layout = Layout.build(specs(mine), world, replicas, bucket_numel, ring=ring, hosts=hosts)
     check_agreement(layout, group, rank, device)
-    memory = allocate(layout, rank, [entry.param for entry in mine], cut.grad_dtype, group)
+    memory = allocate(layout, rank, mine, cut.grad_dtype, group, cut.gradient_accumulation_shard)
     wires = make_wires(layout, group, rank, cut.timeout)
     shards = HeldShards(layout, rank, memory, cut.local_copy, cut.masters_apart)
     return Part(group, rank, layout, mine, tuple(places), memory, wires, shards)

@@ -38,6 +38,7 @@ from ttp.optim.lane import Lane
 from ttp.optim.overflow import SkippedSteps
 from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
 from ttp.optim.participation import Ending
+from ttp.optim.shards_only import OptimizerOfShards
 from ttp.optim.spanning import Spanning
 from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
@@ -50,7 +51,7 @@ log = logging.getLogger("ttp")
 NamedParams = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 
 
-class TTPReplicaOptimizer(Optimizer):
+class TTPReplicaOptimizer(OptimizerOfShards):
     """A torch optimizer whose state lies on `replicas` ranks each: two halves of the data-parallel group for R=2.
 
     1. `loss = optimizer.scale_loss(loss)`, `loss.backward()`; all passes of a step but the last within `no_sync()`
@@ -80,6 +81,7 @@ class TTPReplicaOptimizer(Optimizer):
         grad_dtype: torch.dtype | None = None,
         local_copy: bool = False,
         masters_apart: bool = False,
+        gradient_accumulation_shard: bool = False,
         compare_every: int = 100,
         hosts: Sequence[str] | None = None,
         timeout: timedelta | None = None,
@@ -98,6 +100,8 @@ class TTPReplicaOptimizer(Optimizer):
         (see `gradient_divisor`). `grad_dtype`: dtype in which gradients are kept and sent, the parameter's unless given.
         `replicas`: ranks that hold each shard; a lone rank has all state and no copy. `masters_apart`: FP32 parameters are their
         own masters unless this is True; then masters have memory of their own, as those of 16-bit parameters always have.
+        `gradient_accumulation_shard`: gradients are reduced after every backward pass of a step (see `no_sync`), and each rank keeps the
+        sums of its shards in place of whole gradients. All ranks make as many passes. `copies` are left out: their gradients stay whole.
         `hosts[rank]`: the machine of each rank of the group, to keep a shard's holders apart (found out unless given).
         `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of 56 bytes right before the update makes the commit record prove that all of them were ready,
@@ -107,13 +111,13 @@ class TTPReplicaOptimizer(Optimizer):
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
         cannot be used.
         """
+        accumulate = gradient_accumulation_shard
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError("this rank is not a member of `group`; pass the data-parallel group that it is in")
         groups, named = named_groups(params, copies)
         device = named[0].param.device
         named = mark_copied(named, copies, barrier if span is None else span, device)
         kwargs, defaults = base_defaults(base, base_kwargs, device)
-        self._built = False
         super().__init__(groups, defaults)
         self._built = True
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -144,7 +148,7 @@ class TTPReplicaOptimizer(Optimizer):
         self._torn = ""
         """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
 
-        cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, masters_apart, hosts, timeout)
+        cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, masters_apart, accumulate, hosts, timeout)
         self._parts = [
             build_part(of, named, places, cut, device) for of, places in by_process_group(named, self._group)
         ]
@@ -181,12 +185,18 @@ class TTPReplicaOptimizer(Optimizer):
         return loss if self._rule is None else loss * self._scale.scale
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate without reducing: for all backward passes of a step but the last."""
+        """Accumulate without reducing: for all backward passes of a step but the last. With `gradient_accumulation_shard` each of them
+        needs a `no_sync()` of its own, and its gradients are reduced by the end of it (a collective)."""
         return self._buckets.no_sync()
+
+    def micro_batch(self, params: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """The same for a backward pass that reaches no other parameters than these, where all of a step's passes that reach them are
+        made so, the last one too (those of a pipeline's stage): `step` does the rest."""
+        return self._buckets.micro_batch(params)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return this rank's part of a parameter's gradient, accumulated within `no_sync` and not reduced yet: to change it in
-        place before `step`. Raises ConfigError for a name that is not there."""
+        place before `step`. Raises ConfigError for a name that is not there, and for one whose gradient accumulates in shards."""
         return self._buckets.gradient(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -288,20 +298,6 @@ class TTPReplicaOptimizer(Optimizer):
         if new and self._parts[0].rank == 0:
             log.warning("%s", comparison.text(new))
         return found
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the layout is fixed when the optimizer is built."""
-        if self._built:
-            raise ConfigError("parameters cannot be added to a built layout; build a new optimizer with all groups")
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refuse: this rank has shards only; a checkpoint is written from `holdings` by every holder."""
-        raise CheckpointError("a rank holds only shards; save with a ttp session (or read `holdings()`)")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse: see `state_dict`."""
-        raise CheckpointError("a rank holds only shards; load with a ttp session (or `load_begin`)")
 
     def masters_from_params(self) -> None:
         """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict): on every rank."""

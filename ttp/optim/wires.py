@@ -1,8 +1,8 @@
 """The collectives of one bucket: reduce its gradients to the holders of each shard, gather its parameters back.
 
-Owns the process groups of the two layouts and what goes over them. Works on the tensors it is given, in three steps that
-the caller orders: `scatter`, `exchange` (only after the works of `scatter` are done), `settle` (only after the works of
-`exchange`). Never decides when, never touches optimizer state. Replicas of a shard end up with the same bits because
+Owns the process groups of the two layouts and what goes over them. Works on the tensors it is given, in four steps that
+the caller orders: `scatter`, `add_up` (only after the works of `scatter` are done), `exchange`, `settle` (only after the works
+of `exchange`). Never decides when, never touches optimizer state. Replicas of a shard end up with the same bits because
 each element is summed in one place, or in one order, before it is copied.
 
     even   reduce-scatter in the row, then the sum with the partners of the column: (1 - R/d) n + 2 (R - 1)/R * nR/d
@@ -10,7 +10,8 @@ each element is summed in one place, or in one order, before it is copied.
     ring   reduce-scatter over all ranks, then each reduced shard is copied to the successor: (1 - 1/d) n + n/d = n
     back   all-gather of the low-precision shards in the row: (1 - 1/shards) n
 
-16-bit gradients travel in 16 bits and are added to the partners' in FP32.
+16-bit gradients travel in 16 bits and are added to the partners' in FP32. Where gradients accumulate in shards, `scatter` and
+`add_up` are done for each backward pass and the rest once a step, in FP32.
 """
 
 from __future__ import annotations
@@ -44,17 +45,38 @@ class BucketMemory:
     reduced: tuple[torch.Tensor, ...]
     """FP32, one of shard_numel for each held shard, in the order of Layout.held: the sum over all ranks. FP32 gradients are reduced
     where they lie: these are then the shards' slots of `grads`."""
+    sharded: bool = False
+    """`reduced[0]` accumulates one backward pass after the other, and `grads` has memory only from `hold` to `release`."""
 
     @property
     def in_place(self) -> bool:
         """True when `reduced` lies in `grads`."""
-        return self.grads.dtype == self.reduced[0].dtype
+        return not self.sharded and self.grads.dtype == self.reduced[0].dtype
+
+    @property
+    def added_up(self) -> bool:
+        """True when `add_up` leaves the row's sum in `reduced[0]`, in FP32."""
+        return self.sharded or self.in_place
+
+    def hold(self) -> None:
+        """Make sure that `grads` has memory; what is new is zero."""
+        storage = self.grads.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.grads.nbytes)
+            self.grads.zero_()
+
+    def release(self) -> None:
+        """Give the memory of `grads` back, where it is not kept: nothing may look at it until `hold`."""
+        if self.sharded:
+            self.grads.untyped_storage().resize_(0)
 
 
 class Wires(Protocol):
-    """The three steps of a reduction, and the gather."""
+    """The four steps of a reduction, and the gather."""
 
     def scatter(self, memory: BucketMemory) -> Works: ...
+
+    def add_up(self, memory: BucketMemory, first: bool) -> None: ...
 
     def exchange(self, memory: BucketMemory) -> Works: ...
 
@@ -74,38 +96,50 @@ class Row:
         ascending = sorted(members)
         self._slots = [list(members).index(member) for member in ascending]
         self._others = [(_global_rank(group, members[slot]), slot) for slot in self._slots if slot != self.slot]
-        self._received: dict[int, torch.Tensor] = {}
-        """By the memory of a bucket, what the others send of this rank's slot."""
+        self._received: dict[int, tuple[list[torch.Tensor], torch.Tensor | None]] = {}
+        """By the memory of a bucket, what each of the others sends of this rank's slot, in the group's order; and memory to keep."""
         self._spare: list[torch.Tensor] = []
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
         return flat.view(self.size, -1)[self.slot]
 
-    def scatter(self, flat: torch.Tensor) -> Works:
-        """Sum `flat` over the row, this rank's slot in its place once `add_up` has followed; the other slots are used up."""
+    def scatter(self, flat: torch.Tensor, released: bool) -> Works:
+        """Sum `flat` over the row, this rank's slot in its place once `add_up` has followed; the other slots are used up.
+
+        `released`: the memory of `flat` is given back after that, so the works have to be known to be done without a wait.
+        """
         if self.size == 1:
             return []
-        if flat.device.type == "cpu":
-            return self._exchange_slots(flat)
-        return reduce_scatter(self._in_group_order(flat), self.own(flat), flat, self._group)
+        if flat.device.type != "cpu":
+            return reduce_scatter(self._in_group_order(flat), self.own(flat), flat, self._group)
+        # gloo's reduce-scatter is an all-reduce of a copy: twice the bytes of either.
+        return self._all_to_all(flat) if released else self._exchange_slots(flat)
 
     def add_up(self, flat: torch.Tensor) -> None:
         """Add what the others sent to this rank's slot, once the works of `scatter` are done."""
-        received = self._received.pop(flat.data_ptr(), None)
-        if received is None:
-            return
         own = self.own(flat)
-        for part in received.view(self.size - 1, -1):
+        parts, spare = self._received.pop(flat.data_ptr(), ([], None))
+        for part in parts:
             own += part
-        self._spare.append(received)
+        if spare is not None:
+            self._spare.append(spare)
+
+    def _all_to_all(self, flat: torch.Tensor) -> Works:
+        """Send each of the others its slot, in one collective: that needs as much memory again, but is known to be done once it is."""
+        slots = self._in_group_order(flat)
+        given = flat if _lie_in_order(slots, flat) else torch.cat(slots)
+        received = torch.empty_like(given)
+        parts = zip(self._slots, received.view(self.size, -1), strict=True)
+        self._received[flat.data_ptr()] = [part for slot, part in parts if slot != self.slot], None
+        return [dist.all_to_all_single(received, given, group=self._group, async_op=True)]
 
     def _exchange_slots(self, flat: torch.Tensor) -> Works:
-        """Send each of the others its slot. gloo's reduce-scatter is an all-reduce of a copy: twice the bytes of this."""
+        """Send each of the others its slot, point to point."""
         own, slots = self.own(flat), flat.view(self.size, -1)
         received = self._room(own)
-        self._received[flat.data_ptr()] = received
-        parts = received.view(self.size - 1, -1)
+        parts = list(received.view(self.size - 1, -1))
+        self._received[flat.data_ptr()] = parts, received
         pairs = [
             operation
             for (peer, slot), part in zip(self._others, parts, strict=True)
@@ -164,26 +198,43 @@ def _lie_in_order(slots: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
     return all(slot.data_ptr() == flat.data_ptr() + rank * size for rank, slot in enumerate(slots))
 
 
-class EvenWires:
+class _RowWires:
+    """What both layouts do within the row."""
+
+    def __init__(self, layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> None:
+        self._row = Row(group, layout.row(rank), rank, timeout)
+
+    def scatter(self, memory: BucketMemory) -> Works:
+        return self._row.scatter(memory.grads, released=memory.sharded)
+
+    def add_up(self, memory: BucketMemory, first: bool) -> None:
+        """Complete the row's sum of this rank's slot; where shards accumulate, add it to those of the step's passes before, if any."""
+        self._row.add_up(memory.grads)
+        if memory.sharded and first:
+            memory.reduced[0].copy_(self._row.own(memory.grads))
+        elif memory.sharded:
+            memory.reduced[0].add_(self._row.own(memory.grads))
+
+    def gather(self, memory: BucketMemory) -> Works:
+        return self._row.gather(memory.params)
+
+
+class EvenWires(_RowWires):
     """R rows of d/R ranks; the ranks of a column hold the same shard."""
 
     def __init__(self, layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> None:
+        super().__init__(layout, group, rank, timeout)
         column = layout.holders(layout.held(rank)[0])
-        self._row = Row(group, layout.row(rank), rank, timeout)
         self._replicas = len(column)
         self._column = _subgroup(group, column, timeout)
         self._received: dict[int, torch.Tensor] = {}
 
-    def scatter(self, memory: BucketMemory) -> Works:
-        return self._row.scatter(memory.grads)
-
     def exchange(self, memory: BucketMemory) -> Works:
-        self._row.add_up(memory.grads)
         if self._replicas == 1:
             return []
+        if memory.added_up:
+            return [dist.all_reduce(memory.reduced[0], group=self._column, async_op=True)]
         own = self._row.own(memory.grads)
-        if memory.in_place:
-            return [dist.all_reduce(own, group=self._column, async_op=True)]
         if self._replicas * own.element_size() <= memory.reduced[0].element_size():
             # Two 16-bit shards are just as large as the FP32 shard that their sum will fill: no memory of its own.
             received = memory.reduced[0].view(own.dtype)[: self._replicas * own.numel()]
@@ -196,7 +247,7 @@ class EvenWires:
         return all_gather(list(parts), mine, received, self._column)
 
     def settle(self, memory: BucketMemory) -> None:
-        if memory.in_place:
+        if memory.added_up:
             return
         if self._replicas == 1:
             memory.reduced[0].copy_(self._row.own(memory.grads))
@@ -207,27 +258,19 @@ class EvenWires:
             total += part
         memory.reduced[0].copy_(total)
 
-    def gather(self, memory: BucketMemory) -> Works:
-        return self._row.gather(memory.params)
 
-
-class RingWires:
+class RingWires(_RowWires):
     """One row of all ranks; shard j is copied from rank j to its successor."""
 
     def __init__(self, layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> None:
-        self._row = Row(group, layout.row(rank), rank, timeout)
+        super().__init__(layout, group, rank, timeout)
         self._previous = layout.held(rank)[1]
         self._ring = _subgroup(group, range(layout.world), timeout)
         self._from = _global_rank(group, self._previous)
         self._to = _global_rank(group, layout.successor[rank])
 
-    def scatter(self, memory: BucketMemory) -> Works:
-        return self._row.scatter(memory.grads)
-
     def exchange(self, memory: BucketMemory) -> Works:
-        self._row.add_up(memory.grads)
-        # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
-        give, take = self._row.own(memory.grads), self._taken(memory)
+        give, take = self._own_and_taken(memory)
         pair = [
             dist.P2POp(dist.isend, give, self._to, group=self._ring),
             dist.P2POp(dist.irecv, take, self._from, group=self._ring),
@@ -235,15 +278,15 @@ class RingWires:
         return list(dist.batch_isend_irecv(pair))
 
     def settle(self, memory: BucketMemory) -> None:
-        if not memory.in_place:
-            memory.reduced[0].copy_(self._row.own(memory.grads))
-            memory.reduced[1].copy_(self._taken(memory))
+        if not memory.added_up:
+            for reduced, sum_ in zip(memory.reduced, self._own_and_taken(memory), strict=True):
+                reduced.copy_(sum_)
 
-    def gather(self, memory: BucketMemory) -> Works:
-        return self._row.gather(memory.params)
-
-    def _taken(self, memory: BucketMemory) -> torch.Tensor:
-        return memory.grads.view(self._row.size, -1)[self._previous]
+    def _own_and_taken(self, memory: BucketMemory) -> tuple[torch.Tensor, torch.Tensor]:
+        if memory.added_up:
+            return memory.reduced[0], memory.reduced[1]
+        # The other slots of the bucket hold this rank's own gradients, which the reduce-scatter has used up.
+        return self._row.own(memory.grads), memory.grads.view(self._row.size, -1)[self._previous]
 
 
 def make_wires(layout: Layout, group: Any, rank: int, timeout: timedelta | None) -> Wires:

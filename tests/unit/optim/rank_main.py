@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.optim import (
+    claims_accumulation,
     claims_faults,
     claims_layout,
     claims_mindio,
@@ -36,6 +37,7 @@ def find_claim(name: str) -> Callable[[], None]:
             claims_mindio,
             claims_model_parallel,
             claims_nonfinite,
+            claims_accumulation,
         )
         if hasattr(module, name)
     ]

@@ -35,6 +35,27 @@ def test_all_claims_hold_in_the_even_and_in_the_ring_layout(world: int, run_rank
     run_ranks(world, *IN_DEPTH)
 
 
+ACCUMULATION = (
+    "accumulating_in_shards_trains_the_same",
+    "the_sums_are_those_of_all_passes_exactly",
+    "an_overflow_of_one_pass_skips_the_step",
+    "no_whole_gradient_exists_between_passes",
+    "the_wire_carries_one_reduce_scatter_a_pass",
+    "passes_of_parts_of_the_model_are_reduced_each_for_itself",
+    "passes_out_of_order_are_refused",
+)
+
+
+def test_gradients_that_accumulate_in_shards(run_ranks: Callable[..., None]) -> None:
+    run_ranks(4, *ACCUMULATION)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 6])
+@pytest.mark.long
+def test_gradients_that_accumulate_in_shards_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
+    run_ranks(world, *ACCUMULATION[:3])
+
+
 @pytest.mark.parametrize("world", [2, 5, 8])
 def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, *EVERYWHERE, "parameters_of_16_bits_are_rounded_masters", "the_wire_carries_what_theory_says")

@@ -35,6 +35,9 @@ DROPOUT = {"model_config.hidden_dropout": 0.1, "model_config.attention_dropout":
 TENSOR, SEQUENCE = Axes(data=2, tensor=2), Axes(data=2, tensor=2, sequence=True)
 PIPELINE, INTERLEAVED = Axes(data=2, pipeline=2), Axes(data=2, pipeline=2, virtual=2)
 
+IN_SHARDS = {"training_config.gradient_accumulation_shard": "true", "parallel_config.optimizer_replicas": 1}
+"""With one replica, so that two data-parallel ranks hold two shards."""
+
 PRECISE = [in_precision("fp16 by autocast", TENSOR), in_precision("bf16 by autocast", PIPELINE)]
 RECOMPUTED = {
     (axes, way): Training(f"{way} {axes}", axes, {**DROPOUT, "training_config.recompute": way}, 8)
@@ -76,6 +79,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("pipeline", PIPELINE, SAVE),
         Training("uneven, whole", Axes(), UNEVEN),
         Training("uneven", Axes(tensor=2, pipeline=2), {**UNEVEN, **SAVE}),
+        Training("uneven, in shards", Axes(data=2, pipeline=2, virtual=2), {**UNEVEN, **IN_SHARDS}),
         *PRECISE,
         *EVALUATED,
         *RECOMPUTED.values(),
@@ -91,6 +95,11 @@ def test_a_split_model_trains_as_the_whole_one(done: dict[str, Result]) -> None:
     """A pipeline; and 257 token ids over two tensor-parallel ranks, in a matrix that both ends of a pipeline have."""
     assert_same_curve(done["pipeline"], done["whole"])
     assert_same_curve(done["uneven"], done["uneven, whole"])
+
+
+def test_gradients_that_accumulate_in_shards_train_alike(done: dict[str, Result]) -> None:
+    """In an interleaved pipeline, whose ends have the same embedding: it alone accumulates whole."""
+    assert_same_curve(done["uneven, in shards"], done["uneven, whole"])
 
 
 def test_short_precisions_train_alike_when_the_model_is_split(done: dict[str, Result]) -> None:

@@ -154,6 +154,39 @@ def test_every_layout_gives_the_curve_of_one_process_over_fifty_steps(train_all:
         assert_same_curve(done[str(axes)], done[str(Axes())], norm=1e-6, reordered=reordered)
 
 
+def test_gradients_accumulate_in_shards_under_every_layout(train_all: TrainAll) -> None:
+    """The curve of whole gradients to round-off, FP32 and short; three ranks are a ring, four hold two replicas of two shards."""
+    shard: dict[str, Any] = {"training_config.gradient_accumulation_shard": "true"}
+    alone = {**shard, "parallel_config.optimizer_replicas": 1}
+    tied = {"model_config.untie_embeddings_and_output_weights": "false"}
+    dense = [
+        (Axes(data=4), shard, 3), (Axes(data=3), shard, 4), (Axes(data=2), alone, 6), (Axes(data=2, tensor=2), alone, 2),
+        (Axes(data=2, tensor=2, sequence=True), alone, 3), (Axes(data=2, pipeline=2), alone, 6),
+        (Axes(data=2, pipeline=2, virtual=2), alone, 6), (Axes(data=2, tensor=2, pipeline=2, sequence=True), alone, 3),
+    ]  # fmt: skip
+    experts = [(Axes(data=4, experts=4, expert=2), shard, 3), (Axes(data=4, experts=4, expert=2), alone, 3)]
+    every_expert: dict[str, Any] = {"model_config.num_experts_per_token": 4, "model_config.router_aux_loss_coef": 0}
+    done = train_all(
+        Training("whole", Axes(), tied),
+        Training("experts whole", Axes(experts=4), every_expert),
+        *(Training(f"{axes}", axes, {**tied, **keys}, micro_batches=count) for axes, keys, count in dense),
+        *(
+            Training(f"{number} {axes}", axes, {**every_expert, **keys}, micro_batches=count)
+            for number, (axes, keys, count) in enumerate(experts)
+        ),
+        Training("bf16", Axes(data=4), {**PRECISIONS["bf16"], **shard}, micro_batches=3),
+        Training("bf16 whole", Axes(data=4), PRECISIONS["bf16"], micro_batches=3),
+        Training("again", Axes(data=4), {**tied, **shard}, micro_batches=3),
+        deadline_s=DEADLINE_S,
+    )
+    for axes, _, _ in dense:
+        assert_same_curve(done[str(axes)], done["whole"])
+    for number, (axes, _, _) in enumerate(experts):
+        assert_same_curve(done[f"{number} {axes}"], done["experts whole"])
+    assert_same_curve(done["bf16"], done["bf16 whole"], loss=1e-2, norm=5e-2)
+    assert_same_bits(done["again"], done[str(Axes(data=4))])
+
+
 def test_experts_give_the_curve_of_one_process_over_fifty_steps(train_all: TrainAll) -> None:
     """With the micro-batches of all ranks in one, so that the balance of each is the same. Where each token goes to all experts the
     curves differ by round-off; where a router chooses, until round-off sends the first token another way."""

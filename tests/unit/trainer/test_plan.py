@@ -153,6 +153,43 @@ def test_parameters_in_fp32_need_no_masters_and_no_memory_for_reduced_gradients(
     assert short.optimizer == plan.local_parameters * 16 * shares // world_size
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("world_size", "share", "row", "exchanged"), [(4, 2 / 4, 1 / 2, 1 / 2), (3, 2 / 3, 2 / 3, 1 / 3)]
+)
+def test_gradients_that_accumulate_in_shards_are_planned_beside_whole_ones(
+    small_config: MakeConfig, dtype: str, world_size: int, share: float, row: float, exchanged: float
+) -> None:
+    """FP32 sums of the shards held, and one exchange of them a step: a row of ranks is summed for each of three micro-batches."""
+    keys = {
+        "model_config.params_dtype": dtype,
+        "model_config.compute_dtype": dtype,
+        "dataset_config.micro_batch_num": 3,
+    }
+    whole = make_plan(small_config(keys), world_size)
+    shard = make_plan(small_config({**keys, "training_config.gradient_accumulation_shard": True}), world_size)
+    size, count = DTYPES[dtype].itemsize, whole.local_parameters
+    assert shard.data_parallel_wire == pytest.approx(count * (3 * row * size + exchanged * 4 + row * size), abs=2)
+    accumulators = 4 * share * count if size == 4 else 0  # those of 16 bits are there anyway
+    assert shard.gradients == pytest.approx(accumulators + count * size, abs=2), "a small model is one bucket"
+    told = (shard.gradients_otherwise, shard.data_parallel_wire_otherwise)
+    assert told == (whole.gradients, whole.data_parallel_wire)
+    assert (whole.gradients_otherwise, whole.data_parallel_wire_otherwise) == (
+        shard.gradients,
+        shard.data_parallel_wire,
+    )
+
+
+def test_gradients_that_accumulate_in_shards_are_told_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without; where two ranks hold two replicas there is no second shard."""
+    command = ["--config", "gpt2_13b", "--plan", "--training_config.gradient_accumulation_shard=true"]
+    assert main([*command, "--dataset_config.micro_batch_num=4", "--world-size", "64"]) == 0
+    told = capsys.readouterr().out
+    assert len(re.findall(r"(gradients|data parallel) .*\(.*GiB without gradient_accumulation_shard\)", told)) == 2
+    assert main([*command, "--world-size", "2"]) == 0
+    assert capsys.readouterr().out.count("(gradient_accumulation_shard has no effect here)") == 2
+
+
 def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Every factor of the world, memory, wire, dump, and what is survived."""
     assert main(["--config", "gpt_70b", "--plan", "--world-size", "1024", "--disk-gb-per-s=2"]) == 0
