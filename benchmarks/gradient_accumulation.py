@@ -154,12 +154,12 @@ def report(told: dict[str, Any], options: argparse.Namespace, counted: bool) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
-    parser.add_argument("--bucket-kib", type=int, default=1024)
+    parser.add_argument("--bucket-kib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=8, help="turns of each way")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
