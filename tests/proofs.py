@@ -68,6 +68,7 @@ _HARNESS = "tests/chaos/test_harness.py"
 _MAKE = "tests/chaos/test_make.py"
 _OTHERS = "tests/chaos/test_other_trainers.py"
 _LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits"
+_GPT = "tests/chaos/test_mindformers_gpt.py"
 _SLURM = "tests/chaos/test_slurm.py"
 _OWN = {"train.py": "own_trainer/train.py"}
 """For the reader's own trainer."""
@@ -156,7 +157,11 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "python -m ttp.launch.stores --port 29400":
         Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on"),
-    "bash examples/pretrain_gpt.sh": Proof("tests/chaos/test_schedulers.py::test_the_usual_script_pretrains_a_gpt"),
+    "bash examples/gpt/pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration"),
+    "bash examples/gpt/pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill"),
+    "bash pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration"),
+    "bash pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill"),
+    "python examples/gpt/pretrain_gpt.py --config_path run.yaml": Proof(f"{_GPT}::test_the_python_script_takes_the_documents_arguments"),
     "bash examples/megatron_style/ttprun_gpt.sh": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
     "bash examples/megatron_style/ttprun_gpt.sh --train-iters 40": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
     "bash examples/megatron_style/ttprun_gpt.sh --local-copy-os": Proof("tests/chaos/test_mindio.py::test_four_ranks_with_local_copies_in_bf16_meet_three_faults"),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ttp.errors import STAY_WRONG, CheckpointError, ConfigError, ControllerError, TTPError
 
-from .config_file import DEFAULT_CONFIG, describe, load_config, parse_overrides, presets
+from .config_file import DEFAULT_CONFIG, MODEL_TYPE, describe, load_config, parse_overrides, presets
 
 FOR_THE_RESTART = 75
 """As of a rank that has persisted: nothing was trained yet, and peers are not waited for."""
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     try:
-        name, rest = _take_config(args)
+        name, rest = _take_option(args, "--config", f"a preset ({', '.join(presets())}) or a path")
+        model_type, rest = _take_option(rest, "--model_type", "the name of a section of the configuration file")
         planned, rest = _take_plan(rest)
         rest = [
             "--dataset_config.tokenizer" + arg.removeprefix("--tokenizer")
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else arg
             for arg in rest
         ]
-        config = load_config(name, parse_overrides(rest))
+        config = load_config(name or DEFAULT_CONFIG, parse_overrides(rest), model_type or MODEL_TYPE)
         if planned is not None:
             from .plan import run_plan
 
@@ -74,6 +75,7 @@ def help_text() -> str:
         "       python -m ttp.trainer ... --plan --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]    what it would need",
         "",
         f"--config takes a preset ({', '.join(presets())}; default: {DEFAULT_CONFIG}) or the path of a YAML file with these sections.",
+        f"--model_type NAME takes the file's section NAME for model_config (default: {MODEL_TYPE}, where there is one).",
         "--tokenizer PATH is short for --dataset_config.tokenizer PATH.",
         "Any key can be given on the command line too; values are YAML:",
         "    --training_config.training_iters 200 --optimizer_config.betas='[0.9, 0.99]'",
@@ -88,23 +90,23 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _take_config(args: Sequence[str]) -> tuple[str, list[str]]:
-    """Split off `--config NAME` or `--config=NAME`. Raises ConfigError when it has no value or comes twice."""
-    names, rest = [], []
+def _take_option(args: Sequence[str], option: str, expected: str) -> tuple[str | None, list[str]]:
+    """Split off `option VALUE` or `option=VALUE`; None without it. Raises ConfigError when it has no value or comes twice."""
+    values, rest = [], []
     pending = list(args)
     while pending:
         arg = pending.pop(0)
-        if arg == "--config":
+        if arg == option:
             if not pending or pending[0].startswith("--"):
-                raise ConfigError(f"argument --config: wanted a preset ({', '.join(presets())}) or a path after it")
-            names.append(pending.pop(0))
-        elif arg.startswith("--config="):
-            names.append(arg.removeprefix("--config="))
+                raise ConfigError(f"argument {option}: wanted {expected} after it")
+            values.append(pending.pop(0))
+        elif arg.startswith(f"{option}="):
+            values.append(arg.removeprefix(f"{option}="))
         else:
             rest.append(arg)
-    if len(names) > 1:
-        raise ConfigError(f"argument --config was given {len(names)} times: wanted one")
-    return (names[0] if names else DEFAULT_CONFIG), rest
+    if len(values) > 1:
+        raise ConfigError(f"argument {option} was given {len(values)} times: wanted one")
+    return (values[0] if values else None), rest
 
 
 def _take_plan(args: Sequence[str]) -> tuple[list[str] | None, list[str]]:
@@ -122,14 +124,18 @@ def _take_plan(args: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     return own, rest
 
 
-def _run_as_program() -> None:
-    """Run `main` and end the process. After an error it ends at once: taking torch's process groups down while a collective
+def run_as_program(argv: Sequence[str] | None = None) -> None:
+    """Run `main` with these arguments (None: the command line's) and end the process with its status. After an error it ends at once: taking torch's process groups down while a collective
     is in flight can hang or abort."""
     status = 1
-    if set(sys.argv) & {"--plan", "--help", "-h"}:  # nothing is trained: `| head` ends it as any filter
+    if set(sys.argv if argv is None else argv) & {
+        "--plan",
+        "--help",
+        "-h",
+    }:  # nothing is trained: `| head` ends it as any filter
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        status = main()
+        status = main(argv)
     except BaseException as exc:  # the interpreter's own way out would come after the teardown
         sys.excepthook(type(exc), exc, exc.__traceback__)  # the launcher gets the reason too
         status = FOR_THE_RESTART if isinstance(exc, ControllerError) else 1
@@ -142,4 +148,4 @@ def _run_as_program() -> None:
 
 
 if __name__ == "__main__":
-    _run_as_program()
+    run_as_program()

@@ -20,7 +20,7 @@ from .experts import Experts
 from .mesh import Axis, Mesh
 from .model import GPT, build_model, stages
 from .recompute import prepare_blocks
-from .tensor import split_over_tensor_ranks
+from .tensor import divides_logits, split_over_tensor_ranks
 
 
 def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
@@ -29,7 +29,9 @@ def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
     """
     parallel, model = config.parallel_config, config.model_config
     ranks, chunks = mesh.pipeline.size, parallel.virtual_pipeline_model_parallel_size or 1
-    split = partial(_split, mesh=mesh, sequence_parallel=parallel.sequence_parallel)
+    split = partial(
+        _split, mesh=mesh, sequence_parallel=parallel.sequence_parallel, parallel_output=divides_logits(config)
+    )
     cut = stages(model.num_layers, ranks * chunks)
     here = experts_of(model.num_experts or 0, mesh.expert) if model.num_experts else None
     built = [
@@ -46,13 +48,13 @@ def experts_of(count: int, axis: Axis) -> range:
     return range(axis.rank * each, (axis.rank + 1) * each)
 
 
-def _split(model: GPT, mesh: Mesh, sequence_parallel: bool) -> None:
+def _split(model: GPT, mesh: Mesh, sequence_parallel: bool, parallel_output: bool) -> None:
     if mesh.expert.size > 1:
         for module in model.modules():
             if isinstance(module, Experts):
                 module.group = mesh.expert.group
     if mesh.tensor_mesh is not None:
-        split_over_tensor_ranks(model, mesh.tensor_mesh, sequence_parallel)
+        split_over_tensor_ranks(model, mesh.tensor_mesh, sequence_parallel, parallel_output)
 
 
 def check_stages(config: Config) -> None:

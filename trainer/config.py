@@ -25,6 +25,17 @@ MOST_FEED_FORWARDS = 100_000
 
 DType = Literal["float32", "bfloat16", "float16"]
 
+REFUSED = {
+    ("optimizer_config.optimizer_type", "Came"): (
+        "its update of an element depends on the element's row, column and whole matrix, so its state cannot be cut into the shards"
+        " that two ranks hold; use AdamW, Adam or SGD"
+    ),
+    ("model_config.encoder_attn_mask_type", "padding"): (
+        "training sequences have no padding, and a GPT attends to earlier tokens only; use causal or null"
+    ),
+}
+"""Values of other trainers' configurations that have no counterpart here, with the reason. By (key, value)."""
+
 
 def check(ok: bool, key: str, value: object, wanted: str) -> None:
     """Raise ConfigError naming the key, its value and what was wanted, unless `ok`."""
@@ -46,6 +57,13 @@ class GradClipConfig:
     def __post_init__(self) -> None:
         key = "training_config.grad_clip_kwargs.clip_value"
         check(_positive(self.clip_value), key, self.clip_value, "a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossFuncConfig:
+    loss_func_type: Literal["VocabParallelCrossEntropy", "CrossEntropyLoss"] = "VocabParallelCrossEntropy"
+    """VocabParallelCrossEntropy keeps the logits divided over tensor-parallel ranks; CrossEntropyLoss gathers them on each. Equal
+    to round-off, and the same without tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +98,7 @@ class TrainingConfig:
     """Gradient clipping; null: none."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """The gradient is that of the mean, or of the sum, of the losses of a step's tokens. Logs show the mean either way."""
+    loss_func_kwargs: LossFuncConfig = field(default_factory=LossFuncConfig)
     use_distributed_optimizer: bool = True
     """False: every rank holds the whole optimizer state (as many replicas as ranks)."""
     gradient_accumulation_shard: bool = False
@@ -245,6 +264,10 @@ class ModelConfig:
     """Dropout of the embeddings and of each block's two contributions."""
     attention_dropout: float = 0.0
     """Dropout of the attention weights."""
+    encoder_attn_mask_type: Literal["causal"] | None = None
+    """causal and null mean the same: a token attends to itself and to earlier ones."""
+    fp16_lm_cross_entropy: bool = False
+    """Compute each token's loss in float16, with compute_dtype float16; False: in float32. Sums of losses are float32."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; the two output matrices of a block have it divided by sqrt(2 x num_layers)."""
 
@@ -286,6 +309,11 @@ class ModelConfig:
             raise ConfigError(
                 f"{at}params_dtype is {self.params_dtype!r} and compute_dtype {self.compute_dtype!r}: wanted float32"
                 " parameters, or both the same"
+            )
+        if self.fp16_lm_cross_entropy and self.compute_dtype != "float16":
+            raise ConfigError(
+                f"{at}fp16_lm_cross_entropy is true: got {at}compute_dtype {self.compute_dtype}, expected float16, the type of the"
+                " logits. Change either"
             )
 
     def _check_groups(self, at: str) -> None:
@@ -369,12 +397,16 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    optimizer_type: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights directly, Adam through the gradient."""
+    optimizer_type: Literal["AdamW", "Adam", "SGD", "mint.AdamW", "SpeedAdamW"] = "AdamW"
+    """AdamW decays weights directly, Adam and SGD through the gradient; mint.AdamW and SpeedAdamW are AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of the two moments; not used by SGD."""
     eps: float = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator; not used by SGD."""
+    momentum: float = 0.0
+    """Of SGD; 0: it has no state."""
+    nesterov: bool = False
+    """Nesterov's momentum, with SGD."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -389,6 +421,14 @@ class OptimizerConfig:
         rate, decay = self.learning_rate, self.weight_decay
         check(math.isfinite(rate) and rate >= 0, at + "learning_rate", rate, "a finite number, 0 or more")
         check(math.isfinite(decay) and decay >= 0, at + "weight_decay", decay, "a finite number, 0 or more")
+        check(0 <= self.momentum < 1, at + "momentum", self.momentum, "0 <= momentum < 1")
+        if self.momentum and self.optimizer_type != "SGD":
+            raise ConfigError(
+                f"{at}momentum with {at}optimizer_type {self.optimizer_type}: got {self.momentum}, expected 0. Set betas, or"
+                " optimizer_type SGD"
+            )
+        if self.nesterov and not self.momentum:
+            raise ConfigError(f"{at}nesterov: got true with momentum 0, expected a momentum above 0. Set momentum")
         schedule = self.learning_rate_scheduler_kwargs
         if schedule is not None and schedule.end_learning_rate > rate:
             raise ConfigError(

@@ -24,14 +24,22 @@ from ttp import checked
 from ttp.errors import ConfigError
 from ttp.strict_yaml import load_yaml, read_yaml_file
 
-from .config import Config
+from .config import REFUSED, Config
 
 DEFAULT_CONFIG = "gpt_tiny"
+MODEL_SECTION, MODEL_TYPE = "model_config", "gpt_config"
+"""The section that describes the model, and its other name: the default of `--model_type`."""
 
 
-def load_config(name: str = DEFAULT_CONFIG, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """Return the preset or file `name` with `(dotted key, YAML value)` overrides, the last one winning. Raises ConfigError."""
+def load_config(
+    name: str = DEFAULT_CONFIG, overrides: Sequence[tuple[str, str]] = (), model_type: str = MODEL_TYPE
+) -> Config:
+    """Return the preset or file `name` with `(dotted key, YAML value)` overrides, the last one winning. Raises ConfigError.
+
+    `model_type`: the section that is taken for model_config, where the file has it.
+    """
     tree = read_yaml(name)
+    _take_model_section(tree, model_type)
     for key, text in overrides:
         _override(tree, key, text)
     return typing.cast(Config, _build(Config, tree, ""))
@@ -86,6 +94,23 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 
 # --- mappings to dataclasses ---
+
+
+def _take_model_section(tree: dict[str, Any], model_type: str) -> None:
+    """Call the section `model_type` of the file model_config. Raises ConfigError when there is none, or both."""
+    if model_type == MODEL_SECTION or (model_type == MODEL_TYPE and model_type not in tree):
+        return
+    if model_type not in tree:
+        raise ConfigError(
+            f"--model_type: got {checked.shown(model_type)}, expected a section of the configuration file"
+            f" ({', '.join(map(str, tree))}). Name the one that describes the model, or leave the option out"
+        )
+    if MODEL_SECTION in tree:
+        raise ConfigError(
+            f"{model_type}: got a section of this name and {MODEL_SECTION}, expected one of them. Remove the other, or name"
+            f" it: --model_type {MODEL_SECTION}"
+        )
+    tree[MODEL_SECTION] = tree.pop(model_type)
 
 
 def _override(tree: dict[str, Any], key: str, text: str) -> None:
@@ -144,6 +169,8 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
                 return tuple(_convert(v, t, f"{key}[{i}]") for i, (v, t) in enumerate(zip(value, items, strict=True)))
     near = ""
     if isinstance(value, str):
+        if reason := REFUSED.get((key, value)):
+            raise ConfigError(f"{key} is {value!r}: {reason}")
         near = _nearest(value, [str(choice) for choice in get_args(wanted) if isinstance(choice, str)])
     raise ConfigError(f"{key} is {_kind(value)}: wanted {_words(wanted)}{near}")
 

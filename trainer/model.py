@@ -210,10 +210,20 @@ def build_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
-def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Return the mean or sum of the tokens' cross entropies in nats, computed in float32; without those whose target is UNCOUNTED."""
-    logits_RV, targets_R = logits_BTV.float().flatten(0, 1), targets_BT.flatten()
-    return F.cross_entropy(logits_RV, targets_R, reduction=reduction, ignore_index=UNCOUNTED)
+def token_loss(
+    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, reduction: str = "mean", *, in_float16: bool = False
+) -> torch.Tensor:
+    """Return the mean or sum of the tokens' cross entropies in nats; without those whose target is UNCOUNTED. Computed in float32;
+    with `in_float16` each token's is computed in float16, which the logits must be, and only their sum in float32."""
+    logits_RV, targets_R = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    if not in_float16:
+        return F.cross_entropy(logits_RV.float(), targets_R, reduction=reduction, ignore_index=UNCOUNTED)
+    assert logits_RV.dtype == torch.float16
+    losses_R = F.cross_entropy(logits_RV, targets_R, reduction="none", ignore_index=UNCOUNTED)
+    if isinstance(losses_R, DTensor):
+        losses_R = losses_R.to_local()
+    total = losses_R.float().sum()
+    return total if reduction == "sum" else total / (targets_R != UNCOUNTED).sum()
 
 
 def build_model(

@@ -13,9 +13,32 @@ import torch.distributed as dist
 
 import ttp
 
-from .config import Config
+from .config import Config, OptimizerConfig
 from .mesh import Mesh
 from .model import GPT
+
+BASES: dict[str, type[torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "mint.AdamW": torch.optim.AdamW,
+    "SpeedAdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+}
+"""By `optimizer_config.optimizer_type`."""
+
+
+def base_arguments(settings: OptimizerConfig) -> dict[str, Any]:
+    """Return what the base optimizer takes beside the learning rate and the weight decay."""
+    if settings.optimizer_type == "SGD":
+        return {"momentum": settings.momentum, "nesterov": settings.nesterov}
+    return {"betas": settings.betas, "eps": settings.eps}
+
+
+def state_tensors(settings: OptimizerConfig) -> int:
+    """Return how many FP32 tensors of a parameter's shape the optimizer keeps for it, its master not counted."""
+    if settings.optimizer_type == "SGD":
+        return 1 if settings.momentum else 0
+    return 2
 
 
 def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas: int) -> ttp.TTPReplicaOptimizer:
@@ -38,7 +61,7 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
         group=mesh.data.group,
         span=dist.group.WORLD if mesh.splits_model else None,
         copies=["embedding.weight"] if any(chunk.has_tied_copy for chunk in chunks) else (),
-        base=getattr(torch.optim, settings.optimizer_type),
+        base=BASES[settings.optimizer_type],
         replicas=replicas,
         clip=clip,
         loss_scale=loss_scale,
@@ -46,8 +69,7 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
         gradient_accumulation_shard=training.gradient_accumulation_shard,
         compare_every=config.parallel_config.compare_replicas_every,
         lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
+        **base_arguments(settings),
     )
     mean = training.loss_reduction == "mean"
     optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1

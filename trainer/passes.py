@@ -23,7 +23,7 @@ from .devices import seed_all
 from .experts import Experts
 from .mesh import Mesh
 from .model import DTYPES, GPT, UNCOUNTED, name_seed, token_loss
-from .tensor import whole_loss
+from .tensor import divides_logits, whole_loss
 
 
 class Passes:
@@ -189,7 +189,8 @@ class Passes:
     def _loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """Note the loss and return what backward starts from."""
         with torch.autocast(self.device.type, enabled=False):
-            loss = whole_loss(token_loss(logits_BTV, targets_BT, self._reduction))
+            in_float16 = self.config.model_config.fp16_lm_cross_entropy
+            loss = whole_loss(token_loss(logits_BTV, targets_BT, self._reduction, in_float16=in_float16))
         self._losses.append(loss.detach())
         return self.optimizer.scale_loss(loss)
 
@@ -211,8 +212,8 @@ class Passes:
 
     @contextlib.contextmanager
     def _splitting_the_vocabulary(self) -> Iterator[None]:
-        """Each tensor-parallel rank has some of the logits: their cross entropy needs a few sums only."""
-        if self.mesh.tensor.size == 1:
+        """Where each tensor-parallel rank has some of the logits, their cross entropy needs a few sums only."""
+        if self.mesh.tensor.size == 1 or not divides_logits(self.config):
             yield
             return
         with loss_parallel():

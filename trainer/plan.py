@@ -24,10 +24,9 @@ from ttp.errors import ConfigError
 from .chunks import check_stages
 from .config import Config
 from .model import DTYPES, GPT, Stage, count_parameters, stages
-from .tensor import check_divides
+from .optimizer import state_tensors
+from .tensor import check_divides, divides_logits
 
-OPTIMIZER_BYTES = 12
-"""FP32 master and two moments of a parameter; a checkpoint has the same."""
 MASTER_BYTES = REDUCED_BYTES = 4
 """Memory of their own for parameters and gradients shorter than FP32; in FP32 parameters are their own masters and gradients are
 reduced in place."""
@@ -147,7 +146,8 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         accumulation_shard=shard,
         shards=dp // replicas if dp % replicas == 0 else dp,
         tensor_wire=int(
-            _all_reduces(config, layers) * data.micro_batch_num * 2 * (tp - 1) / tp * tokens * model.hidden_size * compute
+            (2 * _all_reduces(config, layers) * model.hidden_size + (0 if divides_logits(config) else model.vocab_size))
+            * data.micro_batch_num * (tp - 1) / tp * tokens * compute
         ),
         pipeline_wire=2 * chunks * data.micro_batch_num * between if pp > 1 else 0,
         expert_wire=int(
@@ -156,7 +156,7 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         )
         if moe
         else 0,
-        dump=OPTIMIZER_BYTES * count_parameters(model),
+        dump=optimizer_bytes(config) * count_parameters(model),
         recompute=config.training_config.recompute,
         replicas=replicas,
         expert_replicas=min(replicas, dp // ep),
@@ -181,14 +181,20 @@ def _local(config: Config, mine: Sequence[Stage]) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def optimizer_bytes(config: Config) -> int:
+    """Return the bytes of an element's FP32 master and state; a checkpoint has the same."""
+    return MASTER_BYTES * (1 + state_tensors(config.optimizer_config))
+
+
 def _optimizer(config: Config, numel: int, ranks: int, replicas: int, ring: bool) -> int:
     """Return the bytes of a rank's shards of parameters that it shares with `ranks` (see ttp/optim/shards.py)."""
     replicas = min(replicas, ranks)
-    backup = OPTIMIZER_BYTES if config.training_config.local_copy_os else 0
+    state = optimizer_bytes(config)
+    backup = state if config.training_config.local_copy_os else 0
     if DTYPES[config.model_config.params_dtype] != torch.float32:
-        return numel * replicas * (OPTIMIZER_BYTES + REDUCED_BYTES + backup) // ranks
+        return numel * replicas * (state + REDUCED_BYTES + backup) // ranks
     second = MASTER_BYTES if ring and replicas > 1 else 0  # the master of the shard that another rank gathers from
-    return numel * (replicas * (OPTIMIZER_BYTES - MASTER_BYTES + backup) + second) // ranks
+    return numel * (replicas * (state - MASTER_BYTES + backup) + second) // ranks
 
 
 def _gradients(config: Config, numel: int, ranks: int, replicas: int, shard: bool) -> int:
@@ -222,7 +228,8 @@ def _activations(config: Config, local: int) -> int:
         kept += products
     width = DTYPES[model.compute_dtype].itemsize
     # The last norm takes a layer's stream and gives the output's; the loss is computed in FP32.
-    ending = taken + model.hidden_size * width + model.vocab_size * 4 / parallel.tensor_model_parallel_size
+    columns = model.vocab_size / (parallel.tensor_model_parallel_size if divides_logits(config) else 1)
+    ending = taken + model.hidden_size * width + columns * 4
     short = local * width if model.compute_dtype != model.params_dtype else 0
     return int(tokens * (_layers_in_flight(config) * kept + again + ending)) + short
 

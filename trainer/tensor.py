@@ -78,8 +78,18 @@ def check_divides(config: Config) -> None:
             )
 
 
-def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Make the parameters of a model (on any device, meta too) DTensors of `mesh`, and its modules parallel."""
+def divides_logits(config: Config) -> bool:
+    """Say whether tensor-parallel ranks keep some columns of the logits each; else each gathers all of them."""
+    return config.training_config.loss_func_kwargs.loss_func_type == "VocabParallelCrossEntropy"
+
+
+def split_over_tensor_ranks(
+    model: GPT, mesh: DeviceMesh, sequence_parallel: bool, parallel_output: bool = True
+) -> None:
+    """Make the parameters of a model (on any device, meta too) DTensors of `mesh`, and its modules parallel.
+
+    parallel_output: the logits are a DTensor, some columns on each rank; else an ordinary tensor, whole on each.
+    """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel() if sequence_parallel else Copied()
     # The matrices of a module share its input as a DTensor: their gradients of it are added first, and reduced once.
@@ -107,7 +117,11 @@ def split_over_tensor_ranks(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
             input_layouts=Replicate(), output_layouts=Shard(0) if sequence_parallel else Replicate()
         ),
         "norm": norm,
-        "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=stream,
+            output_layouts=Shard(-1) if parallel_output else Replicate(),
+            use_local_output=not parallel_output,
+        ),
     }
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if _has(model, name)})
     model.tie()

@@ -21,7 +21,7 @@ from ttp import checked
 from ttp.errors import CheckpointError
 
 from .chunks import build_chunks, check_stages, hash_weights
-from .config import Config, plain
+from .config import Config, ParallelConfig, plain
 from .data import OpenedText, open_sequences
 from .devices import bind, choose_device, make_deterministic
 from .evaluation import Evaluation
@@ -57,9 +57,18 @@ def run(config: Config, world: World) -> None:
             check_agreement("configuration", json.dumps(plain(config), sort_keys=True), device)
             check_agreement("text", f"{text.tokens.size} {text.tokens.fingerprint()}", device)
             mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
+            log.info("%s", layout_line(config.parallel_config, mesh.data.size))
             trainer = Trainer(config, world, mesh, device, text, run_log, output_dir)
             trainer.train()
             trainer.close()
+
+
+def layout_line(parallel: ParallelConfig, data_parallel_size: int) -> str:
+    """Return the sizes of the axes for the log, in the form that MindFormers' users search for."""
+    return (
+        f"dp {data_parallel_size} | pp {parallel.pipeline_model_parallel_size} | tp {parallel.tensor_model_parallel_size} |"
+        f" sp {parallel.sequence_parallel} | vpp {parallel.virtual_pipeline_model_parallel_size}"
+    )
 
 
 class Trainer:

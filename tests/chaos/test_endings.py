@@ -154,7 +154,7 @@ def test_a_launcher_that_waits_for_other_nodes_says_so(tmp_path: Path) -> None:
 
 TRAINER = """
 from ttp.trainer import train
-from ttp.trainer.__main__ import _run_as_program
+from ttp.trainer.__main__ import run_as_program
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
 """
 
@@ -165,7 +165,7 @@ if rank == 1 and start == "0":
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
     train.Trainer.close = die
-_run_as_program()
+run_as_program()
 """
 )
 """The bundled trainer; in the first start rank 1 is killed when its training has been dismissed."""
@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
     """The first is a notice, and the step in flight may take its time; who insists does not wait for it."""
     trainer = (*arguments(), "--training_config.output_dir", str(tmp_path / "output"))
     environ = {"TTP_FAULTS": "hang:rank=1,step=5,point=backward", "TTP_BOUNDARY_S": "600", "TTP_OT": "900"}
-    script = TRAINER + "_run_as_program()"
+    script = TRAINER + "run_as_program()"
     with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
         metrics = tmp_path / "output" / "metrics.jsonl"
         job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
@@ -220,7 +220,7 @@ def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: sig
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
     environ = {"TTP_FAULTS": "slow:rank=1,step=5,point=backward,for=8"}
-    script = TRAINER + "_run_as_program()"
+    script = TRAINER + "run_as_program()"
     with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
         metrics = output / "metrics.jsonl"
         job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
@@ -248,7 +248,7 @@ def test_a_notice_while_survivors_are_held_changes_neither_the_fault_nor_what_is
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
     faults = "kill:rank=1,step=5,point=updating;slowdisk:rank=0,step=5,point=write,for=3"
-    script = TRAINER + "_run_as_program()"
+    script = TRAINER + "run_as_program()"
     with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ={"TTP_FAULTS": faults}) as job:
         job.until(lambda: "; holding rank 0 for up to" in job.text, "hold", within_s=200)
         job.process.send_signal(signal.SIGTERM)
@@ -291,7 +291,7 @@ def test_a_rank_whose_interpreter_is_held_says_where_it_stood(tmp_path: Path) ->
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
     environ = {"TTP_FAULTS": "gil:rank=1,step=5,point=backward"}
-    script = TRAINER + "_run_as_program()"
+    script = TRAINER + "run_as_program()"
     with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
         job.until(lambda: job.process.poll() is not None, "end", within_s=300)
         assert job.wait() == 0, job.text

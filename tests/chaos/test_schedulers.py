@@ -93,35 +93,6 @@ class Script:
         return [command for _, command in marked(self.mark)]
 
 
-@pytest.mark.long
-def test_the_usual_script_pretrains_a_gpt(tmp_path: Path) -> None:
-    """Its variables reach the launcher and the trainer; further arguments go last; with a rank table as well."""
-    small = {
-        "GPUS_PER_NODE": "2",
-        "CONFIG": "gpt_tiny",
-        "SEQ_LENGTH": "32",
-        "TRAIN_ITERS": "4",
-        "MICRO_BATCH_SIZE": "2",
-    }
-    own = {"SAVE_INTERVAL": "2", "LOG_INTERVAL": "1", "MASTER_PORT": str(free_port()), "OUTPUT_PATH": str(tmp_path)}
-    script = str(EXAMPLES / "pretrain_gpt.sh")
-    with Script(tmp_path, "bash", script, "--training_config.device=cpu", *SMALL, **small, **own) as run:
-        assert run.wait() == 0, run.text
-        assert run.leftovers() == []
-    assert re.search(r"start 0: ranks 0-1 of 2 on this node \(of 1\)", run.text)
-    assert max(int(line.get("step", 0)) for line in read_jsonl(tmp_path / "metrics.jsonl")) == 4
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
-
-    table = tmp_path / "hccl.json"
-    devices = '{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}'
-    table.write_text(f'{{"server_list": [{{"server_id": "127.0.0.1", "device": [{devices}]}}]}}')
-    own |= {"TRAIN_ITERS": "6", "RANK_TABLE_FILE": str(table)}
-    with Script(tmp_path, "bash", script, "--training_config.device=cpu", *SMALL, **{**small, **own}) as run:
-        assert run.wait() == 0, run.text
-    assert "rank table" in run.text and "going on after step 4" in run.text
-    assert max(int(line.get("step", 0)) for line in read_jsonl(tmp_path / "metrics.jsonl")) == 6
-
-
 def slurm(folder: Path, output: Path, iters: int) -> Script:
     """Start the batch script as Slurm would, on two nodes of one rank each."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}

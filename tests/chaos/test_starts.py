@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 UNASSEMBLED = """
 from ttp.protection import Protection
-from ttp.trainer.__main__ import _run_as_program
+from ttp.trainer.__main__ import run_as_program
 if rank == 1 and start == "0":
     find = Protection._find_controller
     def wait_and_find(self):
@@ -32,7 +32,7 @@ if rank == 1 and start == "0":
         return address
     Protection._find_controller = wait_and_find
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
-_run_as_program()
+run_as_program()
 """
 """The bundled trainer; rank 1 finds the first start's controller and does not register before it is told to."""
 

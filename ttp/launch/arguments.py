@@ -1,4 +1,4 @@
-"""ttprun's command line: torchrun's own parser, and TTP's flags in a group of their own."""
+"""ttprun's command line: torchrun's own parser, and TTP's and msrun's options in groups of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 from ttp.config import MOST_S, enabled
+from ttp.launch import msrun
 from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
 from ttp.launch.futility import FUTILE_STARTS
 from ttp.options import above_zero, whole
@@ -25,7 +26,7 @@ class _Parser(ArgumentParser):
     """Takes abbreviations as torchrun does: TTP's own options, which came later, make none of them ambiguous."""
 
     own: frozenset[str] = frozenset()
-    """The destinations of TTP's options."""
+    """The destinations of the options that are not torchrun's."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the options that an abbreviation may stand for (argparse's own place for that, private as it is)."""
@@ -88,7 +89,8 @@ def make_parser() -> ArgumentParser:
         help="a JSON file (hccl.json) that lists servers, devices and ranks; gives --nnodes, --nproc-per-node, --node-rank"
         " (by this host's own addresses) and --master-addr; read with ENABLE_TTP=False too",
     )
-    parser.own = frozenset(action.dest for action in group._group_actions)
+    of_msrun = msrun.add_options(parser)
+    parser.own = frozenset(action.dest for each in (group, of_msrun) for action in each._group_actions)
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=MAX_RESTARTS)
     return parser

@@ -38,6 +38,7 @@ from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.handlers import make_rendezvous, plain_endpoint
 from ttp.launch.launching import Launching, Running
+from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous import FreshStoreRendezvous
 from ttp.launch.signals import without_ignored
 from ttp.launch.story import briefly
@@ -61,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()
+        given = explicit_arguments(make_parser, argv)
+        apply_msrun(args, given)
         if args.rank_table_file is not None:
-            apply_rank_table(args, explicit_arguments(make_parser, argv))
+            apply_rank_table(args, given)
         if not use_ttp:
             args.rdzv_endpoint = plain_endpoint(args)
             torchrun.run(args)  # type: ignore[no-untyped-call]

@@ -22,8 +22,19 @@ from ttp.launch.main import main
 from ttp.launch.topology import choose_rendezvous
 
 OWN_FLAGS = [
-    "--rank-table-file", "--rank_table_file", "--ttp-death-poll", "--ttp-futile-starts", "--ttp-ot", "--ttp-story",
-    "--ttp_death_poll", "--ttp_futile_starts", "--ttp_ot", "--ttp_story",
+    "--rank-table-file",
+    "--rank_table_file",
+    "--ttp-death-poll",
+    "--ttp-futile-starts",
+    "--ttp-ot",
+    "--ttp-story",
+    "--ttp_death_poll",
+    "--ttp_futile_starts",
+    "--ttp_ot",
+    "--ttp_story",
+]
+OF_MSRUN = [
+    "--cluster-time-out", "--cluster_time_out", "--join", "--local-worker-num", "--local_worker_num", "--worker-num", "--worker_num",
 ]  # fmt: skip
 OWN_DEFAULTS = {
     "ttp_ot": None,
@@ -31,6 +42,10 @@ OWN_DEFAULTS = {
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "rank_table_file": None,
+    "worker_num": None,
+    "local_worker_num": None,
+    "cluster_time_out": None,
+    "join": None,
 }
 LINES = [
     ["train.py"],
@@ -60,17 +75,18 @@ def flags(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_the_flags_are_torchruns_and_ours() -> None:
     """Nothing of torchrun's is missing, and our own are frozen."""
-    assert sorted(flags(make_parser()) - flags(torchrun.get_args_parser())) == OWN_FLAGS
+    assert sorted(flags(make_parser()) - flags(torchrun.get_args_parser())) == sorted(OWN_FLAGS + OF_MSRUN)
     assert flags(torchrun.get_args_parser()) <= flags(make_parser())
 
 
 def test_the_documents_table_is_that_of_the_parser() -> None:
     """Every own option with its default and the beginning of its help, and no other."""
-    group = next(group for group in make_parser()._action_groups if group.title == "ttp")
+    groups = [group for group in make_parser()._action_groups if group.title in ("ttp", "msrun")]
+    actions = [action for group in groups for action in group._group_actions]
     text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun.md").read_text()
-    rows = re.findall(r"^\| `(--\S+) ([A-Z]+)` \| (.*?) \| (.*?) \|$", text, re.M)
-    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in group._group_actions]
-    for (_, _, default, meaning), action in zip(rows, group._group_actions, strict=True):
+    rows = re.findall(r"^\| `(--\S+) ([A-Z]+|True)` \| (.*?) \| (.*?) \|$", text, re.M)
+    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in actions]
+    for (_, _, default, meaning), action in zip(rows, actions, strict=True):
         assert (action.help or "").startswith(meaning), meaning
         unset = {"ttp_ot": "`TTP_OT` or 120", "ttp_story": "`story.jsonl` beside the journals"}
         assert default == unset.get(action.dest, str(action.default or "none"))

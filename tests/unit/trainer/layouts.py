@@ -292,9 +292,9 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
 
 
 def assert_state_of(result: Result, checkpoint: Path) -> None:
-    """Masters and both moments of all ranks together have the bits that torch alone reads in the checkpoint."""
+    """Masters and optimizer state of all ranks together have the bits that torch alone reads in the checkpoint."""
     wanted, found = read_by_torch(checkpoint), result.state
-    assert found.keys() == wanted.keys() and any(key.endswith("exp_avg_sq") for key in found)
+    assert found.keys() == wanted.keys() and any(key.endswith(("exp_avg_sq", "momentum_buffer")) for key in found)
     for key, value in wanted.items():
         assert torch.equal(found[key], value), (result.folder, key)
 

@@ -172,15 +172,26 @@ class Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def test_no_rank_ever_has_all_logits(small_config: MakeConfig) -> None:
-    """The cross entropy of a split vocabulary takes a rank's own columns, forward and backward: 131 of 261, by the first of two."""
+def test_no_rank_ever_has_all_logits_unless_they_are_gathered(small_config: MakeConfig) -> None:
+    """The cross entropy of a split vocabulary takes a rank's own columns, forward and backward: 131 of 261, by the first of two.
+    CrossEntropyLoss takes all of them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        config = small_config({"model_config.vocab_size": 261, "parallel_config.tensor_model_parallel_size": 2})
-        (chunk,) = build_chunks(config, build_mesh(config.parallel_config, 2, 0, "cpu"), CPU)
+        keys = {"model_config.vocab_size": 261, "parallel_config.tensor_model_parallel_size": 2}
+        config = small_config(keys)
+        mesh = build_mesh(config.parallel_config, 2, 0, "cpu")
+        (chunk,) = build_chunks(config, mesh, CPU)
         tokens_BT = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(5))
         with Widths() as widths, loss_parallel():
             torch.autograd.backward(whole_loss(token_loss(chunk(tokens_BT), tokens_BT)))
         assert 131 in widths.seen and 261 not in widths.seen
+        gathered = {
+            **keys,
+            "training_config.loss_func_kwargs.loss_func_type": "CrossEntropyLoss",
+        }
+        (chunk,) = build_chunks(small_config(gathered), mesh, CPU)
+        with Widths() as widths:
+            torch.autograd.backward(token_loss(chunk(tokens_BT), tokens_BT))
+        assert 261 in widths.seen
     finally:
         dist.destroy_process_group()

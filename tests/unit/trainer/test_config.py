@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import help_text, main
-from ttp.trainer.config import Config, ParallelConfig
+from ttp.trainer.config import Config, ParallelConfig, plain
 from ttp.trainer.config_file import describe, load_config, parse_overrides, presets
+from ttp.trainer.model import count_parameters
 
 MODEL = "model_config: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
 
@@ -71,8 +75,28 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
         ("optimizer_config: {betas: [0.9, x]}", "optimizer_config.betas[1] is 'x' (str): wanted a number"),
         (
             "optimizer_config: {optimizer_type: adamw}",
-            "optimizer_config.optimizer_type is 'adamw' (str): wanted AdamW or Adam; did you mean AdamW?",
+            "optimizer_config.optimizer_type is 'adamw' (str): wanted AdamW or Adam or SGD or mint.AdamW or SpeedAdamW;"
+            " did you mean AdamW?",
         ),
+        (
+            "optimizer_config: {optimizer_type: Came}",
+            "optimizer_config.optimizer_type is 'Came': its update of an element depends on the element's row, column and whole"
+            " matrix, so its state cannot be cut into the shards that two ranks hold; use AdamW, Adam or SGD",
+        ),
+        (
+            "optimizer_config: {momentum: 0.9}",
+            "momentum with optimizer_config.optimizer_type AdamW: got 0.9, expected 0",
+        ),
+        (
+            "optimizer_config: {optimizer_type: SGD, nesterov: true}",
+            "optimizer_config.nesterov: got true with momentum 0, expected a momentum above 0",
+        ),
+        ("optimizer_config: {momentum: 1.0}", "optimizer_config.momentum is 1.0: wanted 0 <= momentum < 1"),
+        (
+            "training_config: {loss_func_kwargs: {loss_func_type: CrossEntropy}}",
+            "loss_func_type is 'CrossEntropy' (str): wanted VocabParallelCrossEntropy or CrossEntropyLoss",
+        ),
+        ("gpt_config: {num_layers: 2}", "gpt_config: got a section of this name and model_config, expected one of"),
         ("training_config: {training_iters: 0}", "training_config.training_iters is 0: wanted 1 or more"),
         ("training_config: {save_interval: 0}", "training_config.save_interval is 0: wanted 1 or more, or null"),
         ("training_config: {loss_scale: .nan}", "training_config.loss_scale is nan: wanted a finite number above 0"),
@@ -122,6 +146,14 @@ def test_wrong_value_is_named(tmp_path: Path, text: str, wanted: str) -> None:
             "compute_dtype is 'float16': its gradients vanish without training_config.loss_scale",
         ),
         ("vocab_size: 255", "model_config.vocab_size is 255: wanted 256 or more"),
+        (
+            "encoder_attn_mask_type: padding",
+            "model_config.encoder_attn_mask_type is 'padding': training sequences have no padding",
+        ),
+        (
+            "fp16_lm_cross_entropy: true",
+            "fp16_lm_cross_entropy is true: got model_config.compute_dtype float32, expected float16",
+        ),
         ("hidden_dropout: 1.0", "model_config.hidden_dropout is 1.0: wanted 0 <= p < 1"),
     ],
 )
@@ -131,6 +163,64 @@ def test_model_that_cannot_be_is_refused(tmp_path: Path, model: str, wanted: str
     base.update((key, value) for key, _, value in (pair.partition(": ") for pair in model.split(", ")))
     text = "model_config: {" + ", ".join(f"{k}: {v}" for k, v in base.items()) + "}"
     assert wanted in refusal(tmp_path, text)
+
+
+DOCUMENT = Path(__file__).with_name("mindformers_gpt.yaml")
+"""All sections of MindFormers' page, as it prints them."""
+
+
+def test_the_yaml_of_mindformers_page_is_taken_as_it_stands(tmp_path: Path) -> None:
+    """Every key has the value that is written there; each other choice that its comments name, and its three sizes, is taken too."""
+    text = DOCUMENT.read_text()
+    written = yaml.safe_load(text)
+    config = plain(load_config(str(DOCUMENT)))
+
+    def assert_taken(tree: dict[str, Any], taken: dict[str, Any], at: str = "") -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                assert_taken(value, taken[key], f"{at}{key}.")
+            else:
+                expected = tuple(value) if isinstance(value, list) else value
+                assert taken[key] == (float(value) if at + key in NUMBERS else expected), at + key
+
+    assert_taken(written, config)
+    others = [
+        ("ClipGlobalNorm", "GradClipByValue"), ("mean", "sum"), ("VocabParallelCrossEntropy", "CrossEntropyLoss"),
+        ("'rope'", "'absolute'"), *(('"AdamW"', f'"{name}"') for name in ("Adam", "SGD", "mint.AdamW", "SpeedAdamW")),
+    ]  # fmt: skip
+    for old, new in others:
+        assert old in text
+        load(tmp_path, text.replace(old, new))
+    sizes = re.compile(r"    num_layers: 6.*?num_attention_heads: 32[^\n]*\n", re.S)
+    for parameters, size in SIZES.items():
+        model = load(tmp_path, sizes.sub(size, text)).model_config
+        assert abs(count_parameters(replace(model, vocab_size=32000)) / parameters - 1) < 0.06
+
+
+NUMBERS = ("optimizer_config.eps", "optimizer_config.weight_decay")
+"""`1.e-8` is a number in YAML 1.2 and a string to PyYAML by itself."""
+SIZES = {
+    7e9: "    num_layers: 32\n    hidden_size: 4096\n    ffn_hidden_size: 11008\n    num_attention_heads: 32\n",
+    13e9: "    num_layers: 40\n    hidden_size: 5120\n    ffn_hidden_size: 13824\n    num_attention_heads: 40\n",
+    70e9: "    num_layers: 80\n    hidden_size: 8192\n    ffn_hidden_size: 28672\n    num_attention_heads: 64\n"
+    "    group_query_attention: True\n    num_query_groups: 8\n",
+}
+
+
+def test_the_models_section_may_have_another_name(tmp_path: Path) -> None:
+    """gpt_config, as MindFormers' page heads it, without a word; any other by --model_type, and none that is not there."""
+    path = tmp_path / "run.yaml"
+    path.write_text(MODEL.replace("model_config", "gpt_config"))
+    assert load_config(str(path)).model_config.num_layers == 2
+    assert load_config(str(path), parse_overrides(["--model_config.num_layers=3"])).model_config.num_layers == 3
+    path.write_text(MODEL.replace("model_config", "small") + MODEL.replace("num_layers: 2", "num_layers: 5"))
+    for given, told in (
+        ("smal", "expected a section of the configuration file (small, model_config)"),
+        ("small", "small: got"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            load_config(str(path), model_type=given)
+    assert main(["--config", str(path), "--model_type=nosuch"]) == 2
 
 
 def test_overrides_reach_every_depth_and_the_last_one_wins(tmp_path: Path) -> None:

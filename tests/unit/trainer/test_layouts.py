@@ -12,6 +12,7 @@ import pytest
 from tests.unit.trainer.conftest import run_trainings
 from tests.unit.trainer.layouts import (
     LAST,
+    PRECISIONS,
     SAVE,
     Axes,
     Result,
@@ -48,6 +49,13 @@ RECOMPUTED = {
         (INTERLEAVED, "selective"),
     )
 }
+IN_FP16 = {
+    **PRECISIONS["fp16 by autocast"],
+    "model_config.fp16_lm_cross_entropy": "true",
+    "training_config.training_iters": 2,
+}
+GATHERED = {"training_config.loss_func_kwargs.loss_func_type": "CrossEntropyLoss"}
+SGD = {"optimizer_config.optimizer_type": "SGD", "optimizer_config.momentum": 0.9}
 EVALUATED = [
     Training(f"evaluated {axes}", axes, {
         "dataset_config.validation_share": 0.01, "training_config.eval_interval": 1, "training_config.eval_sequences": 7,
@@ -62,6 +70,7 @@ MOVES: list[tuple[str, Axes, dict[str, Any]]] = [
     ("uneven", Axes(tensor=4), UNEVEN),
     ("data", TENSOR, {}),
     ("pipeline", Axes(data=3), {}),
+    ("SGD", Axes(data=3), SGD),
 ]
 """(source, layout that reads its checkpoint, keys)"""
 
@@ -80,6 +89,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("uneven, whole", Axes(), UNEVEN),
         Training("uneven", Axes(tensor=2, pipeline=2), {**UNEVEN, **SAVE}),
         Training("uneven, in shards", Axes(data=2, pipeline=2, virtual=2), {**UNEVEN, **IN_SHARDS}),
+        Training("gathered", SEQUENCE, GATHERED),
+        Training("loss in fp16", TENSOR, IN_FP16),
+        Training("SGD, whole", Axes(), SGD),
+        Training("SGD", TENSOR, {**SGD, **SAVE}),
         *PRECISE,
         *EVALUATED,
         *RECOMPUTED.values(),
@@ -100,6 +113,23 @@ def test_a_split_model_trains_as_the_whole_one(done: dict[str, Result]) -> None:
 def test_gradients_that_accumulate_in_shards_train_alike(done: dict[str, Result]) -> None:
     """In an interleaved pipeline, whose ends have the same embedding: it alone accumulates whole."""
     assert_same_curve(done["uneven, in shards"], done["uneven, whole"])
+
+
+def test_a_loss_of_gathered_logits_is_that_of_divided_ones(done: dict[str, Result]) -> None:
+    """CrossEntropyLoss, with sequence parallelism as well; to round-off."""
+    assert_same_curve(done["gathered"], done["whole"])
+
+
+def test_losses_in_float16_are_those_of_float32_to_their_precision(done: dict[str, Result]) -> None:
+    """Of logits that are divided over tensor-parallel ranks; not the same number, so it was another computation."""
+    ours, theirs = (done[name].lines[1]["loss_value"] for name in ("loss in fp16", "whole"))
+    assert ours == pytest.approx(theirs, rel=1e-2) and ours != theirs
+
+
+def test_sgd_with_momentum_trains_a_split_model_as_a_whole_one(done: dict[str, Result]) -> None:
+    """Its state is one tensor a parameter; it moves to other layouts as moments do (below)."""
+    assert_same_curve(done["SGD"], done["SGD, whole"])
+    assert any(key.endswith("momentum_buffer") for key in done["SGD under dp3tp1pp1"].state)
 
 
 def test_short_precisions_train_alike_when_the_model_is_split(done: dict[str, Result]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ CPU = torch.device("cpu")
 SEQUENCE = {"parallel_config.sequence_parallel": True}
 EXPERTS = {"model_config.num_experts": 2}
 """Both take every token, so that a rank's share is known."""
+GATHERED = {"training_config.loss_func_kwargs.loss_func_type": "CrossEntropyLoss"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,19 +53,20 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("keys", [{}, SEQUENCE, EXPERTS, {**EXPERTS, **SEQUENCE}], ids=str)
+@pytest.mark.parametrize("keys", [{}, SEQUENCE, EXPERTS, {**EXPERTS, **SEQUENCE}, GATHERED], ids=str)
 def test_a_plan_says_what_tensor_parallel_ranks_send(
     small_config: MakeConfig, keys: dict[str, Any], recompute: str
 ) -> None:
     """To the byte, forward and backward. Where queries, keys and values share their input, its gradient is added up once: five
-    all-reduces each way for two layers and an end."""
+    all-reduces each way for two layers and an end. Logits that are gathered are sent once, and their gradient is not."""
     tensor = {"parallel_config.tensor_model_parallel_size": 2, "training_config.recompute": recompute}
     config = small_config({**tensor, **keys})
     (model,) = build_chunks(config, build_mesh(config.parallel_config, 2, 0, "cpu"), CPU)
     tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(5))
-    with loss_parallel(), Collectives() as forward:
+    splitting = contextlib.nullcontext if keys is GATHERED else loss_parallel
+    with splitting(), Collectives() as forward:
         loss = token_loss(model(tokens_BT), tokens_BT)
-    with loss_parallel(), Collectives() as backward:
+    with splitting(), Collectives() as backward:
         torch.autograd.backward(loss)
     least = 2 * 16 * 32 * 4  # of a micro-batch's activations between two layers; the loss's own sums are less
     sent = 0.0

@@ -177,6 +177,18 @@ def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
     assert re.search(r"Step:1, .*Finite_grads: False, Loss_scale: 1099511627776.0,", log)
 
 
+def test_the_names_of_mindspores_adamw_are_adamw(run: Run) -> None:
+    """The same bits; Adam has others. The layout's line is that of MindFormers, once a start."""
+    outputs = {
+        name: run(name, {"optimizer_config.optimizer_type": name, "training_config.training_iters": 3})
+        for name in ("AdamW", "mint.AdamW", "SpeedAdamW", "Adam")
+    }
+    weights = {name: final(output)["weights_sha256"] for name, output in outputs.items()}
+    assert weights["AdamW"] == weights["mint.AdamW"] == weights["SpeedAdamW"] != weights["Adam"]
+    log = (outputs["AdamW"] / "log" / "rank_0" / "info.log").read_text()
+    assert re.findall(r" (dp .*)", log) == ["dp 1 | pp 1 | tp 1 | sp False | vpp None"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -187,6 +199,13 @@ def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
             "optimizer_config.optimizer_type": "Adam",
             "optimizer_config.weight_decay": 0,
         },
+        {"optimizer_config.optimizer_type": "SGD", "optimizer_config.learning_rate": 0.5},
+        {
+            "optimizer_config.optimizer_type": "SGD",
+            "optimizer_config.learning_rate": 0.1,
+            "optimizer_config.momentum": 0.9,
+            "optimizer_config.nesterov": "true",
+        },
         {"training_config.use_distributed_optimizer": "false"},
         {"model_config.compute_dtype": "bfloat16", "training_config.loss_scale": 4096},
         {"model_config.compute_dtype": "bfloat16", "model_config.params_dtype": "bfloat16"},
@@ -196,6 +215,8 @@ def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
         "no clip",
         "clip by value",
         "Adam with local copy",
+        "SGD",
+        "SGD with Nesterov's momentum",
         "not distributed",
         "autocast and scale",
         "short weights",

@@ -1,0 +1,111 @@
+"""MindFormers' page on its dynamic-graph GPT, followed as it stands: its YAML, its script and its arguments, on CPU with a small model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.test_schedulers import Script
+from tests.ports import free_port
+from ttp.chaos.job import read_jsonl
+
+GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt"
+SCRIPT = str(GPT / "pretrain_gpt.sh")
+DOCUMENT = Path(__file__).resolve().parents[1] / "unit" / "trainer" / "mindformers_gpt.yaml"
+SMALL = (
+    "--model_config.num_layers=2",
+    "--model_config.hidden_size=32",
+    "--model_config.ffn_hidden_size=64",
+    "--model_config.num_attention_heads=2",
+    "--model_config.seq_length=32",
+    "--training_config.device=cpu",
+)
+STEP_LINE = re.compile(
+    r"train: Epoch:0, Step:(\d+), Loss: \d+\.\d+, Finite_grads: True, Loss_scale: 4096\.0,"
+    r" Learning_rate: \(\d\.\d{6}e-\d\d,\d\.\d{6}e-\d\d,\), Time: \d+\.\d\d ms"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory, with the page's data set and xx.yaml, its YAML."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "text.txt").write_text("to be or not to be, that is the question " * 300)
+    (tmp_path / "xx.yaml").write_text(DOCUMENT.read_text())
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> str:
+    """Run `bash pretrain_gpt.sh` to its end and return what it has printed."""
+    own = {"MASTER_PORT": str(free_port()), **variables}
+    with Script(folder, "bash", SCRIPT, *arguments, **own) as script:
+        assert script.wait() == 0, script.text
+        assert script.leftovers() == []
+        return script.text
+
+
+def steps(path: Path) -> list[int]:
+    return [int(match[1]) for match in map(STEP_LINE.fullmatch, path.read_text().splitlines()) if match]
+
+
+@pytest.mark.long
+def test_the_documents_command_goes_on_after_a_kill(folder: Path) -> None:
+    """`bash pretrain_gpt.sh xx.yaml` with two visible devices: a rank is killed, no step is lost, and the tree of logs and its lines
+    are the page's."""
+    kill = "kill:rank=1,step=5,point=updating"
+    text = run(folder, "xx.yaml", *SMALL, ASCEND_RT_VISIBLE_DEVICES="0,1", TTP_FAULTS=kill)
+    assert "rank 1: signal SIGKILL" in text and re.search(r"^lost +0 steps", text, re.M)
+    log = folder / "output" / "log"
+    for rank in (0, 1):
+        info = (log / f"rank_{rank}" / "info.log").read_text()
+        assert len(re.findall(r" dp 2 \| pp 1 \| tp 1 \| sp False \| vpp None$", info, re.M)) == 2
+        assert (log / f"rank_{rank}" / "error.log").exists()
+    assert sorted(set(steps(log / "rank_0" / "info.log"))) == list(range(1, 11))
+    lines = [line["step"] for line in read_jsonl(folder / "output" / "metrics.jsonl") if "step" in line]
+    assert sorted(lines) == list(range(1, 11)), "a step was trained twice, or not at all"
+    for attempt in (0, 1):
+        (printed,) = folder.glob(f"msrun_log/*/attempt_{attempt}/0/stdout.log")
+        assert steps(printed)
+
+
+@pytest.mark.long
+def test_the_script_starts_with_its_own_configuration(folder: Path) -> None:
+    """`bash pretrain_gpt.sh`: one device, pretrain_gpt_7B.yaml beside the script, a log folder that is made anew."""
+    (folder / "msrun_log").mkdir()
+    (folder / "msrun_log" / "old").write_text("")
+    run(folder, *SMALL, "--training_config.training_iters=2")
+    assert not (folder / "msrun_log" / "old").exists()
+    info = (folder / "output" / "log" / "rank_0" / "info.log").read_text()
+    assert "dp 1 | pp 1 | tp 1 | sp False | vpp None" in info and "sequences of 32 tokens" in info
+    assert steps(folder / "output" / "log" / "rank_0" / "info.log") == [1, 2]
+
+
+@pytest.mark.long
+def test_the_script_takes_a_rank_table_and_several_nodes(folder: Path) -> None:
+    """As scripts for several nodes do: a table for this node; a number of nodes and this node's own."""
+    table = folder / "hccl.json"
+    devices = '{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}'
+    table.write_text(f'{{"server_list": [{{"server_id": "127.0.0.1", "device": [{devices}]}}]}}')
+    few = "--training_config.training_iters=2"
+    assert "rank table" in run(folder, "xx.yaml", *SMALL, few, RANK_TABLE_FILE=str(table))
+    more = ("--training_config.training_iters=4", "--parallel_config.tensor_model_parallel_size=2")
+    text = run(folder, "xx.yaml", *SMALL, *more, NNODES="1", NODE_RANK="0", ASCEND_RT_VISIBLE_DEVICES="4,5")
+    assert "dp 1 | pp 1 | tp 2 | sp False | vpp None" in text and "going on after step 2" in text
+
+
+def test_the_python_script_takes_the_documents_arguments(folder: Path) -> None:
+    """`--config_path`, `--run_cmd` and `--model_type`; alone as one rank. A file that is not there is refused in a line."""
+    (folder / "run.yaml").write_text(DOCUMENT.read_text().replace("model_config:", "small:"))
+    command = [sys.executable, str(GPT / "pretrain_gpt.py")]
+    own = ("--run_cmd", "bash run.sh", "--model_type=small", "--training_config.training_iters=2")
+    done = subprocess.run([*command, "--config_path", "run.yaml", *own, *SMALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("run command: bash run.sh\n")
+    assert steps(folder / "output" / "log" / "rank_0" / "info.log") == [1, 2]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("ttp.trainer: --config pretrain_gpt.yaml: no such file")
