@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in args or "-h" in args:
         print(help_text())
         return 0
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger("ttp.trainer.config").setLevel(logging.ERROR)  # rank 0 logs the notes on a file for all
     try:
         name, rest = _take_option(args, "--config", f"a preset ({', '.join(presets())}) or a path")
         model_type, rest = _take_option(rest, "--model_type", "the name of a section of the configuration file")

@@ -7,9 +7,11 @@ environment (`config_file.py` does), and never imports torch.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ttp import checked
 from ttp.errors import ConfigError
 
 from .device_table import DeviceName
@@ -35,6 +37,18 @@ REFUSED = {
     ),
 }
 """Values of other trainers' configurations that have no counterpart here, with the reason. By (key, value)."""
+
+
+_MEMORY = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?GB")
+
+
+def memory_bytes(text: str, key: str) -> int:
+    """Return the bytes of a device's memory, as in 31GB, of 2**30 bytes each. Raises ConfigError naming `key`."""
+    found = _MEMORY.fullmatch(text)
+    nbytes = int(float(found[1]) * 2**30) if found else 0
+    if nbytes == 0:
+        raise ConfigError(f"{key}: got {checked.shown(text)}, expected a size above 0 in GB, as in 31GB")
+    return nbytes
 
 
 def check(ok: bool, key: str, value: object, wanted: str) -> None:
@@ -114,6 +128,8 @@ class TrainingConfig:
     """auto: from the newest valid checkpoint of output_dir, if any; never; or a checkpoint's path."""
     local_copy_os: bool = False
     """Keep a copy of the last step's optimizer state: more memory, more steps to choose from at a fault."""
+    max_device_memory: str | None = None
+    """Memory of a rank's device that --plan compares its estimate with, as in 31GB; null: none."""
 
     def __post_init__(self) -> None:
         at = "training_config."
@@ -143,10 +159,14 @@ class TrainingConfig:
         check(scale is None or _positive(scale), at + "loss_scale", scale, "a finite number above 0, or null for none")
         check(self.loss_scale_window >= 0, at + "loss_scale_window", self.loss_scale_window, "0 or more")
         check(self.resume.strip() != "", at + "resume", self.resume, "auto, never or a checkpoint's path")
+        if self.max_device_memory is not None:
+            memory_bytes(self.max_device_memory, at + "max_device_memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
+    data_parallel: int | None = None
+    """Ranks that train on different data, checked at the start; null: what the other axes leave of the world."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: int = 1
@@ -166,6 +186,8 @@ class ParallelConfig:
         at = "parallel_config."
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             check(getattr(self, name) >= 1, at + name, getattr(self, name), "1 or more")
+        data = self.data_parallel
+        check(data is None or data >= 1, at + "data_parallel", data, "1 or more, or null")
         chunks = self.virtual_pipeline_model_parallel_size
         check(chunks is None or chunks >= 1, at + "virtual_pipeline_model_parallel_size", chunks, "1 or more, or null")
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
@@ -181,6 +203,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"{world_size} ranks are not tensor {tp} x pipeline {pp} x data parallel: {world_size} is not a multiple of"
                 f" {tp * pp}; start a multiple of {tp * pp} ranks, or change parallel_config"
+            )
+        if self.data_parallel not in (None, dp):
+            raise ConfigError(
+                f"parallel_config.data_parallel: got {self.data_parallel}, expected {dp} for {world_size} ranks with tensor {tp} x"
+                f" pipeline {pp}. Start {self.data_parallel * tp * pp} ranks, or set it to null"
             )
         if dp % ep:
             raise ConfigError(

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import itertools
 import json
+import logging
 import textwrap
 import types
 import typing
@@ -25,6 +26,9 @@ from ttp.errors import ConfigError
 from ttp.strict_yaml import load_yaml, read_yaml_file
 
 from .config import REFUSED, Config
+from .static_graph import translate
+
+log = logging.getLogger("ttp.trainer.config")
 
 DEFAULT_CONFIG = "gpt_tiny"
 MODEL_SECTION, MODEL_TYPE = "model_config", "gpt_config"
@@ -34,12 +38,16 @@ MODEL_SECTION, MODEL_TYPE = "model_config", "gpt_config"
 def load_config(
     name: str = DEFAULT_CONFIG, overrides: Sequence[tuple[str, str]] = (), model_type: str = MODEL_TYPE
 ) -> Config:
-    """Return the preset or file `name` with `(dotted key, YAML value)` overrides, the last one winning. Raises ConfigError.
+    """Return the preset or file `name` with `(dotted key, YAML value)` overrides, the last one winning. What of a MindFormers file has no
+    effect is logged. Raises ConfigError.
 
     `model_type`: the section that is taken for model_config, where the file has it.
     """
     tree = read_yaml(name)
     _take_model_section(tree, model_type)
+    tree, notes = _on_preset(*translate(tree))
+    for note in notes:
+        log.warning("--config %s: %s", name, note)
     for key, text in overrides:
         _override(tree, key, text)
     return typing.cast(Config, _build(Config, tree, ""))
@@ -64,6 +72,24 @@ def read_yaml(name: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{where}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
     return tree
+
+
+def _on_preset(tree: dict[str, Any], notes: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Lay a file over the preset that its key `preset` names, if it has one."""
+    name = tree.pop("preset", None)
+    if name is None:
+        return tree, notes
+    if name not in presets():
+        near = _nearest(str(name), presets())
+        raise ConfigError(f"preset: got {checked.shown(name)}, expected one of {', '.join(presets())}{near}")
+    base, _ = _on_preset(read_yaml(name), [])
+    return _laid_over(base, tree), notes
+
+
+def _laid_over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _laid_over(base[key], value) for key, value in tree.items()
+            if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)}  # fmt: skip
+    return {**base, **tree, **both}
 
 
 def parse_overrides(args: Sequence[str]) -> list[tuple[str, str]]:
