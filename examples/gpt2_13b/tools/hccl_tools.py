@@ -93,6 +93,8 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
         unfinished.write_text(json.dumps(table, indent=4) + "\n", encoding="utf-8")
         read_rank_table(str(unfinished))
         os.replace(unfinished, path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"--rank_table_file {unfinished}", str(path))) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
     finally:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-
-
-def module_of(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, EXAMPLES / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.unit.examples.loading import EXAMPLES, module_of
 
 
 def test_numerals_are_translated() -> None:
