@@ -18,6 +18,9 @@ from ttp.errors import STAY_WRONG, CheckpointError, ConfigError, ControllerError
 
 from .config_file import DEFAULT_CONFIG, MODEL_TYPE, describe, load_config, parse_overrides, presets
 
+PLAN_OPTIONS = ("--world-size", "--devices-per-node", "--disk-gb-per-s", "--memory", "--global-batch", "--top", "--device-tflops",
+                "--node-gb-per-s", "--network-gb-per-s")  # fmt: skip
+"""Options of `--plan` that take a value (`plan_command.py` reads them)."""
 FOR_THE_RESTART = 75
 """As of a rank that has persisted: nothing was trained yet, and peers are not waited for."""
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         config = load_config(name or DEFAULT_CONFIG, parse_overrides(rest), model_type or MODEL_TYPE)
         if planned is not None:
-            from .plan import run_plan
+            from .plan_command import run_plan
 
             run_plan(config, planned)
             return 0
@@ -74,7 +77,9 @@ def help_text() -> str:
     lines = [
         "usage: ttprun [torchrun's arguments] -m ttp.trainer [--config NAME_OR_PATH] [--section.key value ...]",
         "       python -m ttp.trainer ...    alone, as one rank",
-        "       python -m ttp.trainer ... --plan --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]    what it would need",
+        "       python -m ttp.trainer ... --plan --world-size N [--devices-per-node 8] [--disk-gb-per-s 1] [--memory 31GB]    what it would need",
+        "       python -m ttp.trainer ... --plan --search --world-size N [--memory 31GB] [--global-batch N] [--top 10] [--devices-per-node 8]",
+        "              [--device-tflops 100] [--node-gb-per-s 100] [--network-gb-per-s 10]    layouts for it, the fastest first",
         "",
         f"--config takes a preset ({', '.join(presets())}; default: {DEFAULT_CONFIG}) or the path of a YAML file with these sections.",
         f"--model_type NAME takes the file's section NAME for model_config (default: {MODEL_TYPE}, where there is one).",
@@ -118,7 +123,9 @@ def _take_plan(args: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     own, rest, pending = [], [], [arg for arg in args if arg != "--plan"]
     while pending:
         arg = pending.pop(0)
-        if arg.partition("=")[0] in ("--world-size", "--devices-per-node", "--disk-gb-per-s"):
+        if arg == "--search":
+            own.append(arg)
+        elif arg.partition("=")[0] in PLAN_OPTIONS:
             own += [arg] if "=" in arg else [arg, *pending[:1]]
             pending = pending if "=" in arg else pending[1:]
         else:

@@ -1,6 +1,7 @@
-"""`python -m ttp.trainer --config NAME --plan --world-size N`: what a run would need, without starting anything.
+"""What a run would need, without starting anything: the numbers of `--plan` (`plan_command.py`) and of its search (`plan_search.py`).
 
-Owns the arithmetic of a layout: parameters, memory, bytes on the wire, bytes and time of a dying gasp, and what is survived.
+Owns the arithmetic of a layout: parameters, memory, operations, bytes on the wire, pipeline bubble, bytes and time of a dying gasp, and what
+is survived.
 Sizes are those of the rank that has the most. Nothing is allocated: the model is built on torch's meta device.
 
 Activations are those that torch's operators keep for backward, counted operator by operator, without the attention matrix, which
@@ -10,7 +11,7 @@ Operations in MPICH (2005).
 
 from __future__ import annotations
 
-import argparse
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,9 @@ from dataclasses import dataclass
 import torch
 
 import ttp
-from ttp import checked
-from ttp.errors import ConfigError
 
 from .chunks import check_stages
-from .config import Config
+from .config import Config, ModelConfig, memory_bytes
 from .model import DTYPES, GPT, Stage, count_parameters, stages
 from .optimizer import state_tensors
 from .tensor import check_divides, divides_logits
@@ -76,6 +75,10 @@ class Plan:
     tensor_wire: int
     pipeline_wire: int
     expert_wire: int
+    flops: float
+    """Floating-point operations of a step's matrix products and attention, recomputation included."""
+    bubble: float
+    """Time that a rank waits for its pipeline, as a share of the time that it computes."""
     dump: int
     """Of the whole job."""
     recompute: str
@@ -90,6 +93,10 @@ class Plan:
     @property
     def memory(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def sent(self) -> int:
+        return self.data_parallel_wire + self.tensor_wire + self.pipeline_wire + self.expert_wire
 
 
 def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Plan:
@@ -156,6 +163,8 @@ def make_plan(config: Config, world_size: int, devices_per_node: int = 8) -> Pla
         )
         if moe
         else 0,
+        flops=_flops(config, dense, experts, layers),
+        bubble=(pp - 1) / (data.micro_batch_num * chunks),
         dump=optimizer_bytes(config) * count_parameters(model),
         recompute=config.training_config.recompute,
         replicas=replicas,
@@ -172,18 +181,42 @@ def _local(config: Config, mine: Sequence[Stage]) -> tuple[int, int]:
     here = range((model.num_experts or 0) // ep)
     found = [0, 0]
     for stage in mine:
-        with torch.device("meta"):
-            built = GPT(model, stage, here)
-        for name, parameter in built.named_parameters():
-            rows = -(-parameter.shape[0] // tp) if name.endswith(_BY_ROWS) else parameter.shape[0]
+        same = Stage(0, stage.stop_layer - stage.first_layer, stage.begins, stage.ends)  # layers are alike
+        for name, shape in _shapes(model, same, here):
+            rows = -(-shape[0] // tp) if name.endswith(_BY_ROWS) else shape[0]
             slices = tp if name.endswith(_BY_TENSOR_RANKS) else 1
-            found[".experts." in name] += rows * math.prod(parameter.shape[1:]) // slices
+            found[".experts." in name] += rows * math.prod(shape[1:]) // slices
     return found[0], found[1]
 
 
 def optimizer_bytes(config: Config) -> int:
     """Return the bytes of an element's FP32 master and state; a checkpoint has the same."""
     return MASTER_BYTES * (1 + state_tensors(config.optimizer_config))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(model: ModelConfig, stage: Stage, experts: range) -> tuple[tuple[str, torch.Size], ...]:
+    """Return name and shape of every parameter of a stage."""
+    with torch.device("meta"):
+        built = GPT(model, stage, experts)
+    return tuple((name, parameter.shape) for name, parameter in built.named_parameters())
+
+
+def _flops(config: Config, dense: int, experts: int, layers: int) -> float:
+    """Return a rank's operations in a step: 6 for each parameter and token, and attention's own. `dense`, `experts`: its parameters.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training (2021), appendix; selective recomputation by Korthikanti et al.,
+    Reducing Activation Recomputation in Large Transformer Models (2022), which measure 2 to 4 % where this takes 5.
+    """
+    model, data, recompute = config.model_config, config.dataset_config, config.training_config.recompute
+    tokens = data.batch_size * data.micro_batch_num * model.seq_length
+    ep, tp = config.parallel_config.expert_model_parallel_size, config.parallel_config.tensor_model_parallel_size
+    chosen = ep * model.num_experts_per_token / model.num_experts if model.num_experts else 0
+    products = 6 * (dense + experts * chosen) * tokens
+    attention = 12 * layers * model.seq_length * model.num_attention_heads * model.head_size / tp * tokens
+    again = {"none": 1.0, "selective": 1.05, "full": 4 / 3}[recompute]
+    attention_again = 4 / 3 if recompute == "full" or (recompute == "selective" and model.attention_dropout) else 1.0
+    return products * again + attention * attention_again
 
 
 def _optimizer(config: Config, numel: int, ranks: int, replicas: int, ring: bool) -> int:
@@ -302,6 +335,7 @@ def _all_reduces(config: Config, layers: int) -> float:
     return layers * each + (2 if config.parallel_config.pipeline_model_parallel_size == 1 else 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> bool:
     """True when every data-parallel group, the experts' too, holds each shard on different nodes, as the optimizer places them."""
     if replicas == 1 or dp == ep:
@@ -315,82 +349,56 @@ def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> b
     return all(ttp.replicas_apart([str(rank // devices) for rank in ranks], replicas) for ranks in groups)
 
 
-def lines(plan: Plan, disk_bytes_per_s: float, world_size: int) -> list[str]:
-    """Return the plan for people."""
+def survived(plan: Plan, world_size: int) -> str:
+    """Return what the layout survives, in words."""
+    fewest = min(plan.replicas, plan.expert_replicas)
+    if fewest == 1:
+        return "a death loses the steps since the last checkpoint"
+    text = f"any {fewest - 1} of {world_size} ranks"
+    text += f", each of {plan.nodes} nodes" if plan.apart and plan.nodes > 1 else ""
+    return text + ("" if plan.apart or plan.nodes == 1 else "; not each node: some holders of a shard share one")
+
+
+def lines(plan: Plan, disk_bytes_per_s: float, world_size: int, limit: str | None = None) -> list[str]:
+    """Return the plan for people. `limit`: a device's memory, as in 31GB."""
     axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items() if name != "expert" or size > 1)
     replicas = f"{plan.replicas} ranks hold each shard" if plan.replicas > 1 else "no shard has a second holder"
     if plan.expert_replicas < plan.replicas:
         each = f"{plan.expert_replicas} ranks hold" if plan.expert_replicas > 1 else "one rank alone holds"
         replicas += f", but {each} those of an expert"
-    fewest = min(plan.replicas, plan.expert_replicas)
-    if fewest == 1:
-        survived = "a death loses the steps since the last checkpoint"
-    else:
-        survived = f"any {fewest - 1} of {world_size} ranks"
-        survived += f", each of {plan.nodes} nodes" if plan.apart and plan.nodes > 1 else ""
-        survived += "" if plan.apart or plan.nodes == 1 else "; not each node: some holders of a shard share one"
+    fits = ""
+    if limit is not None:
+        over = plan.memory - memory_bytes(limit, "memory")
+        fits = f": fits into {limit}" if over <= 0 else f": does not fit into {limit}, {gib(over)} too much"
     seconds = plan.dump / world_size / disk_bytes_per_s
     key = f"{'without' if plan.accumulation_shard else 'with'} gradient_accumulation_shard"
     if plan.shards == 1:
         gradients = sent = " (gradient_accumulation_shard has no effect here)" if plan.accumulation_shard else ""
     else:
-        gradients = f" ({_gib(plan.gradients_otherwise)} {key})"
-        sent = f" ({_gib(plan.data_parallel_wire_otherwise)} {key})"
+        gradients = f" ({gib(plan.gradients_otherwise)} {key})"
+        sent = f" ({gib(plan.data_parallel_wire_otherwise)} {key})"
     return [
         f"ranks               {world_size}: {axes}",
         f"parameters          {plan.parameters:,}, {plan.local_parameters:,} a rank",
-        f"memory a rank       {_gib(plan.memory)}",
-        f"  weights           {_gib(plan.weights)}",
-        f"  gradients         {_gib(plan.gradients)}{gradients}",
-        f"  optimizer         {_gib(plan.optimizer)}, {_gib(plan.copies)} of it for the replicas",
-        f"  activations       {_gib(plan.activations)} (estimate; {_RECOMPUTED[plan.recompute]})",
+        f"memory a rank       {gib(plan.memory)}{fits}",
+        f"  weights           {gib(plan.weights)}",
+        f"  gradients         {gib(plan.gradients)}{gradients}",
+        f"  optimizer         {gib(plan.optimizer)}, {gib(plan.copies)} of it for the replicas",
+        f"  activations       {gib(plan.activations)} (estimate; {_RECOMPUTED[plan.recompute]})",
         "sent by a rank a step",
-        f"  data parallel     {_gib(plan.data_parallel_wire)}{sent}",
-        f"  tensor parallel   {_gib(plan.tensor_wire)}",
-        f"  pipeline          {_gib(plan.pipeline_wire)}",
-        f"  experts           {_gib(plan.expert_wire)}",
-        f"dying gasp          {_gib(plan.dump)}, {_gib(plan.dump // world_size)} a rank:"
+        f"  data parallel     {gib(plan.data_parallel_wire)}{sent}",
+        f"  tensor parallel   {gib(plan.tensor_wire)}",
+        f"  pipeline          {gib(plan.pipeline_wire)}",
+        f"  experts           {gib(plan.expert_wire)}",
+        f"pipeline bubble     {plan.bubble:.1%} of the time that a rank computes",
+        f"dying gasp          {gib(plan.dump)}, {gib(plan.dump // world_size)} a rank:"
         f" {seconds:.1f} s at {disk_bytes_per_s / 1e9:g} GB/s a rank",
-        f"survived            {survived} ({replicas})",
+        f"survived            {survived(plan, world_size)} ({replicas})",
     ]
 
 
-def _gib(nbytes: float) -> str:
-    """Of a small model in smaller units."""
+def gib(nbytes: float) -> str:
+    """Return a size in words; of a small model in smaller units."""
     if nbytes >= GIB / 10 or nbytes == 0:
         return f"{nbytes / GIB:.2f} GiB"
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.2f} KiB"
-
-
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MOST_RANKS):
-        raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected an integer from 1 to {MOST_RANKS}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected a number") from None
-
-
-def run_plan(config: Config, arguments: Sequence[str]) -> None:
-    """Print the plan for `--world-size N [--devices-per-node 8] [--disk-gb-per-s 1]`. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="ttp.trainer --plan", exit_on_error=False, add_help=False)
-    parser.add_argument("--world-size", type=_whole, default=0)
-    parser.add_argument("--devices-per-node", type=_whole, default=8)
-    parser.add_argument("--disk-gb-per-s", type=_number, default=1.0)
-    try:
-        given = parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"--plan: {error}; wanted --world-size N [--devices-per-node 8] [--disk-gb-per-s 1]"
-        ) from None
-    if given.world_size < 1 or given.devices_per_node < 1 or not 1e-6 <= given.disk_gb_per_s <= 1e9:
-        raise ConfigError(
-            f"--plan: got --world-size {given.world_size}, --devices-per-node {given.devices_per_node}, --disk-gb-per-s"
-            f" {given.disk_gb_per_s:g}; wanted --world-size N, all of them above 0, and a disk of 1e-6 to 1e9 GB/s"
-        )
-    plan = make_plan(config, given.world_size, given.devices_per_node)
-    print("\n".join(lines(plan, given.disk_gb_per_s * 1e9, given.world_size)))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.errors import ConfigError
@@ -200,6 +202,31 @@ def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [([], ": fits into 31GB"), (["--memory", "19GB"], ": does not fit into 19GB, 0.88 GiB too much")],
+)
+def test_the_documents_layout_is_explained(limit: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data 4 x tensor 2 x pipeline 4 with 24 micro-batches: compared with a device's memory, and the pipeline's (4 - 1) / 24."""
+    assert main(["--config", "gpt2_13b_mp2_pp4", "--plan", "--world-size", "32", *limit]) == 0
+    told = capsys.readouterr().out
+    assert "32: data 4 x tensor 2 x pipeline 4" in told and "every layer recomputed" in told
+    assert f"memory a rank       19.88 GiB{wanted}\n" in told and "pipeline bubble     12.5% of" in told
+
+
+@pytest.mark.parametrize("keys", [{}, {"model_config.num_query_groups": 1}, {"model_config.num_experts": 4}], ids=str)
+def test_operations_are_what_torch_counts(small_config: MakeConfig, keys: dict[str, Any]) -> None:
+    """Of matrix products and attention, forward and backward, but for lookups in embeddings, which are counted as products."""
+    config = small_config({**WIDE, **keys})
+    model = GPT(config.model_config)
+    tokens_BT = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(5))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        torch.autograd.backward(token_loss(model(tokens_BT), tokens_BT))
+    plan = make_plan(config, 1)
+    lookups = 6 * sum(p.numel() for name, p in model.named_parameters() if "embedding" in name) * tokens_BT.numel()
+    assert plan.flops - lookups == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+@pytest.mark.parametrize(
     ("world_size", "wanted"),
     [
         (
@@ -220,9 +247,10 @@ def test_experts_that_one_rank_has_alone_are_not_survived(
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
-        ([], "got --world-size 0"),
+        ([], "--world-size: missing, expected the number of ranks"),
+        (["--world-size", "0"], "--world-size: got '0', expected an integer from 1"),
         (["--world-size", "ten"], "expected an integer from 1"),
-        (["--world-size", "8", "--disk-gb-per-s", "nan"], "--disk-gb-per-s nan; wanted"),
+        (["--world-size", "8", "--disk-gb-per-s", "nan"], "--disk-gb-per-s: got 'nan', expected a number from"),
         (["--world-size", "12"], "12 ranks are not tensor 8 x pipeline 1"),
     ],
 )
