@@ -40,6 +40,9 @@ RUN: dict[str, str] = {
     "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
     "python -m ttp.trainer --help": "",
     "python -m ttp.trainer --config gpt_70b --plan --world-size 1024": "",
+    "python -m ttp.trainer --config gpt2_13b_mp2_pp4 --plan --world-size 32": "",
+    "python -m ttp.trainer --config gpt2_13b --plan --search --world-size 32 --global-batch 96 --memory 31GB": "",
+    "ttp ckpt export output merged.pt --to torch": "",
     "python -m ttp.trainer --config NAME --plan --world-size N": "python -m ttp.trainer --config gpt_tiny --plan --world-size 2",
     "python -m ttp.trainer.prepare my_texts/ corpus --tokenizer tokenizer.json": "",
     "python -m ttp.trainer.prepare INPUT OUTPUT [--tokenizer PATH]": "python -m ttp.trainer.prepare my_texts corpus",
@@ -70,6 +73,8 @@ _OTHERS = "tests/chaos/test_other_trainers.py"
 _LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits"
 _GPT = "tests/chaos/test_mindformers_gpt.py"
 _SLURM = "tests/chaos/test_slurm.py"
+_TABLES = "tests/unit/examples/test_gpt2_13b.py::test_tables_are_made_on_each_machine_and_merged"
+_DISTRIBUTED = "tests/chaos/test_gpt2_13b.py::test_two_machines_train_the_documents_split_and_predict"
 _OWN = {"train.py": "own_trainer/train.py"}
 """For the reader's own trainer."""
 _READ = dict.fromkeys(("--nproc-per-node", "own_trainer/train.py", "--steps", "--save-dir"), "tests.shown.shown")
@@ -150,6 +155,15 @@ TESTED: dict[str, Proof] = {
     "python train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_trains_alone_without_a_launcher"),
     "python examples/own_trainer/train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_trains_alone_without_a_launcher"),
     "python -m ttp.trainer --config NAME_OR_PATH [--section.key value ...]": Proof(f"{_COMMANDS}::test_checkpoints_can_be_looked_at"),
+    "python hccl_tools.py --device_num \"[0,8)\" --server_ip 10.0.0.1": Proof(_TABLES),
+    "python tools/hccl_tools.py --device_num \"[0,8)\" --server_ip 10.155.111.140":
+        Proof(_TABLES, {"tools/hccl_tools.py": "hccl_tools.py"}),
+    "python merge_hccl.py hccl_a.json hccl_b.json": Proof(_TABLES),
+    "python tools/merge_hccl.py hccl_8p_01234567_10.155.111.140.json hccl_8p_01234567_10.155.111.141.json":
+        Proof(_TABLES, {"tools/merge_hccl.py": "merge_hccl.py"}),
+    "bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH DEVICE_RANGE RUN_MODE RANK_SIZE": Proof(_DISTRIBUTED),
+    "bash run_distribute.sh ../hccl_2s_16p.json ../configs/gpt2/run_gpt2_13b.yaml [0,8] train 16":
+        Proof(_DISTRIBUTED, {"../configs/gpt2/run_gpt2_13b.yaml": "run_gpt2_13b.yaml"}),
     "python -m ttp.trainer.convert from-hf hf_model output":
         Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_goes_on_from"),
     "python -m ttp.controller --job-id J --world-size W --journal PATH":
