@@ -121,7 +121,7 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),
     "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2": Proof(f"{_OTHERS}::test_hsdp_survives_the_death_of_a_rank"),
     "ttprun --nproc-per-node 2 examples/huggingface/main_hf.py --model_name_or_path PATH --dataset_name_or_path FILE --batch_size 4":
-        Proof(f"{_OTHERS}::test_a_loop_around_models_of_transformers_survives_the_death_of_a_rank"),
+        Proof("tests/chaos/test_main_hf.py::test_what_must_be_corrected_is_one_line_and_no_restart"),
     "ttprun --nproc-per-node 2 examples/huggingface/trainer.py --steps 40":
         Proof(f"{_OTHERS}::test_the_trainer_of_transformers_survives_the_death_of_a_rank"),
     "ttprun --nproc-per-node 2 examples/translation/train.py": Proof(f"{_OTHERS}::test_translation_survives_the_death_of_a_rank"),

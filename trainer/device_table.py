@@ -7,12 +7,9 @@ a new row. Never imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 HOST = "cpu"
-
-DeviceName = Literal["auto", "cpu", "cuda", "npu", "musa"]
-"""What `training_config.device` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +41,9 @@ DEVICES = {
     )
 }
 """In the order that `auto` tries them."""
+
+if TYPE_CHECKING:
+    DeviceName = str
+else:
+    DeviceName = Literal["auto", *DEVICES]
+"""What `training_config.device` and `--device` take."""

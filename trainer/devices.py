@@ -16,9 +16,11 @@ from .device_table import DEVICES, HOST, DeviceKind
 
 def choose_device(name: str, asked_by: str = "training_config.device") -> DeviceKind:
     """Return the device called `name`, or the first one present for `auto`. `asked_by`: the key or option that names it. Raises
-    ConfigError when it is not there."""
+    ConfigError when the table has no such device, or this host."""
     if name == "auto":
         return next(kind for kind in DEVICES.values() if _missing(kind) is None)
+    if name not in DEVICES:
+        raise ConfigError(f"{asked_by}: got {name!r}, expected auto, {', '.join(DEVICES)}")
     kind = DEVICES[name]
     reason = _missing(kind)
     if reason is not None:
@@ -26,7 +28,7 @@ def choose_device(name: str, asked_by: str = "training_config.device") -> Device
     return kind
 
 
-def bind(kind: DeviceKind, local_rank: int) -> torch.device:
+def bind(kind: DeviceKind, local_rank: int, asked_by: str = "--training_config.device") -> torch.device:
     """Make the device of this local rank the current one and return it. Raises ConfigError when the host has too few."""
     if kind.is_host:
         return torch.device(kind.name)
@@ -34,10 +36,16 @@ def bind(kind: DeviceKind, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} has no {kind.name} device of its own: this host has {count}; start at most {count} ranks"
-            f" here, or use --training_config.device {HOST}"
+            f" here, or use {asked_by} {HOST}"
         )
     _module(kind).set_device(local_rank)
     return torch.device(kind.name, local_rank)
+
+
+def synchronize(kind: DeviceKind) -> None:
+    """Wait until the current device has done all that was started on it."""
+    if not kind.is_host:
+        _module(kind).synchronize()
 
 
 def make_deterministic() -> None:

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(len(prompt) > 0, "--prompt", given.prompt, "one token of text at least")
         largest = max(prompt)
         check(largest < trained.config.vocab_size, "--tokenizer", tokenizer.name, "the tokenizer of the training")
-        device = bind(choose_device(given.device, "--device"), 0)
+        device = bind(choose_device(given.device, "--device"), 0, "--device")
         model = model_of(trained.config, trained.checkpoint.weights(), device, trained.checkpoint.path)
     except TTPError as exc:
         print(f"ttp.trainer.generate: {type(exc).__name__}: {exc}", file=sys.stderr)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ def train(
     """Run an example to its end under ttprun and return what it printed."""
     command = [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), str(EXAMPLES / example), *arguments]
     done = subprocess.run(
-        [*command, "--save_dir" if "main_hf" in example else "--save-dir", str(folder)],
+        [*command, "--save-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults},
         capture_output=True,
@@ -259,64 +257,3 @@ def test_translation_takes_two_aligned_files(tmp_path: Path) -> None:
     told = steps_of(train(tmp_path / "run", 2, "translation/train.py", *files, *small))
     first, last = (float(next(iter(told[step])).split(" = ")[1]) for step in (1, max(told)))
     assert last < 0.8 * first
-
-
-CONFIGURATIONS: dict[str, dict[str, object]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
-    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-    "roberta": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 32,
-        "pad_token_id": 1,
-    },
-    "mixtral": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 48,
-        "num_local_experts": 4,
-        "max_position_embeddings": 64,
-    },
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_loop_around_models_of_transformers_survives_the_death_of_a_rank(tmp_path: Path, name: str) -> None:
-    """A decoder, masked encoders whose masks are drawn while batches are fetched (one has fewer positions than the block asks for), and
-    experts: with random weights, on a text file."""
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": 300, **CONFIGURATIONS[name]}))
-    (tmp_path / "text.txt").write_text("\n".join(topics.values())[:40_000])
-    arguments: tuple[str, ...] = (
-        "--model_name_or_path",
-        str(path),
-        "--dataset_name_or_path",
-        str(tmp_path / "text.txt"),
-    )
-    arguments += (
-        "--batch_size",
-        "4",
-        "--epochs",
-        "2",
-        "--block_size",
-        "32",
-        "--max_sequences",
-        "64",
-        "--log_every",
-        "1",
-    )
-    whole = train(tmp_path / "whole", 2, "huggingface/main_hf.py", *arguments)
-    hurt = train(
-        tmp_path / "hurt", 2, "huggingface/main_hf.py", *arguments, faults="kill:rank=1,step=11,point=updating"
-    )
-    found = [dict(re.findall(r"step\[(\d+)/16\]: train_loss: ([\d.e-]+)", text)) for text in (whole, hurt)]
-    assert len(found[0]) == 16 and len(found[1]) >= 15
-    assert all(found[0][step] == loss for step, loss in found[1].items())
-    validation = [re.findall(r"validation in train epoch 1: .*", text) for text in (whole, hurt)]
-    assert len(validation[0]) == 1 and validation[0] == validation[1]
