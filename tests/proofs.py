@@ -121,7 +121,10 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),
     "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2": Proof(f"{_OTHERS}::test_hsdp_survives_the_death_of_a_rank"),
     "ttprun --nproc-per-node 2 examples/huggingface/main_hf.py --model_name_or_path PATH --dataset_name_or_path FILE --batch_size 4":
-        Proof("tests/chaos/test_main_hf.py::test_what_must_be_corrected_is_one_line_and_no_restart"),
+        Proof(
+            "tests/chaos/test_main_hf.py::test_kills_within_an_update_and_an_evaluation_change_no_bit",
+            {"huggingface/main_hf.py": "main_hf.py", "--dataset_name_or_path": "wikitext", "--nproc-per-node": "--nproc_per_node"},
+        ),
     "ttprun --nproc-per-node 2 examples/huggingface/trainer.py --steps 40":
         Proof(f"{_OTHERS}::test_the_trainer_of_transformers_survives_the_death_of_a_rank"),
     "ttprun --nproc-per-node 2 examples/translation/train.py": Proof(f"{_OTHERS}::test_translation_survives_the_death_of_a_rank"),
@@ -171,11 +174,11 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "python -m ttp.launch.stores --port 29400":
         Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on"),
-    "bash examples/gpt/pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration"),
-    "bash examples/gpt/pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill"),
+    "bash examples/gpt/pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration", {"gpt/pretrain_gpt.sh": "pretrain_gpt.sh"}),
+    "bash examples/gpt/pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill", {"gpt/pretrain_gpt.sh": "pretrain_gpt.sh"}),
     "bash pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration"),
     "bash pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill"),
-    "python examples/gpt/pretrain_gpt.py --config_path run.yaml": Proof(f"{_GPT}::test_the_python_script_takes_the_documents_arguments"),
+    "python examples/gpt/pretrain_gpt.py --config_path run.yaml": Proof(f"{_GPT}::test_the_python_script_takes_the_documents_arguments", {"gpt/pretrain_gpt.py": "pretrain_gpt.py"}),
     "bash examples/megatron_style/ttprun_gpt.sh": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
     "bash examples/megatron_style/ttprun_gpt.sh --train-iters 40": Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
     "bash examples/megatron_style/ttprun_gpt.sh --local-copy-os": Proof("tests/chaos/test_mindio.py::test_four_ranks_with_local_copies_in_bf16_meet_three_faults"),
@@ -221,6 +224,7 @@ TESTED |= {
     for rest in (
         " [NAME ...]",
         " scale",
+        ".gradient_accumulation --rounds 3 --length 8",
         " gate",
         " death_watch",
         ".death_watch --kills 20",

@@ -7,14 +7,13 @@ environment (`config_file.py` does), and never imports torch.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ttp import checked
 from ttp.errors import ConfigError
 
 from .device_table import DeviceName
+from .memory_size import memory_bytes
 
 BYTE_VALUES = 256
 """Token ids of byte-level text."""
@@ -37,18 +36,6 @@ REFUSED = {
     ),
 }
 """Values of other trainers' configurations that have no counterpart here, with the reason. By (key, value)."""
-
-
-_MEMORY = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?GB")
-
-
-def memory_bytes(text: str, key: str) -> int:
-    """Return the bytes of a device's memory, as in 31GB, of 2**30 bytes each. Raises ConfigError naming `key`."""
-    found = _MEMORY.fullmatch(text)
-    nbytes = int(float(found[1]) * 2**30) if found else 0
-    if nbytes == 0:
-        raise ConfigError(f"{key}: got {checked.shown(text)}, expected a size above 0 in GB, as in 31GB")
-    return nbytes
 
 
 def check(ok: bool, key: str, value: object, wanted: str) -> None:

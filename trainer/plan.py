@@ -21,7 +21,8 @@ import torch
 import ttp
 
 from .chunks import check_stages
-from .config import Config, ModelConfig, memory_bytes
+from .config import Config, ModelConfig
+from .memory_size import memory_bytes
 from .model import DTYPES, GPT, Stage, count_parameters, stages
 from .optimizer import state_tensors
 from .tensor import check_divides, divides_logits

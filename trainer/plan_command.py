@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from ttp import checked
 from ttp.errors import ConfigError
 
-from .config import Config, memory_bytes
+from .config import Config
+from .memory_size import memory_bytes
 from .plan import lines, make_plan
 from .plan_search import Machine, search, table
 

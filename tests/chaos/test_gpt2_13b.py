@@ -71,7 +71,7 @@ def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layo
         jobs = []
         for machine, device_range in zip(machines, ranges, strict=True):
             machine.mkdir()
-            words = ("bash", SCRIPT, table, config, device_range, "train", str(size))
+            words: tuple[str, ...] = ("bash", SCRIPT, table, config, device_range, "train", str(size))
             jobs.append(stack.enter_context(Script(machine, *words, MASTER_PORT=port)))
         assert [job.wait(800.0) for job in jobs] == [0] * len(jobs), "".join(job.text for job in jobs)
         assert [job.leftovers() for job in jobs] == [[]] * len(jobs)
