@@ -141,14 +141,14 @@ def next_deadline(state: ControllerState) -> float | None:
 
 def _round_end(state: ControllerState, fault: Fault) -> float:
     """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
-    if fault.updating:
-        return fault.update_by
     if not fault.causes:
         waits = fault.unproven is not None or (fault.takeover and fault.awaiting)
         return fault.round_deadline if waits and not state.members.suspects else inf
-    waiting = fault.awaiting or state.members.suspects
-    earliest = -inf if has_culprit(fault.causes) else fault.hint_until
-    return max(earliest, fault.round_deadline) if waiting else earliest
+    return max(
+        -inf if has_culprit(fault.causes) else fault.hint_until,
+        fault.round_deadline if fault.awaiting or state.members.suspects else -inf,
+        fault.update_by if fault.updating else -inf,
+    )
 
 
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:

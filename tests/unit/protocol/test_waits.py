@@ -148,6 +148,17 @@ def test_a_stuck_rank_that_comes_back_is_not_waited_for() -> None:
     assert job.told("refused") and not job.at(Stage.FREEZING)
 
 
+def test_a_round_with_an_update_and_a_silent_rank_is_over_when_both_waits_are() -> None:
+    """A driver that came for the earlier one would come again and again until the later one (seed 974952228)."""
+    job = ControllerBench(((0, 1), (1, 2), (0, 2)), freeze_timeout_s=10.0, progress_timeout_s=1.0)
+    job.say(killed(2))
+    job.say(report(0, 1, DONE, 7, records=[7]), report(1, 1, Phase.UPDATING, 7, closed=False, records=[7]))
+    assert job.told("awaiting_updates")
+    job.close(0, after=0.5)
+    job.wait(0.6, heard=(1,))
+    assert job.at(Stage.FREEZING) and job.state.fault is not None and job.state.fault.updating
+
+
 def test_the_driver_comes_when_the_total_time_is_over() -> None:
     """To the moment, whatever else it would have come for later."""
     job = ControllerBench(total_timeout_s=120.0, freeze_timeout_s=500.0)
