@@ -26,17 +26,6 @@ MOST_FEED_FORWARDS = 100_000
 
 DType = Literal["float32", "bfloat16", "float16"]
 
-REFUSED = {
-    ("optimizer_config.optimizer_type", "Came"): (
-        "its update of an element depends on the element's row, column and whole matrix, so its state cannot be cut into the shards"
-        " that two ranks hold; use AdamW, Adam or SGD"
-    ),
-    ("model_config.encoder_attn_mask_type", "padding"): (
-        "training sequences have no padding, and a GPT attends to earlier tokens only; use causal or null"
-    ),
-}
-"""Values of other trainers' configurations that have no counterpart here, with the reason. By (key, value)."""
-
 
 def check(ok: bool, key: str, value: object, wanted: str) -> None:
     """Raise ConfigError naming the key, its value and what was wanted, unless `ok`."""
@@ -89,6 +78,8 @@ class TrainingConfig:
     """A log line every so many steps."""
     save_interval: int | None = None
     """A checkpoint every so many steps; null: only at faults. The last step is saved in any case."""
+    keep_checkpoint_max: int | None = None
+    """After a save the newest so many valid checkpoints of each folder stay and older ones are removed, as by `ttp ckpt prune`; null: all stay."""
     save_dirs: tuple[str, ...] | None = None
     """Checkpoint folders in order of preference (a full one falls through to the next); null: output_dir/checkpoints."""
     loss_scale: float | None = None
@@ -132,6 +123,8 @@ class TrainingConfig:
         check(self.log_interval >= 1, at + "log_interval", self.log_interval, "1 or more")
         save = self.save_interval
         check(save is None or save >= 1, at + "save_interval", save, "1 or more, or null for none")
+        kept = self.keep_checkpoint_max
+        check(kept is None or kept >= 1, at + "keep_checkpoint_max", kept, "1 or more, or null for all")
         every = self.eval_interval
         check(every is None or every >= 1, at + "eval_interval", every, "1 or more, or null for never")
         check(self.eval_sequences >= 1, at + "eval_sequences", self.eval_sequences, "1 or more")

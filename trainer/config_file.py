@@ -25,10 +25,21 @@ from ttp import checked
 from ttp.errors import ConfigError
 from ttp.strict_yaml import load_yaml, read_yaml_file
 
-from .config import REFUSED, Config
+from .config import Config
 from .static_graph import translate
 
 log = logging.getLogger("ttp.trainer.config")
+
+REFUSED = {
+    ("optimizer_config.optimizer_type", "Came"): (
+        "its update of an element depends on the element's row, column and whole matrix, so its state cannot be cut into the shards"
+        " that two ranks hold; use AdamW, Adam or SGD"
+    ),
+    ("model_config.encoder_attn_mask_type", "padding"): (
+        "training sequences have no padding, and a GPT attends to earlier tokens only; use causal or null"
+    ),
+}
+"""Values of other trainers' configurations that have no counterpart here, with the reason. By (key, value)."""
 
 DEFAULT_CONFIG = "gpt_tiny"
 MODEL_SECTION, MODEL_TYPE = "model_config", "gpt_config"

@@ -47,3 +47,6 @@ if TYPE_CHECKING:
 else:
     DeviceName = Literal["auto", *DEVICES]
 """What `training_config.device` and `--device` take."""
+
+MINDSPORE_NAMES = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+"""The names here of MindSpore's `device_target`."""

@@ -13,7 +13,8 @@ from typing import Any
 from ttp import checked
 from ttp.errors import ConfigError
 
-DEVICES = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+from .device_table import MINDSPORE_NAMES
+
 MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
 """By their numbers 0 to 3."""
 _SECTIONS = ("context", "parallel", "recompute_config")
@@ -175,7 +176,7 @@ def _context(section: _Section, result: _Result) -> None:
         section.note(
             "mode", 0, "has no effect. The trainer runs eagerly; training_config.compile: true compiles each block"
         )
-    device = section.choice("device_target", DEVICES, " or ".join(DEVICES))
+    device = section.choice("device_target", MINDSPORE_NAMES, " or ".join(MINDSPORE_NAMES))
     if device is not None:
         result.set("training_config.device", device, "context.device_target")
     memory = section.text("max_device_memory", "a size, as in 31GB")

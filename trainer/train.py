@@ -108,7 +108,13 @@ class Trainer:
         self.evaluation = Evaluation(config, mesh, self.passes, text, output_dir, world.rank, device)
         save_dirs = config.training_config.save_dirs or (str(output_dir / "checkpoints"),)
         layout = {**mesh.sizes, "model_config": plain(config.model_config), "tokenizer": text.tokenizer}
-        self.session = ttp.start(self.optimizer, save_dirs=save_dirs, layout=layout, log_dir=output_dir / "log")
+        self.session = ttp.start(
+            self.optimizer,
+            save_dirs=save_dirs,
+            layout=layout,
+            log_dir=output_dir / "log",
+            keep_checkpoint_max=config.training_config.keep_checkpoint_max,
+        )
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()
 

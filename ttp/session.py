@@ -51,6 +51,7 @@ from ttp.periodic import PeriodicSaves
 from ttp.protected import ProtectedOptimizer
 from ttp.protection import Protection, show
 from ttp.proto.messages import Cause, CauseKind, CommitRecord
+from ttp.retention import Retention, check_keep
 
 log = logging.getLogger("ttp")
 
@@ -85,6 +86,7 @@ def start(
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
     publisher: Publisher | None = None,
+    keep_checkpoint_max: int | None = None,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -94,6 +96,8 @@ def start(
     log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves at this start).
     publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.holder.Publisher`): it makes them of the
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
+    keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside
+    training, as `ttp ckpt prune` does it; None: all stay.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is no process group).
     """
@@ -106,7 +110,9 @@ def start(
     error_file.before_end(_hold)
     with refusals_in_one_line():
         check_joined("ttp.start")
-        _current = Session(optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher)
+        _current = Session(
+            optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher, keep_checkpoint_max
+        )
     return _current
 
 
@@ -151,7 +157,9 @@ class Session:
         log_dir: str | os.PathLike[str] | None,
         settings: Settings,
         publisher: Publisher | None,
+        keep_checkpoint_max: int | None = None,
     ) -> None:
+        check_keep(keep_checkpoint_max, settings.shared_dirs)
         self.optimizer = optimizer
         self.settings = settings
         self.rank, self.world_size = world()
@@ -187,6 +195,8 @@ class Session:
         )
         self.holder.hosts, self.holder.start = self._directories.hosts, self._directories.start
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
+        keeps = keep_checkpoint_max is not None and self._directories.keeps
+        self._retention = Retention(keep_checkpoint_max) if keeps and keep_checkpoint_max is not None else None
         self._saved_step = 0
         """The newest step of which this run has written or loaded a checkpoint."""
         self._first_step = optimizer.current_step
@@ -373,7 +383,9 @@ class Session:
             saved = self.optimizer.current_step if step is None else step
             path = self._saves.save(saved, Cause(kind, (), f"{kind.value} checkpoint of step {saved}"))
             self._saved_step = max(self._saved_step, saved)
-            return path
+        if self._retention is not None:
+            self._retention.saved_in(self._directories.used)
+        return path
 
     # --- the end of train ---
 
@@ -421,6 +433,8 @@ class Session:
                 self._protection.part(self.exception_on_its_way())
             self._protection.close()
         self._report_end()
+        if self._retention is not None:
+            self._retention.close()
         self._faults.close()
         self._directories.release()
         if _current is self:

@@ -88,12 +88,12 @@ def test_a_dying_gasp_is_a_model_of_transformers_that_generates(
     monkeypatch.setenv("ENABLE_TTP", "True")
     whole, left = token_loss, 5
 
-    def dies(*args: Any) -> torch.Tensor:
+    def dies(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal left
         left -= 1
         if left < 0:
             raise ZeroDivisionError("the trainer's own mistake")
-        return whole(*args)
+        return whole(*args, **kwargs)
 
     monkeypatch.setattr(passes, "token_loss", dies)
     with pytest.raises(ZeroDivisionError):

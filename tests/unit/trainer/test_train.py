@@ -97,6 +97,13 @@ def test_a_checkpoint_says_whether_its_interval_or_the_end_wanted_it(run: Run) -
     assert causes == {"iter_0000002": "periodic", "iter_0000003": "requested"}
 
 
+def test_the_newest_checkpoints_stay_and_the_last_step_is_one_of_them(run: Run) -> None:
+    """keep_checkpoint_max: when the run has ended, what was removed beside it is gone."""
+    keys = {"training_config.save_interval": 1, "training_config.keep_checkpoint_max": 2}
+    output = run("output", {**keys, "training_config.training_iters": 4})
+    assert sorted(path.name for path in (output / "checkpoints").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+
+
 def test_line_that_was_lost_with_rank_0_comes_back_from_the_checkpoint(run: Run) -> None:
     """The process died after the update was committed and before the line was written."""
     changes = {**EVERYTHING, "training_config.save_interval": 4, "training_config.training_iters": 4}
@@ -263,7 +270,7 @@ def test_exception_in_training_leaves_its_traceback_in_the_error_log_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And goes on to the caller."""
-    monkeypatch.setattr(passes, "token_loss", lambda *_: 1 // 0)
+    monkeypatch.setattr(passes, "token_loss", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("output")
     text = (tmp_path / "output" / "log" / "rank_0" / "error.log").read_text()
