@@ -51,17 +51,21 @@ def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Eff
     assert dump is not None and fault is not None
     step, owing = dump.decision.step, dump.work.ranks(lambda work: bool(work.orders))
     late = dump.publishers.union(dump.rolling.ranks(bool), owing)
-    verdict = verdict_of(state, replace(fault, stuck=fault.stuck | late))
-    if isinstance(verdict, Refusal):
-        return state
-    others = verdict.step == step and not dump.able.issuperset(verdict.able)
-    newer = verdict.step > step_of(newest_checkpoint(state))
-    before = verdict.step == step - 1 and dump.decision.copies and again and newer
-    if not (others or before):
-        return state
-    passed = _note(state, late, out)
-    why = f"{named('rank', passed)} did not finish with step {step}; step {verdict.step} can be written without"
-    return next_round(_without(state, passed), why, now, out)
+    # Who took too long for its own share will not be done with another's in what is left.
+    writing = again and state.stage is Stage.WRITING and dump.prompt is not None
+    slow = able_holders(state) - (dump.prompt or frozenset()) if writing else frozenset[int]()
+    for without in (late, late | slow):
+        verdict = verdict_of(state, replace(fault, stuck=fault.stuck | without))
+        if isinstance(verdict, Refusal):
+            continue
+        others = verdict.step == step and not dump.able.issuperset(verdict.able)
+        newer = verdict.step > step_of(newest_checkpoint(state))
+        before = verdict.step == step - 1 and dump.decision.copies and again and newer
+        if others or before:
+            passed = _note(state, without, out)
+            why = f"{named('rank', passed)} did not finish with step {step}; step {verdict.step} can be written without"
+            return next_round(_without(state, passed), why, now, out)
+    return state
 
 
 def _while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

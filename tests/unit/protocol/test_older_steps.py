@@ -177,6 +177,29 @@ def test_the_step_before_is_written_when_nobody_else_can_finish_with_the_decided
     assert (decided["step"], decided["able"]) == (6, (0, 1)) and not job.told("refused")
 
 
+def test_who_was_slow_with_its_own_share_is_not_counted_on_for_anothers() -> None:
+    """Ranks 0, 1 and 2 have step 7, rank 3 stands at 6. Rank 2 writes on and on; rank 1, which has its shards too, was done after half
+    of the time and would not be done with them in the rest: ranks 0 and 3 cover step 6 (seed 974730093)."""
+    job = ControllerBench(((0, 1), (1, 2, 3), (2, 1, 3)))
+    job.say(fault(3, CauseKind.EXCEPTION))
+    for freeze_id in (1, 2):
+        for rank in (0, 1, 2):
+            job.say(report(rank, freeze_id, DONE, 7, records=[6, 7], backup_step=6))
+        job.say(report(3, freeze_id, COMPUTE, 7, records=[5, 6], backup_step=5))
+        if freeze_id == 1:
+            orders = job.orders()
+            assert sorted(orders) == [0, 1, 2] and job.told("decided")[0]["step"] == 7
+            job.say(job.written(0, orders[0]))
+            works(job, 75.0, 1, 2)
+            job.say(job.written(1, orders[1]))
+            works(job, 14.0, 2)
+            assert job.at(Stage.WRITING) and not job.told("passed_over")
+            works(job, 4.0, 2)
+            assert job.told("passed_over")[-1]["ranks"] == (1, 2)
+    decided = job.told("decided")[-1]
+    assert (decided["step"], decided["able"]) == (6, (0, 3)) and not job.told("refused")
+
+
 def test_who_is_slow_with_the_decided_step_is_waited_for_where_the_step_before_is_published_already() -> None:
     """Going back to it needs no dump; the decided step may still be saved."""
     job = two_ahead("/a/iter_0000006")
