@@ -247,7 +247,7 @@ def slow_heartbeat_s(settings: ControllerSettings) -> float:
 
 
 def cut_off_s(settings: ControllerSettings) -> float:
-    """Return for how long a controller that is not cut off may hear nobody."""
+    """Return how long all ranks may be silent before this controller counts as cut off."""
     return CUT_OFF_HEARTBEATS * slow_heartbeat_s(settings)
 
 

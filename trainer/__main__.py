@@ -105,14 +105,14 @@ def _take_option(args: Sequence[str], option: str, expected: str) -> tuple[str |
         arg = pending.pop(0)
         if arg == option:
             if not pending or pending[0].startswith("--"):
-                raise ConfigError(f"argument {option}: wanted {expected} after it")
+                raise ConfigError(f"argument {option}: got nothing after it, expected {expected}")
             values.append(pending.pop(0))
         elif arg.startswith(f"{option}="):
             values.append(arg.removeprefix(f"{option}="))
         else:
             rest.append(arg)
     if len(values) > 1:
-        raise ConfigError(f"argument {option} was given {len(values)} times: wanted one")
+        raise ConfigError(f"argument {option}: got it {len(values)} times, expected once. Leave the others out")
     return (values[0] if values else None), rest
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,45 @@ def test_the_script_starts_with_its_own_configuration(folder: Path) -> None:
     info = (folder / "output" / "log" / "rank_0" / "info.log").read_text()
     assert "dp 1 | pp 1 | tp 1 | sp False | vpp None" in info and "sequences of 32 tokens" in info
     assert steps(folder / "output" / "log" / "rank_0" / "info.log") == [1, 2]
+
+
+def started(folder: Path, *arguments: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment that the script gives to `ttprun`, which only notes them here."""
+    fake = folder / "bin" / "ttprun"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > given\nenv -0 > environ\n')
+    fake.chmod(0o755)
+    environ = {"PATH": f"{fake.parent}:{os.environ['PATH']}", **variables}
+    subprocess.run(["bash", SCRIPT, *arguments], cwd=folder, env=environ, check=True)
+    pairs = (entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if "=" in entry)
+    return (folder / "given").read_text().splitlines(), {key: value for key, value in pairs}
+
+
+def test_the_script_gives_each_visible_device_a_rank(folder: Path) -> None:
+    """On one node and on the second of two; GPUs are the same devices, and variables that are set stay as they are."""
+    words, environ = started(folder, "xx.yaml", "--more", ASCEND_RT_VISIBLE_DEVICES="4,5,6")
+    assert words[:5] == ["--worker_num", "3", "--local_worker_num=3", "--master_addr=127.0.0.1", "--node_rank=-1"]
+    assert words[5:9] == ["--master_port=8828", "--log_dir=msrun_log", "--join=True", "--cluster_time_out=300"]
+    assert words[9:] == [str(GPT / "pretrain_gpt.py"), "--config_path=xx.yaml", "--more"]
+    assert environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert (environ["HCCL_BUFFSIZE"], environ["HCCL_EXEC_TIMEOUT"]) == ("200", "600")
+    second = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"}
+    words, environ = started(folder, **second, ASCEND_RT_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="2,3")
+    assert words[:5] == ["--worker_num", "4", "--local_worker_num=2", "--master_addr=10.0.0.1", "--node_rank=1"]
+    assert words[5] == "--master_port=7000" and environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.long
+def test_a_port_that_is_taken_is_refused_with_its_number(folder: Path) -> None:
+    """In one line, and nothing is started."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with Script(folder, "bash", SCRIPT, "xx.yaml", *SMALL, MASTER_PORT=port) as script:
+            assert script.wait() == 1
+            assert script.leftovers() == []
+    assert "Traceback" not in script.text and port in script.text, script.text
 
 
 @pytest.mark.long

@@ -143,7 +143,7 @@ def test_a_rank_that_stood_still_itself_goes_on_to_hear_its_controller() -> None
 
 
 def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> None:
-    """Its training holds the interpreter: of each time a heartbeat counts, for that long it had wanted to wait."""
+    """Its training holds the interpreter: of each absence the heartbeat counts that it had planned to wait."""
     rank = ProcessorBench()
     rank.hear(WELCOME)
     for _ in range(2):

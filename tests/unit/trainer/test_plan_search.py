@@ -98,6 +98,15 @@ def test_a_steps_time_is_what_the_documentation_says(small_config: MakeConfig) -
     assert step_seconds(plan, alone) == pytest.approx(plan.flops / 1e9 * 1.25 + plan.sent / 1e8)
 
 
+def test_virtual_stages_divide_the_bubble(small_config: MakeConfig) -> None:
+    """(stages - 1) / (micro-batches x virtual stages): Narayanan et al. (2021), section 2.2.2."""
+    keys = {"model_config.num_layers": 4, f"{AT}pipeline_model_parallel_size": 2, "dataset_config.micro_batch_num": 4}
+    bubbles = [
+        make_plan(small_config(keys | {f"{AT}virtual_pipeline_model_parallel_size": v}), 2).bubble for v in (None, 2)
+    ]
+    assert bubbles == [1 / 4, 1 / 8]
+
+
 def test_the_step_stays_the_same_and_recomputation_costs(small_config: MakeConfig) -> None:
     """Every proposal takes the configuration's sequences; where memory has no limit nothing is recomputed."""
     config = small_config({"dataset_config.micro_batch_num": 4})

@@ -57,12 +57,25 @@ def test_the_documents_file_is_the_layout_that_it_describes(tmp_path: Path, capl
         parallel.data_parallel_size(16)
 
 
-@pytest.mark.parametrize("size", ["13b"])
-def test_the_shipped_file_and_the_preset_are_the_documents_layout(size: str, tmp_path: Path) -> None:
+def test_a_file_changes_single_keys_of_its_preset_at_every_depth(tmp_path: Path) -> None:
+    """What it does not name stays the preset's."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "preset: gpt2_13b\nmodel_config: {num_layers: 2}\noptimizer_config: {learning_rate_scheduler_kwargs: {warmup_steps: 7}}\n"
+    )
+    preset, mine = load_config("gpt2_13b"), load_config(str(path))
+    assert mine.model_config == dataclasses.replace(preset.model_config, num_layers=2)
+    schedule = dataclasses.replace(preset.optimizer_config.learning_rate_scheduler_kwargs, warmup_steps=7)
+    assert mine.optimizer_config == dataclasses.replace(
+        preset.optimizer_config, learning_rate_scheduler_kwargs=schedule
+    )
+
+
+def test_the_shipped_file_and_the_preset_are_the_documents_layout(tmp_path: Path) -> None:
     """The example's file translates to what the document's does; the preset differs by device and a fixed size only."""
     path = tmp_path / "document.yaml"
-    path.write_text(f"preset: gpt2_{size}\n" + DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
-    shipped = load_config(str(SHIPPED / f"run_gpt2_{size}.yaml"))
+    path.write_text("preset: gpt2_13b\n" + DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
+    shipped = load_config(str(SHIPPED / "run_gpt2_13b.yaml"))
     assert shipped == load_config(str(path))
     preset = load_config("gpt2_13b_mp2_pp4")
     parallel = dataclasses.replace(shipped.parallel_config, data_parallel=None)
