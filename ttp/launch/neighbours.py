@@ -276,12 +276,13 @@ class Neighbours:
         succeeded = self._all_have(store, _SUCCEEDED)
         with self._lock:
             news = succeeded and not self._succeeded
+            self._succeeded = succeeded  # known before it is said to be: the store may end right after
         if news:
             store.set(f"{_SEEN}/{self._node}", "1")
             store.add(_TOLD, 1)
         seen = succeeded and self._all_have(store, _SEEN)
         with self._lock:
-            self._heard, self._succeeded, self._seen = heard, succeeded, seen
+            self._heard, self._seen = heard, seen
             if _FAULT in heard and self._fault_begun_s is None:
                 node, age = heard[_FAULT].split()
                 if int(node) != self._node:

@@ -190,6 +190,7 @@ def test_a_look_that_is_asked_for_waits_for_the_file_too(store: TCPStore, tmp_pa
     place = JobStore("127.0.0.1", store.port, 7)
     courier = Courier(place, {}, open_link, attempt_dir=tmp_path, search_s=600.0, recheck_s=0.01)
     courier.start()
+    until(lambda: courier._done == 1 and courier._file_done == 1, "the first looks, which find nothing")
     write(tmp_path, KNOWN)
 
     def look() -> None:
@@ -199,8 +200,7 @@ def test_a_look_that_is_asked_for_waits_for_the_file_too(store: TCPStore, tmp_pa
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     assert opening.wait(DEADLINE_S)
-    answered = courier._done
-    until(lambda: courier._done > answered + 1, "two answers of the store")
+    until(lambda: courier._done == 2, "the store's answer")
     go_on.set()
     looker.join(DEADLINE_S)
     assert acts == ["opened", "looked"]

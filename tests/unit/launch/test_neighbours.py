@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
@@ -16,6 +17,23 @@ from ttp.launch.rendezvous import JobStore
 
 DEADLINE_S = 60.0
 LOOK_S = 0.02
+
+
+class EndsWhenAllKnow:
+    """A store whose launcher ends as soon as the other one has said that it knows of all successes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._ended = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if self._ended:
+                raise DistNetworkError("Connection reset by peer")
+            self._ended = name == "set" and arguments[0].startswith("ttp/nodes/seen/")
+            return getattr(self._store, name)(*arguments)
+
+        return call
 
 
 class Launchers:
@@ -61,6 +79,20 @@ def test_a_faults_beginning_is_heard_by_all_others_as_an_age(make: Make) -> None
     until(lambda: third.restarts, "news of the restart")
     assert third.fault_begun_monotonic_s is not None and third.fault_begun_monotonic_s < begun_s + 10.0
     assert first.fault_begun_monotonic_s is None
+
+
+def test_a_success_is_known_before_the_store_is_told_so(make: Make) -> None:
+    """Its launcher may end at once: what fails then has been read."""
+    group = make(2, silent=(1,))
+    server, other = group.server, group.all[1]
+    assert server is not None
+    for launcher in group.all:
+        launcher.tell_succeeded()
+    other._say(server)
+    until(lambda: server.check(["ttp/nodes/succeeded/0", "ttp/nodes/succeeded/1"]), "two successes")
+    with pytest.raises(DistNetworkError):
+        other._hear(cast(Store, EndsWhenAllKnow(server)))
+    assert other.all_have_succeeded
 
 
 def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(make: Make) -> None:

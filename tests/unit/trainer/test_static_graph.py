@@ -65,7 +65,9 @@ def test_a_file_changes_single_keys_of_its_preset_at_every_depth(tmp_path: Path)
     )
     preset, mine = load_config("gpt2_13b"), load_config(str(path))
     assert mine.model_config == dataclasses.replace(preset.model_config, num_layers=2)
-    schedule = dataclasses.replace(preset.optimizer_config.learning_rate_scheduler_kwargs, warmup_steps=7)
+    before = preset.optimizer_config.learning_rate_scheduler_kwargs
+    assert before is not None
+    schedule = dataclasses.replace(before, warmup_steps=7)
     assert mine.optimizer_config == dataclasses.replace(
         preset.optimizer_config, learning_rate_scheduler_kwargs=schedule
     )
