@@ -55,7 +55,6 @@ IN_FP16 = {
     "training_config.training_iters": 2,
 }
 GATHERED = {"training_config.loss_func_kwargs.loss_func_type": "CrossEntropyLoss"}
-SGD = {"optimizer_config.optimizer_type": "SGD", "optimizer_config.momentum": 0.9}
 EVALUATED = [
     Training(f"evaluated {axes}", axes, {
         "dataset_config.validation_share": 0.01, "training_config.eval_interval": 1, "training_config.eval_sequences": 7,
@@ -70,7 +69,6 @@ MOVES: list[tuple[str, Axes, dict[str, Any]]] = [
     ("uneven", Axes(tensor=4), UNEVEN),
     ("data", TENSOR, {}),
     ("pipeline", Axes(data=3), {}),
-    ("SGD", Axes(data=3), SGD),
 ]
 """(source, layout that reads its checkpoint, keys)"""
 
@@ -91,8 +89,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("uneven, in shards", Axes(data=2, pipeline=2, virtual=2), {**UNEVEN, **IN_SHARDS}),
         Training("gathered", SEQUENCE, GATHERED),
         Training("loss in fp16", TENSOR, IN_FP16),
-        Training("SGD, whole", Axes(), SGD),
-        Training("SGD", TENSOR, {**SGD, **SAVE}),
         *PRECISE,
         *EVALUATED,
         *RECOMPUTED.values(),
@@ -124,12 +120,6 @@ def test_losses_in_float16_are_those_of_float32_to_their_precision(done: dict[st
     """Of logits that are divided over tensor-parallel ranks; not the same number, so it was another computation."""
     ours, theirs = (done[name].lines[1]["loss_value"] for name in ("loss in fp16", "whole"))
     assert ours == pytest.approx(theirs, rel=1e-2) and ours != theirs
-
-
-def test_sgd_with_momentum_trains_a_split_model_as_a_whole_one(done: dict[str, Result]) -> None:
-    """Its state is one tensor a parameter; it moves to other layouts as moments do (below)."""
-    assert_same_curve(done["SGD"], done["SGD, whole"])
-    assert any(key.endswith("momentum_buffer") for key in done["SGD under dp3tp1pp1"].state)
 
 
 def test_short_precisions_train_alike_when_the_model_is_split(done: dict[str, Result]) -> None:

@@ -50,6 +50,21 @@ def test_a_vocabulary_that_ranks_share_unevenly_trains_as_the_whole_one(tmp_path
             assert_state_of(result, two if name.startswith("two") else one)
 
 
+def test_sgd_with_momentum_trains_a_split_model_as_a_whole_one(tmp_path: Path, train_all: TrainAll) -> None:
+    """Its state is one tensor a parameter; it moves to other layouts as moments do."""
+    keys = {"optimizer_config.optimizer_type": "SGD", "optimizer_config.momentum": 0.9}
+    checkpoint = Result(tmp_path / "split").checkpoint(LAST)
+    done = train_all(
+        Training("whole", Axes(), keys),
+        Training("split", Axes(data=2, tensor=2), {**keys, **SAVE}),
+        loaded("moved", checkpoint, Axes(data=3), keys),
+        deadline_s=DEADLINE_S,
+    )
+    assert_same_curve(done["split"], done["whole"])
+    assert_state_of(done["moved"], checkpoint)
+    assert any(key.endswith("momentum_buffer") for key in done["moved"].state)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_trains_alike_under_every_axis(precision: str, train_all: TrainAll) -> None:
     """As FP32, to the type's own precision; a pipeline changes no bit of a loss."""
