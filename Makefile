@@ -14,6 +14,7 @@ PAIRS_ARGS ?=
 FLAKY_ARGS ?=
 FUZZ_ARGS ?=
 MUTANTS_ARGS ?=
+SLOWEST := --durations=15 --durations-min=3
 NEWEST := build/newest_torch
 NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_trainers.py::test_plain_ddp_survives_the_death_of_rank_0 \
 	tests/chaos/test_other_trainers.py::test_hsdp_survives_the_death_of_a_rank[0-updating]
@@ -46,8 +47,8 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: check
-	$(PY) -m pytest tests --ignore tests/chaos -m "not long" -n 3 --dist loadfile --max-worker-restart=0
-	$(PY) -m pytest tests/chaos -m "not long" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	$(PY) -m pytest tests --ignore tests/chaos -m "not long" -n 3 --dist loadfile --max-worker-restart=0 $(SLOWEST)
+	$(PY) -m pytest tests/chaos -m "not long" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SLOWEST)
 
 unit: $(STAMP)
 	$(PY) -m pytest tests/unit tests/simulation
