@@ -19,7 +19,7 @@ NEWEST := build/newest_torch
 NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_trainers.py::test_plain_ddp_survives_the_death_of_rank_0 \
 	tests/chaos/test_other_trainers.py::test_hsdp_survives_the_death_of_a_rank[0-updating]
 
-.PHONY: demo test check unit chaos newest flaky bench soak mutants proto docs clean help
+.PHONY: demo test check unit chaos newest flaky bench soak mutants proto docs docs-site clean help
 
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
@@ -31,6 +31,7 @@ help:
 	@echo "make mutants [MUTANTS_ARGS='--most 300']  the next 30 small changes of the machines, each in up to 20,000 random jobs; goes on where it was"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md"
+	@echo "make docs-site                    the documentation as a site in build/site, every link checked"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make: $(PYTHON) is Python %d.%d: wanted 3.11 or newer; run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
@@ -89,6 +90,10 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	@$(PY) -m tests.document
+
+docs-site: $(STAMP)
+	$(PY) -m mkdocs build --strict
+	@echo "built: build/site/index.html"
 
 clean:
 	rm -rf $(VENV) output build dist *.egg-info

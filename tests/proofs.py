@@ -138,6 +138,14 @@ TESTED: dict[str, Proof] = {
     "make demo KILL_RANK=0": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
     "make chaos": Proof(f"{_COMMANDS}::test_random_kills_find_nothing", {"make": "ttp.chaos.kills", "chaos": "ttp.chaos.kills"}),
     "make test": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
+    "make check": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
+    "make flaky": Proof(
+        "tests/unit/house/test_flaky.py::test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on",
+        {"make": "flaky.main", "flaky": "flaky.main"},
+    ),
+    "make docs-site": Proof(
+        "tests/unit/house/test_site.py::test_the_site_builds_and_every_link_leads_somewhere", {"make": "mkdocs", "docs-site": "build"}
+    ),
     "make newest": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
     "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
     "make bench": Proof(f"{_MAKE}::test_a_benchmark_tells_whether_its_limit_was_kept"),

@@ -15,7 +15,7 @@ from ttp.errors import ConfigError
 TIMES = (
     "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S",
 )  # fmt: skip
-README = Path(__file__).resolve().parents[3] / "README.md"
+SETTINGS = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
 
 
 @pytest.mark.parametrize("name", TIMES)
@@ -53,10 +53,10 @@ def test_a_variable_that_is_set_to_nothing_is_not_set(nothing: str) -> None:
 
 
 def test_the_tables_have_every_variable_and_no_other() -> None:
-    """That of the module all of them, in order; the README's those that a user sets."""
+    """That of the module all of them, in order; docs/settings.md those that a user sets."""
     rows = re.findall(r"^\| ([A-Z_, ]+) \|", config.__doc__ or "", re.M)
     assert [name for row in rows for name in row.split(", ")] == list(VARIABLES)
-    shown = README.read_text().partition("## Settings")[2].partition("\n## ")[0]
+    shown = SETTINGS.read_text()
     users = re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.M)))
     by_programs = {"TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS"}
     assert set(users) == set(VARIABLES) - by_programs
