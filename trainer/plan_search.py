@@ -82,24 +82,24 @@ def search(
             sequences = config.batch_size(parallel.data_parallel or parallel.data_parallel_size(world_size))
         except ConfigError as error:
             raise ConfigError(f"{error}; or give the sequences of a step with --global-batch") from None
-    found, too_large = [], 0
+    found, too_large = [], []
     for layout in _layouts(config, world_size, sequences):
         try:
             plan = make_plan(layout, world_size, machine.devices_per_node)
         except ConfigError:
             continue  # what a start would refuse
         if memory is not None and plan.memory > memory:
-            too_large += 1
+            too_large.append(plan.memory)
         else:
             found.append(Proposal(layout, plan, step_seconds(plan, machine)))
     if not found:
         why = (
-            f"each of {too_large} layouts needs more memory than that. Take more ranks"
+            f"the smallest of {len(too_large)} layouts needs {gib(min(too_large))} a rank, the limit is {gib(memory or 0)}. Take more ranks"
             if too_large
             else f"none shares {sequences} sequences of a step, in micro-batches of {data.batch_size}. Change --global-batch"
         )
         raise ConfigError(f"--search: found no layout of {world_size} ranks: {why}")
-    return Found(tuple(sorted(found, key=order)), sequences, too_large)
+    return Found(tuple(sorted(found, key=order)), sequences, len(too_large))
 
 
 def order(proposal: Proposal) -> tuple[object, ...]:
@@ -131,7 +131,7 @@ def _layouts(config: Config, world_size: int, sequences: int) -> Iterator[Config
                 training_config=replace(training, recompute=recompute, use_distributed_optimizer=sharded),
                 parallel_config=replace(
                     config.parallel_config,
-                    data_parallel=None,
+                    data_parallel=None if config.parallel_config.data_parallel is None else dp,
                     tensor_model_parallel_size=tp,
                     pipeline_model_parallel_size=pp,
                     expert_model_parallel_size=ep,
@@ -174,6 +174,8 @@ def table(found: Found, world_size: int, machine: Machine, limit: str | None, to
         for name in ("recompute", "use_distributed_optimizer")
     }
     keys["dataset_config.micro_batch_num"] = first.dataset_config.micro_batch_num
+    if first.parallel_config.data_parallel is not None:  # the configuration has another, which a start would not take
+        keys["parallel_config.data_parallel"] = first.parallel_config.data_parallel
     return [
         f"{world_size} ranks, {found.sequences} sequences a step: {len(found.proposals)} layouts{over}; the best of each data x tensor x"
         " pipeline x expert, fastest first",

@@ -243,8 +243,8 @@ def _parallel(section: _Section, result: _Result, tensor: int, stages: int, shar
         )
     if mode == "auto_parallel":
         raise section.refuse(
-            "parallel_mode", 2, "0, 1 or 3. A layout is proposed before a start, not in it:"
-            " python -m ttp.trainer --config FILE --plan --search --world-size N; write it into parallel_config",
+            "parallel_mode", 2, "0, 1 or 3, as a layout is chosen before a start. Set 1, and have layouts proposed:"
+            " python -m ttp.trainer --config FILE --plan --search --world-size N",
         )  # fmt: skip
     full = section.boolean("full_batch")
     if full is not None:

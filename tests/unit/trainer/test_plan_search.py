@@ -14,7 +14,7 @@ from tests.unit.trainer.conftest import SMALL, MakeConfig
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
 from ttp.trainer.config import Config, ParallelConfig
-from ttp.trainer.plan import Plan, make_plan
+from ttp.trainer.plan import Plan, gib, make_plan
 from ttp.trainer.plan_search import Machine, Recompute, best_of_each, order, search, step_seconds
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -73,15 +73,18 @@ def test_the_proposals_are_all_layouts_that_a_start_would_take_best_first(
 
 
 def test_a_limit_drops_what_needs_more_and_nothing_else(small_config: MakeConfig) -> None:
-    """At the median of all; one that nothing keeps is refused with the number of layouts."""
+    """At the median of all; one that nothing keeps is refused with what the smallest needs."""
     config = small_config({"model_config.num_layers": 4})
     every = search(config, 4, TINY, sequences=16).proposals
     limit = sorted(each.plan.memory for each in every)[len(every) // 2]
     found = search(config, 4, TINY, memory=limit, sequences=16)
     assert found.proposals == tuple(each for each in every if each.plan.memory <= limit)
     assert found.too_large == len(every) - len(found.proposals) > 0
-    with pytest.raises(ConfigError, match=f"each of {len(every)} layouts needs more memory than that"):
-        search(config, 4, TINY, memory=1, sequences=16)
+    least = min(each.plan.memory for each in every)
+    assert search(config, 4, TINY, memory=least, sequences=16).proposals
+    wanted = f"the smallest of {len(every)} layouts needs {gib(least)} a rank, the limit is {gib(least - 1)}. Take"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        search(config, 4, TINY, memory=least - 1, sequences=16)
 
 
 def test_a_steps_time_is_what_the_documentation_says(small_config: MakeConfig) -> None:
@@ -119,7 +122,7 @@ def test_the_step_stays_the_same_and_recomputation_costs(small_config: MakeConfi
 
 
 def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints for number 1 is taken by --plan, which agrees on memory and bubble."""
+    """What it prints for number 1 is taken by --plan, which agrees on memory and bubble; so it is where the file says data_parallel."""
     small = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
     small += ["--dataset_config.micro_batch_num", "8", "--model_config.num_layers", "4"]
     limits = ["--memory", "0.002GB", "--top", "3", "--network-gb-per-s=0.1", "--devices-per-node", "2"]
@@ -128,6 +131,10 @@ def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.C
     assert re.match(r"8 ranks, 128 sequences a step: \d+ layouts; \d+ need more than 0.002GB; the best of each", told)
     rows = re.findall(r"(?m)^[1-3] .*", told)
     assert len(rows) == 3 and "\n4 " not in told
+    own = ["--training_config.max_device_memory=0.002GB", "--plan", "--search", "--world-size", "8"]
+    assert main([*small, *own, *limits[2:]]) == 0 and capsys.readouterr().out == told
+    assert main([*small, *own, *limits[2:], "--memory=1GB"]) == 0
+    assert "; 0 need more than 1GB; " in capsys.readouterr().out
     (line,) = re.findall(r"(?m)^number 1: (.*)", told)
     assert main([*small, *shlex.split(line), "--plan", "--world-size", "8", "--devices-per-node", "2"]) == 0
     plan = capsys.readouterr().out
@@ -135,6 +142,13 @@ def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.C
     assert f" {memory} " in rows[0] and f" {bubble} " in rows[0]
     (axes,) = re.findall(r"data (\d+) x tensor (\d+) x pipeline (\d+)", plan)
     assert tuple(rows[0].split()[1:4]) == axes
+    small += ["--parallel_config.data_parallel", "2", "--parallel_config.tensor_model_parallel_size", "4"]
+    assert (
+        main([*small, "--dataset_config.micro_batch_num=32", "--plan", "--search", "--world-size", "8", *limits]) == 0
+    )
+    (same,) = re.findall(r"(?m)^number 1: (.*)", capsys.readouterr().out)
+    assert same == f"{line} --parallel_config.data_parallel {axes[0]}" and axes[0] != "2"
+    assert main([*small, *shlex.split(same), "--plan", "--world-size", "8"]) == 0
 
 
 @pytest.mark.parametrize(
