@@ -170,10 +170,10 @@ TESTED: dict[str, Proof] = {
     "python tools/hccl_tools.py --device_num \"[0,8)\" --server_ip 10.155.111.140":
         Proof(_TABLES, {"tools/hccl_tools.py": "hccl_tools.py"}),
     "python merge_hccl.py hccl_a.json hccl_b.json": Proof(_TABLES),
-    "python tools/merge_hccl.py hccl_8p_01234567_10.155.111.140.json hccl_8p_01234567_10.155.111.141.json":
+    "python tools/merge_hccl.py hccl_8p_01234567_10.155.111.14*.json":
         Proof(_TABLES, {"tools/merge_hccl.py": "merge_hccl.py"}),
     "bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH DEVICE_RANGE RUN_MODE RANK_SIZE": Proof(_DISTRIBUTED),
-    "bash run_distribute.sh ../hccl_2s_16p.json ../configs/gpt2/run_gpt2_13b.yaml [0,8] train 16":
+    "bash run_distribute.sh ../hccl_4s_32p.json ../configs/gpt2/run_gpt2_13b.yaml [0,8] train 32":
         Proof(_DISTRIBUTED, {"../configs/gpt2/run_gpt2_13b.yaml": "run_gpt2_13b.yaml"}),
     "python -m ttp.trainer.convert from-hf hf_model output":
         Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_goes_on_from"),

@@ -37,6 +37,7 @@ def test_tables_are_made_on_each_machine_and_merged(tmp_path: Path) -> None:
     conf = tmp_path / "hccn.conf"
     conf.write_text(
         "".join(f"address_{number}=192.{number + 1}.27.6\nnetmask_{number}=255.255.0.0\n" for number in range(8))
+        + "#address_3=192.9.9.9\n"
     )
     first = tool(
         "hccl_tools.py", "--device_num", "[0,8)", "--server_ip", "127.0.0.1", "--hccn_conf", str(conf), cwd=tmp_path
@@ -62,6 +63,48 @@ def test_tables_are_made_on_each_machine_and_merged(tmp_path: Path) -> None:
     assert not (tmp_path / "hccl_2s_16p.json").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_range_counts_the_visible_devices() -> None:
+    """Its end is left out in both spellings."""
+    device_ids = module_of("gpt2_13b/tools/hccl_tools.py").device_ids
+    assert device_ids("[2,4)", None) == device_ids("[2,4]", None) == [2, 3]
+    assert device_ids("[1,3)", "7,5,3") == [5, 3]
+
+
+def test_a_machine_is_known_by_the_address_of_its_host_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning where no other machine can reach it, and no table without an address."""
+    hccl_tools = module_of("gpt2_13b/tools/hccl_tools.py")
+    for found, warned in (("10.0.0.7", False), ("127.0.1.1", True)):
+        monkeypatch.setattr(hccl_tools.socket, "gethostbyname", lambda _, found=found: found)
+        assert hccl_tools.server_address("") == found
+        assert ("reached from this machine only. Give --server_ip" in capsys.readouterr().err) == warned
+
+    def unknown(_: str) -> str:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr(hccl_tools.socket, "gethostbyname", unknown)
+    with pytest.raises(ConfigError, match=r"has no address \(Name or service not known\). Give --server_ip"):
+        hccl_tools.server_address("")
+
+
+def test_a_merged_table_goes_where_it_is_asked_for(tmp_path: Path) -> None:
+    """A table of the other form, or none at all, is refused by its name."""
+    own = {"rank_id": "0", "server_id": "10.0.0.1", "devices": [{"device_id": "0"}]}
+    (tmp_path / "group.json").write_text(json.dumps({"group_list": [{"instance_list": [own]}]}))
+    done = tool("merge_hccl.py", DOCUMENT, "--output", "all.json", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads((tmp_path / "all.json").read_text()) == json.loads(
+        Path(DOCUMENT).read_text()
+    )
+    for name, wanted in (
+        ("group.json", "group.json: got a table with group_list"),
+        ("no.json", "no.json cannot be read"),
+    ):
+        done = tool("merge_hccl.py", DOCUMENT, name, "--output", "other.json", cwd=tmp_path)
+        assert done.returncode == 2 and wanted in done.stderr and done.stderr.count("\n") == 1
+        assert not (tmp_path / "other.json").exists()
+
+
 def test_the_documents_table_is_what_the_tools_would_merge() -> None:
     """Its form and its numbers."""
     hccl_tools = module_of("gpt2_13b/tools/hccl_tools.py")
@@ -74,7 +117,9 @@ def test_the_documents_table_is_what_the_tools_would_merge() -> None:
     [
         (["--device_num", "[8,0)"], r"--device_num: got '\[8,0\)', expected a range"),
         (["--device_num", "8"], "--device_num: got '8', expected a range"),
-        (["--visible_devices", "0,0,1"], "--visible_devices: got '0,0,1', expected different device ids"),
+        (["--device_num", "[3,3)"], r"--device_num: got '\[3,3\)', expected a range"),
+        (["--device_num", "[0,1025)"], r"--device_num: got '\[0,1025\)', expected a range"),
+        (["--visible_devices", "0,00,1"], "--visible_devices: got '0,00,1', expected different device ids"),
         (["--visible_devices", "0,1"], r"got 2 devices, expected 8 or more"),
         (["--server_ip", "192.0.2.1"], "--server_ip: got '192.0.2.1', expected an address of this machine"),
         (["--hccn_conf", "nosuch"], "--hccn_conf: got 'nosuch', expected a file that is there"),
@@ -99,28 +144,46 @@ def test_a_table_that_cannot_be_made_is_refused(
 @pytest.mark.parametrize(("node", "device_range"), list(enumerate(["[0,8]", "[8,16]", "[16,24]", "[24,32]"])))
 def test_the_documents_four_commands(node: int, device_range: str) -> None:
     """Each machine's range is its place in the table; ttprun's own parser takes the command."""
-    words = RUN.command([DOCUMENT, CONFIG, device_range, "train", "32", "--training_config.training_iters=7"], {})
-    assert words[0] == "ttprun"
-    args = make_parser().parse_args(words[1:])
-    assert (args.rank_table_file, int(args.node_rank), args.master_port) == (DOCUMENT, node, 29500)
+    more = "--training_config.training_iters=7"
+    for environ, port in (({}, 29500), ({"MASTER_PORT": "7000"}, 7000)):
+        words = RUN.command([DOCUMENT, CONFIG, device_range, "train", "32", more], environ)
+        assert words[0] == "ttprun"
+        args = make_parser().parse_args(words[1:])
+        assert (args.rank_table_file, int(args.node_rank), args.master_port) == (DOCUMENT, node, port)
     assert args.module and args.training_script == "ttp.trainer"
-    assert args.training_script_args == ["--config", CONFIG, "--training_config.training_iters=7"]
+    assert args.training_script_args == ["--config", CONFIG, more]
+    assert RUN.command([DOCUMENT, CONFIG, device_range.replace("]", ")"), "train", "32", more], environ) == words
     words = RUN.command([DOCUMENT, CONFIG, device_range, "predict", "32"], {"PROMPT": "Once"})
     assert bool(words) == (node == 0)
     if words:
         assert words[2:] == ["ttp.trainer.generate", "--checkpoint", "./output", "--prompt", "Once"]
+        own = ["--prompt", "Twice", "--checkpoint=elsewhere"]
+        assert RUN.command([DOCUMENT, CONFIG, device_range, "predict", "32", *own], {})[3:] == own
+
+
+def test_the_pages_own_command_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder that it is typed in: the shipped file's ranks are the table's."""
+    page = (EXAMPLES.parent / "docs" / "from" / "mindformers_gpt2.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"(?m)^bash run_distribute\.sh \S+ (.*)$", page)
+    monkeypatch.chdir(FOLDER / "scripts")
+    assert RUN.command([DOCUMENT, *line.split()], {})[0] == "ttprun"
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
         ([], "arguments: got 0, expected 5 or more. Usage: run_distribute.sh RANK_TABLE_FILE"),
+        ([DOCUMENT, CONFIG, "[0,8]", "train"], "arguments: got 4, expected 5 or more"),
         ([DOCUMENT, CONFIG, "[0,4]", "train", "32"], "DEVICE_RANGE: got '[0,4]', expected the ranks of one server"),
         ([DOCUMENT, CONFIG, "0,8", "train", "32"], "[0,8] for 10.155.111.140, [8,16] for 10.155.111.141"),
         ([DOCUMENT, CONFIG, "[0,8]", "eval", "32"], "RUN_MODE: got 'eval', expected train or predict"),
         ([DOCUMENT, CONFIG, "[0,8]", "train", "8"], "RANK_SIZE: got '8', expected 32, the ranks of"),
         (["nosuch.json", CONFIG, "[0,8]", "train", "8"], "--rank_table_file nosuch.json cannot be read"),
         ([DOCUMENT, "nosuch.yaml", "[0,8]", "train", "32"], "no such file, and no such preset"),
+        (
+            [DOCUMENT, CONFIG.replace("13b.yaml", "52b.yaml"), "[0,8]", "train", "32"],
+            "data_parallel: got 8, expected 2 for 32 ranks",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: list[str], wanted: str) -> None:
@@ -138,3 +201,18 @@ def test_the_script_hands_its_arguments_on(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("run_distribute.sh: DEVICE_RANGE: got '[0,9]'")
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_what_needs_no_process_or_has_none_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On other machines than the first `predict` has nothing to do; without ttprun in PATH there is nothing to start."""
+    monkeypatch.setenv("PATH", "/nosuch")
+    for device_range, mode, status, wanted in (
+        ("[8,16]", "predict", 0, "the first machine generates the text"),
+        ("[8,16]", "train", 2, "ttprun: No such file or directory. Install ttp where PATH finds it"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["run_distribute.py", DOCUMENT, CONFIG, device_range, mode, "32"])
+        assert RUN.main() == status
+        told = capsys.readouterr().err
+        assert told.startswith("run_distribute.sh: ") and wanted in told and told.count("\n") == 1

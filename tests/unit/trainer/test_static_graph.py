@@ -14,6 +14,8 @@ import yaml
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
 from ttp.trainer.config_file import load_config, presets
+from ttp.trainer.memory_size import memory_bytes
+from ttp.trainer.plan import make_plan
 from ttp.trainer.static_graph import is_static, translate
 
 DOCUMENT = Path(__file__).parent / "static_graph" / "document.yaml"
@@ -83,6 +85,18 @@ def test_the_shipped_file_and_the_preset_are_the_documents_layout(tmp_path: Path
     parallel = dataclasses.replace(shipped.parallel_config, data_parallel=None)
     training = dataclasses.replace(shipped.training_config, device="auto")
     assert preset == dataclasses.replace(shipped, parallel_config=parallel, training_config=training)
+
+
+@pytest.mark.parametrize(
+    ("size", "preset", "world_size"),
+    [("gpt2", "gpt2_124m", 8), ("gpt2_13b", "gpt2_13b", 32), ("gpt2_52b", "gpt2_52b", 128)],
+)
+def test_each_shipped_file_has_a_layout_that_fits(size: str, preset: str, world_size: int) -> None:
+    """The three of the page's folder: the size's own model, on the devices that it is for, by their memory."""
+    config = load_config(str(SHIPPED / f"run_{size}.yaml"))
+    assert config.model_config == load_config(preset).model_config
+    limit = config.training_config.max_device_memory or "31GB"
+    assert make_plan(config, world_size).memory <= memory_bytes(limit, "memory")
 
 
 @pytest.mark.parametrize(
