@@ -126,6 +126,11 @@ def from_hub(option: str, name: str, expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{option}: got {name}, a model with Python code of its own, expected one of transformers."
+                " Read that code, then give --trust_remote_code to run it"
+            ) from error
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"{option}: got {name}, expected {expected}, or a name that the hub has ({reason[:300].rstrip('.')})."

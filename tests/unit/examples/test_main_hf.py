@@ -228,6 +228,40 @@ def test_a_model_that_is_not_there_is_one_line(pretrained: ModuleType, monkeypat
         pretrained.load_config("gpt2", print)
 
 
+OWN_CODE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+
+Path("has_run").touch()
+
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_only_where_it_is_trusted(
+    pretrained: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As ChatGLM's and its like: their classes come with the weights."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    classes = {"AutoConfig": "code_of_own.OwnConfig", "AutoModelForCausalLM": "code_of_own.OwnModel"}
+    configure("own", auto_map=classes)
+    Path("code_of_own.py").write_text(OWN_CODE)
+    with pytest.raises(
+        ConfigError, match=r"^--model_name_or_path: got \., a model with .* give --trust_remote_code .*$"
+    ):
+        pretrained.load_config(".", print)
+    assert not Path("has_run").exists()
+    config = pretrained.load_config(".", print, trust_remote_code=True)
+    model = pretrained.build_model(".", config, None, trust_remote_code=True)
+    assert Path("has_run").exists() and type(model).__name__ == "OwnModel"
+
+
 def test_a_data_set_that_is_not_there_is_one_line(texts: ModuleType) -> None:
     """`datasets` itself is asked, without a network."""
     with pytest.raises(ConfigError, match=r"^--dataset_name_or_path: got wikitext, expected .*Without a network, .*$"):
