@@ -34,7 +34,9 @@ else
     ranks+=(--master_addr="${MASTER_ADDR:-127.0.0.1}" --node_rank="${NODE_RANK:--1}")
 fi
 
-rm -rf "$log_path"
-mkdir "$log_path"
+if [[ ${NNODES:-1} == 1 && -z ${RANK_TABLE_FILE:-} ]]; then
+    rm -rf "$log_path" # of several nodes the folder may be one: each start has a folder of its own in it
+fi
+mkdir -p "$log_path"
 exec ttprun "${ranks[@]}" --master_port="$port" --log_dir="$log_path" --join=True --cluster_time_out=300 \
     "$project_dir/pretrain_gpt.py" --config_path="$config_path" "$@"

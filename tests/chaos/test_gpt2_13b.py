@@ -16,17 +16,15 @@ import yaml
 
 from tests.chaos.test_schedulers import EXAMPLES, Script
 from tests.ports import free_port
+from tests.unit.examples.loading import module_of
 from ttp import cli
 from ttp.chaos.job import read_jsonl
+from ttp.trainer import generate
 from ttp.trainer.chunks import hash_weights
 from ttp.trainer.mesh import Mesh
 from ttp.trainer.weights import model_of, open_trained
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"),
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.timeout(900)]
 
 FOLDER = EXAMPLES / "gpt2_13b"
 SCRIPT = str(FOLDER / "scripts" / "run_distribute.sh")
@@ -61,8 +59,8 @@ def write_config(folder: Path, data: int, tensor: int, stages: int, micro_batche
     return str(path)
 
 
-def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layout: tuple[int, int, int, int]) -> None:
-    """Train on every machine at once, predict on every machine, merge the checkpoint into one file."""
+def train(folder: Path, addresses: Sequence[str], devices: int, layout: tuple[int, int, int, int]) -> tuple[str, str]:
+    """Train on every machine at once; return the paths of the table and of the configuration."""
     table, config = make_table(folder, addresses, devices), write_config(folder, *layout)
     size, port = len(addresses) * devices, str(free_port())
     ranges = [f"[{node * devices},{(node + 1) * devices}]" for node in range(len(addresses))]
@@ -78,12 +76,18 @@ def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layo
     assert max(int(line.get("step", 0)) for line in read_jsonl(folder / "output" / "metrics.jsonl")) == STEPS
     written = "".join(job.text for job in jobs)
     assert written.count("parallel_config.vocab_emb_dp: True has no effect") == 1, "rank 0 logs the notes for all"
+    return table, config
 
+
+def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layout: tuple[int, int, int, int]) -> None:
+    """Train, predict on every machine, merge the checkpoint into one file."""
+    table, config = train(folder, addresses, devices, layout)
     texts = []
-    for machine, device_range in zip(machines, ranges, strict=True):
-        (machine / "predict").mkdir()
-        words = ("bash", SCRIPT, table, config, device_range, "predict", str(size), "--greedy", "--max-new-tokens=8")
-        with Script(machine / "predict", *words, PROMPT="The list ") as job:
+    for node in range(len(addresses)):
+        device_range, place = f"[{node * devices},{(node + 1) * devices}]", folder / f"machine{node}" / "predict"
+        place.mkdir()
+        words = ("bash", SCRIPT, table, config, device_range, "predict", str(len(addresses) * devices))
+        with Script(place, *words, "--greedy", "--max-new-tokens=8", PROMPT="The list ") as job:
             assert job.wait() == 0, job.text
             texts.append(job.text)
     assert re.search(rf"iter_{STEPS:07}: step {STEPS}\nThe list ", texts[0]), texts
@@ -96,11 +100,24 @@ def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layo
     assert hash_weights([model], Mesh()) == json.loads((folder / "output" / "final.json").read_text())["weights_sha256"]
 
 
+def test_one_device_trains_and_text_comes_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shortest job of the script; the generator's command runs here."""
+    table, config = train(tmp_path, ["127.0.0.1"], 1, (1, 1, 1, 1))
+    run_distribute = module_of("gpt2_13b/tools/run_distribute.py")
+    words = run_distribute.command([table, config, "[0,1]", "predict", "1", "--greedy", "--max-new-tokens=8"], {})
+    assert generate.main(words[3:]) == 0
+    assert capsys.readouterr().out.startswith("The list ")
+
+
+@pytest.mark.long
 def test_one_machine_trains_two_stages_and_predicts(tmp_path: Path) -> None:
     """A table of one machine; the checkpoint of a pipeline of two ranks is read by the one process that generates."""
     train_and_predict(tmp_path, ["127.0.0.1"], 2, (1, 1, 2, 2))
 
 
+@pytest.mark.long
 def test_two_machines_train_the_documents_split_and_predict(tmp_path: Path) -> None:
     """Tensor 2 x pipeline 4, as the document splits the model, on two machines of four devices: each range is one machine's."""
     train_and_predict(tmp_path, ["127.0.0.1", "127.0.0.2"], 4, (1, 2, 4, 24))

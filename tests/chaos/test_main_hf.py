@@ -20,6 +20,7 @@ from tests.chaos.test_commands import ROOT
 
 pytestmark = pytest.mark.long
 
+LAUNCHERS = {"ttprun": "ttp.launch", "torchrun": "torch.distributed.run"}
 DOCUMENT = (ROOT / "docs" / "from" / "musa_huggingface.md").read_text(encoding="utf-8")
 OVERRIDES = dict(re.findall(r"`override_config.json` of (\S+):\n\n```json\n(.*?)```", DOCUMENT, re.DOTALL))
 WIDTH = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -76,9 +77,8 @@ def folder(tmp_path: Path) -> Path:
 def train(folder: Path, command: str, *more: str, faults: str = "", status: int = 0) -> str:
     """Run a command of the document in the folder and return what was printed."""
     name, *words = command.split()
-    assert name == "ttprun"
     done = subprocess.run(
-        [sys.executable, "-m", "ttp.launch", *words, *more],
+        [sys.executable, "-m", LAUNCHERS[name], *words, *more],
         cwd=folder,
         env={
             **os.environ,
@@ -121,11 +121,14 @@ def test_the_articles_first_command_trains_with_all_its_defaults(folder: Path) -
     assert float(found["99", "10"]) < 0.8 * float(found["0", "10"])
 
 
-@pytest.mark.parametrize(("name", "batch"), [("bert-base-uncased", 56), ("gpt2", 16), ("mixtral-8x7B-v0.1", 1)])
-def test_the_articles_command_lines_train(folder: Path, name: str, batch: int) -> None:
-    """Each row of its results: with its file of overrides and its batch."""
+@pytest.mark.parametrize(
+    ("name", "batch", "launcher"),
+    [("bert-base-uncased", 56, "ttprun"), ("gpt2", 16, "torchrun"), ("mixtral-8x7B-v0.1", 1, "ttprun")],
+)
+def test_the_articles_command_lines_train(folder: Path, name: str, batch: int, launcher: str) -> None:
+    """Each row of its results: with its file of overrides and its batch. One by torchrun, as the article has it."""
     (folder / "override_config.json").write_text(OVERRIDES[name])
-    command = f"ttprun --nproc_per_node=2 main_hf.py --model_name_or_path {name} --batch_size {batch}"
+    command = f"{launcher} --nproc_per_node=2 main_hf.py --model_name_or_path {name} --batch_size {batch}"
     text = train(folder, command, "--epochs", "2")
     keys = list(json.loads(OVERRIDES[name]))
     assert re.findall(r"^modify (\w+): \S+ -> \S+$", text, re.MULTILINE) == keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -137,6 +138,32 @@ def test_the_script_takes_a_rank_table_and_several_nodes(folder: Path) -> None:
     more = ("--training_config.training_iters=4", "--parallel_config.tensor_model_parallel_size=2")
     text = run(folder, "xx.yaml", *SMALL, *more, NNODES="1", NODE_RANK="0", ASCEND_RT_VISIBLE_DEVICES="4,5")
     assert "dp 1 | pp 1 | tp 2 | sp False | vpp None" in text and "going on after step 2" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("numbered", [True, False], ids=["with NODE_RANK", "without"])
+def test_two_nodes_train_through_the_script(folder: Path, numbered: bool) -> None:
+    """`NNODES=2` on each of two nodes in one folder of a shared disk; without NODE_RANK they number themselves. A rank is killed: no step is
+    lost, and both nodes' logs are there."""
+    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"ASCEND_RT_VISIBLE_DEVICES": "0,1", "TTP_FAULTS": "kill:rank=2,step=5,point=updating"}
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in range(2):
+            console = folder / f"node{number}"
+            console.mkdir()
+            own = {"NODE_RANK": str(number)} if numbered else {}
+            nodes.append(stack.enter_context(Script(console, "bash", SCRIPT, "xx.yaml", *SMALL, **common, **own)))
+        assert [node.wait() for node in nodes] == [0, 0], "".join(node.text for node in nodes)
+        assert [node.leftovers() for node in nodes] == [[], []]
+    assert any(re.search(r"^lost +0 steps", node.text, re.M) for node in nodes)
+    for rank in range(4):
+        info = (folder / "output" / "log" / f"rank_{rank}" / "info.log").read_text()
+        assert len(re.findall(r" dp 4 \| pp 1 \| tp 1 \| sp False \| vpp None$", info, re.M)) == 2
+    lines = [line["step"] for line in read_jsonl(folder / "output" / "metrics.jsonl") if "step" in line]
+    assert sorted(lines) == list(range(1, 11)), "a step was trained twice, or not at all"
+    for attempt in (0, 1) if numbered else (0,):
+        assert len(list(folder.glob(f"msrun_log/*/attempt_{attempt}/*/stdout.log"))) == 4
 
 
 def test_the_python_script_takes_the_documents_arguments(folder: Path) -> None:
