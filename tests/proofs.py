@@ -107,9 +107,9 @@ PARSED: dict[str, Proof] = {
     "ttprun --rank_table_file hccl.json train.py":
         Proof("tests/chaos/test_rank_table.py::test_a_rank_table_places_the_ranks_of_two_nodes", _WORKER),
     "ttprun --no-python ./wrap.sh": Proof("tests/chaos/test_wrapped.py::test_ranks_behind_shells_save_at_a_kill_and_at_a_notice"),
-    "ttprun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --save output/megatron_style --train-iters 40":
+    "ttprun --nproc-per-node 2 examples/megatron_style/pretrain_gpt.py --use-distributed-optimizer --save output/megatron_style --train-iters 40":
         Proof("tests/chaos/test_mindio.py::test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote"),
-    "ttprun --nproc-per-node 8 examples/megatron_style/pretrain_gpt.py --save output/split"
+    "ttprun --nproc-per-node 8 examples/megatron_style/pretrain_gpt.py --use-distributed-optimizer --save output/split"
     " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2":
         Proof("tests/chaos/test_mindio_split.py::test_a_split_model_goes_on_bit_for_bit_after_kills_at_every_phase"),
     "ttprun --nproc-per-node 3 loop.py": Proof("tests/chaos/test_mindio.py::test_the_documents_loop_goes_on_bit_for_bit"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ class Run:
         trainer: str = TRAINER,
     ) -> None:
         """script: by the example's launch script, which says the rest by its variables."""
+        if enable and not script:
+            arguments = ("--use-distributed-optimizer", *arguments)
         self.save, self._mindio = folder / "save", folder / "mindio"
         environ = {
             **os.environ,
@@ -84,9 +87,19 @@ class Run:
         """Return the weights of all model parts."""
         found: dict[str, torch.Tensor] = {}
         for path in sorted((self.save / f"iter_{STEPS:07d}").glob("mp_rank_*/model_optim_rng.pt")):
-            model = torch.load(path, weights_only=False)["model"]
-            found.update({f"{path.parent.name} {name}": value for name, value in model.items()})
+            for key, model in torch.load(path, weights_only=False).items():
+                if key.startswith("model"):  # several where a stage has several chunks
+                    found.update({f"{path.parent.name} {key} {name}": value for name, value in model.items()})
         return found
+
+
+def odd_trainer(folder: Path) -> str:
+    """Return a copy of the example with the patch for odd sizes in place of the one for even sizes."""
+    copy = folder / "odd"
+    shutil.copytree(Path(TRAINER).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    patch = (copy / "odd_sizes.patch").read_text()
+    subprocess.run(["patch", "-p1"], cwd=copy, input=patch, text=True, check=True, capture_output=True)
+    return str(copy / "pretrain_gpt.py")
 
 
 def assert_same_training(hurt: Run, whole: Run, resumed_from: int) -> None:

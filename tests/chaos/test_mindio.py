@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.chaos.conftest import JOB_S
-from tests.chaos.megatron import ROOT, STEPS, Run, assert_same_training
+from tests.chaos.megatron import ROOT, STEPS, Run, assert_same_training, odd_trainer
 
 
 @pytest.fixture
@@ -40,13 +40,14 @@ def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(fo
 
 
 @pytest.mark.long
-def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path, Path]) -> None:
+def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Rank 0 has the record of step 13 and has not begun when rank 1 dies behind it: its work thread finishes the step, its
     training thread counts on, and what it saves has the schedule, the samples and the random numbers of step 13."""
-    whole = Run(folders[0], 3)
+    trainer = odd_trainer(tmp_path)
+    whole = Run(folders[0], 3, trainer=trainer)
     begun = "slow:rank=0,step=13,point=record,for=4;slow:rank=1,step=13,point=updating,for=1"  # rank 2 has it by then
     faults = f"{begun};kill:rank=1,step=13,point=done"
-    hurt = Run(folders[1], 3, faults=faults)
+    hurt = Run(folders[1], 3, faults=faults, trainer=trainer)
     events = hurt.events()
     assert events["published"]["rank"] == 0 and events["published"]["step"] == 13
     assert_same_training(hurt, whole, 13)
@@ -76,15 +77,16 @@ def test_four_ranks_with_local_copies_in_bf16_meet_three_faults(folders: tuple[P
 
 
 @pytest.mark.long
-def test_three_kills_around_the_spanning_collective_of_three_ranks(folders: tuple[Path, Path]) -> None:
+def test_three_kills_around_the_spanning_collective_of_three_ranks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Who gets the record before the death reaches it is a race; whatever step comes of it, the training is the same."""
-    whole = Run(folders[0], 3)
+    trainer = odd_trainer(tmp_path)
+    whole = Run(folders[0], 3, trainer=trainer)
     faults = (
         "kill:rank=1,step=5,point=ready",
         "kill:rank=2,step=9,point=record,round=1",
         "kill:rank=0,step=14,point=record,round=2",
     )
-    hurt = Run(folders[1], 3, faults=";".join(faults))
+    hurt = Run(folders[1], 3, faults=";".join(faults), trainer=trainer)
     steps = [hurt.events(start)["published"]["step"] for start in range(3)]
     assert steps[0] == 4 and steps[1] in (8, 9) and steps[2] in (13, 14)
     assert all(whole.lines[step] == line for step, line in hurt.lines.items()), hurt.text

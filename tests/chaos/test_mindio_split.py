@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chaos.megatron import STEPS, TRAINER, Run
+from tests.chaos.megatron import STEPS, TRAINER, Run, odd_trainer
 
 SPLIT = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 PARTS = {"mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"}
@@ -24,12 +24,12 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "whole", tmp_path / "killed"
 
 
-def assert_same_lines_and_weights(killed: Run, whole: Run) -> None:
+def assert_same_lines_and_weights(killed: Run, whole: Run, parts: set[str] = PARTS) -> None:
     assert sorted(whole.lines) == list(range(1, STEPS + 1)), whole.text
     for step, line in killed.lines.items():
         assert line == whole.lines[step], f"step {step}\n{killed.text}"
     wanted, got = whole.final_weights(), killed.final_weights()
-    assert {name.split()[0] for name in wanted} == PARTS and set(got) == set(wanted)
+    assert {name.split()[0] for name in wanted} == parts and set(got) == set(wanted)
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
@@ -66,6 +66,55 @@ def test_a_split_model_in_bf16_with_local_copies_and_periodic_checkpoints(folder
         assert killed.published(start) in (step - 1, step)
     assert {path.name for path in (whole.save / "iter_0000007").iterdir()} == PARTS
     assert_same_lines_and_weights(killed, whole)
+
+
+VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+EXPERTS = ("--expert-model-parallel-size", "2", "--num-experts", "4")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "parts"),
+    [
+        (4, VIRTUAL, {"mp_rank_00_000", "mp_rank_00_001"}),
+        (4, EXPERTS, {"mp_rank_00_000", "mp_rank_00_001"}),
+        (8, (*VIRTUAL, *EXPERTS), {f"mp_rank_00_00{stage}_00{expert}" for stage in (0, 1) for expert in (0, 1)}),
+    ],
+    ids=["virtual stages", "experts", "both"],
+)
+def test_virtual_stages_and_experts_go_on_bit_for_bit(
+    folders: tuple[Path, Path], ranks: int, arguments: tuple[str, ...], parts: set[str]
+) -> None:
+    """PP 2 with two chunks a stage, EP 2 with four experts, and both: a rank dies with the update done, and rank 0 while it updates."""
+    whole = Run(folders[0], ranks, *arguments)
+    deaths = [(1, 6, "done"), (0, 13, "updating")]
+    faults = [f"kill:rank={rank},step={step},point={point},round={n}" for n, (rank, step, point) in enumerate(deaths)]
+    killed = Run(folders[1], ranks, *arguments, faults=";".join(faults))
+    for start, (_, step, _) in enumerate(deaths):
+        saved = killed.published(start)
+        assert saved in (step - 1, step)
+        assert {path.name for path in (killed.save / f"iter_{saved:07d}").iterdir()} == parts
+    assert_same_lines_and_weights(killed, whole, parts)
+    axis = "ep 1 shard" if "--num-experts" in arguments else "pp 1 shard"
+    assert axis in killed.text, "the table of holders names the model part"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unsplit"),
+    [(VIRTUAL, VIRTUAL[:4]), (EXPERTS, EXPERTS[2:])],
+    ids=["virtual stages", "experts"],
+)
+def test_the_examples_chunks_and_experts_are_the_models(
+    folders: tuple[Path, Path], arguments: tuple[str, ...], unsplit: tuple[str, ...]
+) -> None:
+    """Without dropout a model that is not split so has the same losses and norms."""
+    told = [
+        Run(folder, 4, *given, "--hidden-dropout", "0", "--train-iters", "5").lines
+        for folder, given in zip(folders, (arguments, unsplit), strict=True)
+    ]
+    assert sorted(told[0]) == list(range(1, 6))
+    for step, line in told[0].items():
+        for one, other in zip(line[2:], told[1][step][2:], strict=True):
+            assert float.fromhex(one) == pytest.approx(float.fromhex(other), rel=1e-5)
 
 
 def _dying_in_handler(folder: Path, rank: int) -> str:
@@ -108,12 +157,13 @@ def test_a_save_rank_that_dies_in_its_handler_is_followed_by_another_of_its_part
     assert_same_lines_and_weights(killed, whole)
 
 
-def test_an_odd_number_of_data_parallel_ranks(folders: tuple[Path, Path]) -> None:
+def test_an_odd_number_of_data_parallel_ranks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """TP 2 x DP 3 by the patch for odd sizes, in FP16 with a loss scale that grows, without FP32 gradients, zeros counted."""
     fp16 = ("--fp16", "--loss-scale-window", "4", "--release-fp32-grad", "--log-num-zeros-in-grad")
     odd = ("--tensor-model-parallel-size", "2", *fp16)
-    whole = Run(folders[0], 6, *odd)
-    killed = Run(folders[1], 6, *odd, faults="kill:rank=0,step=9,point=done")
+    trainer = odd_trainer(tmp_path)
+    whole = Run(folders[0], 6, *odd, trainer=trainer)
+    killed = Run(folders[1], 6, *odd, faults="kill:rank=0,step=9,point=done", trainer=trainer)
     assert killed.published() in (8, 9)
     wanted, got = whole.final_weights(), killed.final_weights()
     assert {name.split()[0] for name in wanted} == {"mp_rank_00", "mp_rank_01"}

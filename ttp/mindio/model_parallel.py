@@ -71,6 +71,16 @@ class ModelParallel:
             return list(range(world()[1]))
         return list(dist.get_process_group_ranks(self.data_group))
 
+    def part_name(self, group: Any) -> str:
+        """Return, for people, what the ranks of a data-parallel group have of the model: `tp 1 pp 0 `; experts `ep 1 ` as well."""
+        experts = self.expert_data_group is not None and group is self.expert_data_group
+        axes = (
+            ("tp", self.tensor_rank, self.tensor_size > 1),
+            ("pp", self.pipeline_rank, self.pipeline_size > 1),
+            ("ep", self.expert_rank, experts),
+        )
+        return "".join(f"{axis} {rank} " for axis, rank, named in axes if named)
+
     def process_group(self, param: torch.nn.Parameter) -> Any:
         """Return the data-parallel group of an expert's parameter; None: the usual one."""
         return self.expert_data_group if self._is_expert(param) else None

@@ -118,13 +118,13 @@ class TTPReplicaOptimizer:
             group=self.place.data_group,
             span=dist.group.WORLD if self.place.splits_model else None,
             copies=self._names.copies,
-            clip=ClipNorm(clip_grad) if clip_grad > 0 else None,
             loss_scale=loss_scale_of(grad_scaler),
             grad_dtype=torch.float32 if params_have_main_grad and self.keeps_fp32_grads else None,
             local_copy=local_copy,
             compare_every=0,  # `step` does it, where a peer's death cannot keep the trainer from its bookkeeping
             **kwargs,
         )
+        self.core.part_name = self.place.part_name
         self._given = optimizer
         # As in Megatron: a schedule that works on either acts on the update.
         optimizer.param_groups = self.core.param_groups
@@ -144,6 +144,10 @@ class TTPReplicaOptimizer:
             model.register_forward_pre_hook(lambda *_: self._begin())
         self._reduced = False
         self._record: CommitRecord | None = None
+        """What the ranks have agreed on for the step that is being done."""
+        self._clipped_to = clip_grad
+        self._overtaken = False
+        """That step's update was done by the work thread: the trainer has its bookkeeping to do, and no more."""
         self._whole: WholeState | None = None
         self._shown = False
         """A dying gasp's state is shown to the save handler."""
@@ -212,14 +216,9 @@ class TTPReplicaOptimizer:
     def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
         """Update the state; return (updated, the gradient's norm or None, its zeros or None). Not updated: a gradient was not finite."""
         step = self.current_step + 1
-        try:
-            self.begin_to_update(self.current_step)
-            self.optimizer.step()
-            self.end_to_update()
-        except Overtaken:
-            self._begun = (
-                False  # by the work thread: the state is this step's, and the trainer has its bookkeeping to do
-            )
+        self.begin_to_update(self.current_step)
+        self.optimizer.step()
+        self.end_to_update()
         record = self.core.last_record
         if record is None or record.step != step:
             raise CheckpointError(f"step {step}: the state is that of step {self.current_step}")
@@ -228,9 +227,37 @@ class TTPReplicaOptimizer:
         zeros = round(record.sums[0]) if self.log_num_zeros_in_grad else None
         return True, record.grad_norm if self.clip_grad > 0 else None, zeros
 
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Have this step's update clipped to `clip_grad` (0: not at all), and return the gradient's norm over all ranks and model parts before it
+        (a collective of all ranks, once a step): a trainer's own `step` calls this where Megatron's does."""
+        self._agree(clip_grad)
+        assert self._record is not None
+        return self._record.grad_norm
+
+    def count_zeros(self) -> int:
+        """Return the zeros of this step's gradient over all ranks and model parts (a collective of all ranks, unless `clip_grad_norm` was
+        called before). Raises ConfigError without `log_num_zeros_in_grad`."""
+        if not self.log_num_zeros_in_grad:
+            raise ConfigError("count_zeros of an optimizer that counts none: build it with log_num_zeros_in_grad=True")
+        self._agree()
+        assert self._record is not None
+        return round(self._record.sums[0])
+
     def begin_to_update(self, iteration: int) -> None:
         """Agree with all ranks that the update may begin, and begin it: a trainer's own `step` calls this right before
-        `self.optimizer.step()`. iteration: the one before this step's; the optimizer counts for itself. Raises Overtaken."""
+        `self.optimizer.step()`. iteration: the one before this step's; the optimizer counts for itself."""
+        self._agree()
+        self.start_updating()
+
+    def _agree(self, clip_grad: float | None = None) -> None:
+        """Agree on this step with all ranks, once. clip_grad: the update's, the constructor's unless given."""
+        if self._record is not None:
+            if clip_grad not in (None, self._clipped_to):
+                raise ConfigError(
+                    f"invalid clip_grad: got {clip_grad}, expected {self._clipped_to}, on which the ranks have agreed for step"
+                    f" {self._record.step}. Call clip_grad_norm once a step, before begin_to_update and count_zeros"
+                )
+            return
         if not self._reduced:
             self.reduce_model_grads()
         self._whole, self._brought_together = None, False
@@ -240,15 +267,18 @@ class TTPReplicaOptimizer:
                 " after load_state_dict, or optimizer.reload_model_params() to begin with fresh moments"
             )
         step = self.current_step + 1
+        self._clipped_to = self.clip_grad if clip_grad is None else clip_grad
+        self.core.clip = ClipNorm(self._clipped_to) if self._clipped_to > 0 else None
         try:
             self._record, self.ending = self.core.agree()
+        except Overtaken:
+            self._record, self._overtaken = self.core.last_record, True
         except RuntimeError as error:
             if not self._job.overtaken_after(error, step):
                 raise
-            raise Overtaken(f"step {step} was finished by the work thread") from error
+            self._record, self._overtaken = self.core.last_record, True
         finally:
             self._reduced = False
-        self.start_updating()
 
     def start_updating(self) -> None:
         """Take the gate (`ttp_start_updating_os`). Raises ConfigError before the ranks have agreed."""
@@ -257,13 +287,17 @@ class TTPReplicaOptimizer:
                 "ttp_start_updating_os without a step that the ranks have agreed on: call optimizer.step(), or"
                 " optimizer.begin_to_update(iteration), which calls it"
             )
-        self.core.begin_update(self._record)
+        if not self._overtaken:
+            try:
+                self.core.begin_update(self._record)
+            except Overtaken:
+                self._overtaken = True
 
     def apply(self) -> None:
         """The local update, between `begin_to_update` and `end_to_update`; no collective."""
         if self._record is None:
             raise ConfigError("optimizer.step() of the inner optimizer comes after begin_to_update")
-        self.core.apply(self._record)
+        self.core.apply(self._record)  # nothing, where the work thread has done it
 
     def end_to_update(self) -> None:
         """The update is finished."""
@@ -278,8 +312,9 @@ class TTPReplicaOptimizer:
         self._begun = False
         # What torch's schedules look for, as its own `step` is never called.
         self._given._opt_called = True  # type: ignore[attr-defined]
-        self.core.end_update(step)
-        self.core.start_gather(step)
+        if not self._overtaken:
+            self.core.end_update(step)
+            self.core.start_gather(step)
 
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
         """Nothing is left to do: the gather has begun with the end of the update, and what comes next waits for it."""

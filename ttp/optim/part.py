@@ -7,7 +7,7 @@ optimizer orders what happens in a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from ttp.optim.buckets import Bucket
 from ttp.optim.layout import Layout
 from ttp.optim.shards import HeldShards
 from ttp.optim.wires import BucketMemory, Wires, make_wires
+from ttp.proto.messages import ShardGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,17 @@ class Part:
         """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""
         found = [(shard, self.shards.held_tensors(shard, backup)) for shard in self.layout.held(self.rank)]
         return [(shard, tensors) for shard, tensors in found if tensors]
+
+    def shard_groups(self, name: Callable[[Any], str]) -> list[ShardGroup]:
+        """Return what this rank holds, for its registration. name: what the ranks of `group` have of the model, for people."""
+        return [
+            ShardGroup(
+                self.layout.group_id(shard),
+                name(self.group) + self.layout.label(shard),
+                sum(tensor.values.nbytes for tensor in tensors),
+            )
+            for shard, tensors in self.held(backup=False)
+        ]
 
     def buckets(self) -> list[tuple[int, Bucket]]:
         """Return the buckets, each with the place of the parameter that backward comes to last."""

@@ -130,6 +130,9 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """The summed gradient is divided by this and by the loss scale within the update."""
         self.on_point: Callable[[str, int], None] | None = None
         """Called with a point's name and the step, for fault injection: see `_point`."""
+        self.part_name: Callable[[Any], str] = lambda group: (
+            ""
+        )  # begins the names, for people, of the shards of a process group
         if compare_every < 0:
             raise ConfigError(f"compare_every is {compare_every}: wanted a number of steps, or 0 for never")
         self.compare_every = compare_every
@@ -350,11 +353,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         """Return what this rank holds, for its registration."""
-        return tuple(
-            ShardGroup(part.layout.group_id(shard), part.layout.label(shard), sum(t.values.nbytes for t in tensors))
-            for part in self._parts
-            for shard, tensors in part.held(backup=False)
-        )
+        return tuple(group for part in self._parts for group in part.shard_groups(self.part_name))
 
     def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
         """Return views of the state of `step` (the newest unless given) by group id. Raises CheckpointError if not held."""

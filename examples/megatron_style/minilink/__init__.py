@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from minilink.arguments import get_args
-from minilink.utils import get_ttp_switch  # TTP
+
+from .utils import get_ttp_switch  # TTP
 
 __all__ = ["get_args", "get_ttp_switch", "print_rank_0", "print_rank_last"]
 

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 
-from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0
+from minilink import get_args, get_ttp_switch, print_rank_0
+from minilink.core import parallel_state
 
 enable_ttp = get_ttp_switch()  # TTP
 torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def model_keys(model: list[Any]) -> list[str]:
+    """Return where each chunk of the model is in a file."""
+    return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
 
 
 def ensure_directory_exists(filename: str) -> None:
@@ -33,6 +39,8 @@ def get_checkpoint_name(
     part = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         part += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        part += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
     return os.path.join(checkpoints_path, directory, part, model_name)
 
 
@@ -63,7 +71,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, opt_param_schedu
     ):
         iteration = optimizer.save_args["step"]
     if enable_ttp:  # TTP
-        tmp = bool(optimizer.error_dump)
+        tmp = True if optimizer.error_dump else False  # noqa: SIM210
         checkpoint_name = get_checkpoint_name(args.save, iteration, tmp=tmp)
     else:
         checkpoint_name = get_checkpoint_name(args.save, iteration)
@@ -73,21 +81,28 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, opt_param_schedu
         ensure_directory_exists(optim_checkpoint_name)
         optimizer.save_parameter_state(optim_checkpoint_name)
     save_flag = optimizer.need_write_file() if enable_ttp else parallel_state.get_data_parallel_rank() == 0  # TTP
-    if not torch.distributed.is_initialized() or save_flag:
+    state_dict: dict[str, Any] = {}
+    if save_flag:  # TTP
         state_dict = {
             "args": args,
             "checkpoint_version": 3.0,
             "iteration": iteration,
-            "model": model[0].state_dict_for_save_checkpoint(),
             "optimizer": optimizer.state_dict(),
             "opt_param_scheduler": opt_param_scheduler.state_dict(),
             "random_rng_state": random.getstate(),
             "torch_rng_state": torch.get_rng_state(),
         }
+        for key, chunk in zip(model_keys(model), model, strict=True):
+            state_dict[key] = chunk.state_dict_for_save_checkpoint()
+    if not torch.distributed.is_initialized() or save_flag or args.deepspeed:  # TTP
         ensure_directory_exists(checkpoint_name)
         torch.save(state_dict, checkpoint_name)
     if enable_ttp and optimizer.error_dump:  # TTP
-        print(f"rank {cur_rank} successfully saved checkpoint at iteration {iteration:7d} to {args.save}", flush=True)
+        print(
+            "rank {} successfully saved checkpoint at iteration {:7d} to {}".format(  # noqa: UP032
+                cur_rank, iteration, args.save
+            )
+        )
     else:
         save_checkpoint_post_process(iteration)
 
@@ -110,14 +125,19 @@ def rename_save_result(args: Any) -> int:  # TTP
     if args.local_copy_os and hasattr(optimizer, "save_args") and optimizer.current_step > optimizer.save_args["step"]:
         iteration = optimizer.save_args["step"]
     try:
-        src_path = os.path.join(args.save, f"iter_{iteration:07d}_tmp")
-        dst_path = os.path.join(args.save, f"iter_{iteration:07d}")
+        tmp_dir = "iter_{:07d}_tmp".format(iteration)  # noqa: UP032
+        fin_dir = "iter_{:07d}".format(iteration)  # noqa: UP032
+        src_path = os.path.join(args.save, tmp_dir)
+        dst_path = os.path.join(args.save, fin_dir)
         os.rename(src_path, dst_path)
     except Exception:
         print(f"rename from {src_path} to {dst_path} failed.")
         traceback.print_exc()
         return 1
-    with open(get_checkpoint_tracker_filename(args.save), "w") as f:
+
+    # And update the latest iteration
+    tracker_filename = get_checkpoint_tracker_filename(args.save)
+    with open(tracker_filename, "w") as f:
         f.write(str(iteration))
     return 0
 
@@ -132,7 +152,8 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any) -> int
     checkpoint_name = get_checkpoint_name(args.save, iteration)
     state_dict = torch.load(checkpoint_name, map_location="cpu")
     args.consumed_train_samples = state_dict["args"].consumed_train_samples
-    model[0].module.load_state_dict(state_dict["model"])
+    for key, chunk in zip(model_keys(model), model, strict=True):
+        chunk.module.load_state_dict(state_dict[key])
     optimizer.load_state_dict(state_dict["optimizer"])
     if args.use_distributed_optimizer:
         optimizer.load_parameter_state(get_distributed_optimizer_checkpoint_name(checkpoint_name))

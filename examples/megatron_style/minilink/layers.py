@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minilink import parallel_state
+from minilink.core import parallel_state
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -90,6 +90,16 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return _ReduceFromRegion.apply(F.linear(x_BTD, self.weight)) + self.bias
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size)
+        self.down = RowParallelLinear(4 * hidden_size, hidden_size)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,18 +11,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minilink import get_args, parallel_state
-from minilink.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallel_logits
+from minilink import get_args
+from minilink.core import parallel_state
+from minilink.experts import SwitchMLP
+from minilink.layers import MLP, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallel_logits
 
 
 class Block(nn.Module):
-    def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
+    def __init__(self, hidden_size: int, heads: int, dropout: float, experts: int | None) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
         self.qkv = ColumnParallelLinear(hidden_size, 3 * hidden_size, groups=3)
         self.dense = RowParallelLinear(hidden_size, hidden_size)
-        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size)
-        self.down = RowParallelLinear(4 * hidden_size, hidden_size)
+        self.mlp = MLP(hidden_size) if experts is None else SwitchMLP(hidden_size, experts)
         self.head_size = hidden_size // heads
         self.dropout = dropout
 
@@ -30,24 +31,23 @@ class Block(nn.Module):
         q, k, v = (self._heads(part) for part in self.qkv(self.ln_1(x_BTD)).chunk(3, dim=-1))
         a_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x_BTD = x_BTD + F.dropout(self.dense(a_BTD), self.dropout, self.training)
-        return x_BTD + F.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)))), self.dropout, self.training)
+        return x_BTD + F.dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, self.training)
 
     def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return x_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class GPTModel(nn.Module):
-    """This rank's stage: its layers, the embeddings on the first one, the output on the last one."""
+    """A chunk of this rank's stage: its layers, the embeddings on the model's first chunk, the output on its last one."""
 
     share_word_embeddings = True
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int, chunks: int) -> None:
+        """chunk: which one of the `chunks` of each stage (several: virtual pipeline parallelism)."""
         super().__init__()
         args = get_args()
-        self.pre_process, self.post_process = (
-            parallel_state.is_pipeline_first_stage(),
-            parallel_state.is_pipeline_last_stage(),
-        )
+        self.pre_process = parallel_state.is_pipeline_first_stage() and chunk == 0
+        self.post_process = parallel_state.is_pipeline_last_stage() and chunk == chunks - 1
         if self.pre_process or self.post_process:
             torch.manual_seed(args.seed)
             self.word_embeddings = VocabParallelEmbedding(args.vocab_size, args.hidden_size)
@@ -56,12 +56,13 @@ class GPTModel(nn.Module):
         if self.pre_process:
             torch.manual_seed(args.seed + 1)
             self.position_embeddings = nn.Embedding(args.seq_length, args.hidden_size)
-        here = args.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
-        first = parallel_state.get_pipeline_model_parallel_rank() * here
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        here = args.num_layers // (stages * chunks)
+        first = (chunk * stages + parallel_state.get_pipeline_model_parallel_rank()) * here
         layers = []
         for number in range(first, first + here):
             torch.manual_seed(args.seed + 10 + number)
-            layers.append(Block(args.hidden_size, args.num_attention_heads, args.hidden_dropout))
+            layers.append(Block(args.hidden_size, args.num_attention_heads, args.hidden_dropout, args.num_experts))
         self.layers = nn.ModuleList(layers)
         if self.post_process:
             self.final_layernorm = nn.LayerNorm(args.hidden_size)
@@ -73,7 +74,7 @@ class GPTModel(nn.Module):
         return self.word_embeddings.weight
 
     def forward(self, tokens_BT: torch.Tensor, received_BTD: torch.Tensor | None) -> torch.Tensor:
-        """Return the mean loss of predicting each token from those before it; before the last stage: what the next one goes on from."""
+        """Return the mean loss of predicting each token from those before it; before the last chunk: what the next one goes on from."""
         if received_BTD is None:
             x_BTD = self.word_embeddings(tokens_BT[:, :-1]) + self.position_embeddings.weight
         else:

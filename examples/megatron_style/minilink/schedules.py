@@ -1,4 +1,4 @@
-"""The micro-batches of a step through the pipeline's stages: all forward, then all backward."""
+"""The micro-batches of a step through the pipeline's stages, and through each stage's chunks in turn: all forward, then all backward."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ from typing import Any
 
 import torch
 
-from minilink import get_args, parallel_state
+from minilink import get_args
+from minilink.core import parallel_state
 
 
 def forward_backward(model: Any, optimizer: Any, get_batch: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Leave the step's gradients in the model; return the sum of the micro-batches' losses (zero but on the last stage)."""
     args = get_args()
     ranks, stage = parallel_state.get_pipeline_global_ranks(), parallel_state.get_pipeline_model_parallel_rank()
+    before, behind = ranks[stage - 1], ranks[(stage + 1) % len(ranks)]
     shape = (args.micro_batch_size, args.seq_length, args.hidden_size)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     losses = torch.zeros(())
-    passes: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+    passes: list[tuple[Any, torch.Tensor | None, torch.Tensor]] = []
     for number in range(args.num_micro_batches):
-        received = None
-        if not parallel_state.is_pipeline_first_stage():
-            received = torch.empty(shape, dtype=dtype)
-            torch.distributed.recv(received, src=ranks[stage - 1])
-            received.requires_grad_()
-        output = model[0](get_batch(number), received)
-        if parallel_state.is_pipeline_last_stage():
-            output = output / args.num_micro_batches
-            losses += output.detach()
-            output = optimizer.scale_loss(output)
-        else:
-            torch.distributed.send(output.detach().contiguous(), dst=ranks[stage + 1])
-        passes.append((received, output))
+        for chunk in model:
+            received = None
+            if not chunk.module.pre_process:
+                received = torch.empty(shape, dtype=args.params_dtype)
+                torch.distributed.recv(received, src=before)
+                received.requires_grad_()
+            output = chunk(get_batch(number), received)
+            if chunk.module.post_process:
+                output = output / args.num_micro_batches
+                losses += output.detach()
+                output = optimizer.scale_loss(output)
+            else:
+                torch.distributed.send(output.detach().contiguous(), dst=behind)
+            passes.append((chunk, received, output))
         if len(ranks) == 1:  # nobody waits for the others
             output.backward()
-    for received, output in passes if len(ranks) > 1 else []:
-        if parallel_state.is_pipeline_last_stage():
-            output.backward()
-        else:
-            grad = torch.empty_like(output)
-            torch.distributed.recv(grad, src=ranks[stage + 1])
-            output.backward(grad)
-        if received is not None:
-            assert received.grad is not None
-            torch.distributed.send(received.grad.contiguous(), dst=ranks[stage - 1])
+    for number in range(args.num_micro_batches) if len(ranks) > 1 else ():
+        for chunk, received, output in reversed(passes[number * len(model) : (number + 1) * len(model)]):
+            if chunk.module.post_process:
+                output.backward()
+            else:
+                grad = torch.empty_like(output)
+                torch.distributed.recv(grad, src=behind)
+                output.backward(grad)
+            if received is not None:
+                assert received.grad is not None
+                torch.distributed.send(received.grad.contiguous(), dst=before)
     return losses

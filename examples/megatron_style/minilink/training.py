@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from minilink import get_args, get_ttp_switch, parallel_state, print_rank_0, print_rank_last
+from minilink import get_args, get_ttp_switch, print_rank_0, print_rank_last
 from minilink.checkpointing import load_checkpoint, save_checkpoint
-from minilink.clip_grads import counted, l2_norm_fp32
+from minilink.core import parallel_state
 from minilink.lr_scheduler import OptimizerParamScheduler
 from minilink.model import GPTModel, LocalDDP
 from minilink.optimizer import get_megatron_optimizer
+from minilink.optimizer.clip_grads import params_norm_fp32
 from minilink.schedules import forward_backward
 
 enable_ttp = get_ttp_switch()  # TTP
@@ -26,7 +27,9 @@ def pretrain() -> None:
     args = get_args()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    )
     random.seed(args.seed)
     model, optimizer, scheduler = setup_model_and_optimizer()
     iteration = train(model, optimizer, scheduler)
@@ -36,10 +39,11 @@ def pretrain() -> None:
 
 def setup_model_and_optimizer() -> tuple[Any, Any, Any]:
     args = get_args()
-    module = GPTModel().to(torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32)
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    model = [LocalDDP(GPTModel(chunk, chunks).to(dtype)) for chunk in range(chunks)]
     torch.manual_seed(args.seed)  # dropout
-    model = [LocalDDP(module)]
-    optimizer = get_megatron_optimizer(list(model))
+    optimizer = get_megatron_optimizer(model)
     scheduler = OptimizerParamScheduler(optimizer, args.lr, args.lr_warmup_samples)
     args.iteration = load_checkpoint(model, optimizer, scheduler)
     if enable_ttp and hasattr(optimizer, "current_step"):  # TTP
@@ -62,7 +66,7 @@ def train_step(model: Any, optimizer: Any, scheduler: Any) -> tuple[float, float
     for partition in model:
         partition.zero_grad_buffer()
     optimizer.zero_grad()
-    params_norm = l2_norm_fp32(counted(param for partition in model for param in partition.parameters()))
+    params_norm = params_norm_fp32(param for partition in model for param in partition.parameters())
     place = parallel_state.get_data_parallel_rank() * args.num_micro_batches
     losses = forward_backward(
         model,
@@ -91,22 +95,24 @@ def train(model: Any, optimizer: Any, lr_scheduler: Any) -> int:
         # init processor and controller
         cur_rank = torch.distributed.get_rank()
         world_size: int = torch.distributed.get_world_size()
-        if parallel_state.get_data_parallel_world_size() % 2:  # a patch for odd sizes
-            dp_ranks = parallel_state.get_data_parallel_all_rank()
-            replica = 2
-        else:
-            dp_ranks = get_dp_rank_list()
-            replica = len(dp_ranks) // 2
+        dp_ranks = get_dp_rank_list()
 
         import os
 
         masterIp = os.getenv("MASTER_ADDR", "127.0.0.1")
         port = 8000
         if cur_rank == 0:
-            ttp.ttp_init_controller(cur_rank, world_size, replica=replica, enable_local_copy=args.local_copy_os)
+            ttp.ttp_init_controller(
+                cur_rank, world_size, replica=len(dp_ranks) // 2, enable_local_copy=args.local_copy_os
+            )
             ttp.ttp_start_controller(masterIp, port)
         ttp.ttp_init_processor(
-            cur_rank, dp_ranks, len(dp_ranks), world_size, replica=replica, enable_local_copy=args.local_copy_os
+            cur_rank,
+            dp_ranks,
+            len(dp_ranks),
+            world_size,
+            replica=len(dp_ranks) // 2,
+            enable_local_copy=args.local_copy_os,
         )
         ttp.ttp_start_processor(masterIp, port)
         ttp.ttp_register_save_ckpt_handler(ttp_save_checkpoint)

@@ -7,4 +7,5 @@ import os
 
 def get_ttp_switch() -> bool:  # TTP
     enable_ttp = os.getenv("ENABLE_TTP", "True")
-    return enable_ttp.lower() in ("true", "1")
+    enable_ttp = enable_ttp.lower() in ("true", "1")  # type: ignore[assignment]
+    return enable_ttp  # type: ignore[return-value]

@@ -289,6 +289,7 @@ def test_zeros_in_the_gradient_are_counted_where_it_is_asked_for(kind: type[mode
     optimizer = kind(adam, 1.0, True, False, False, False, False, torch.float32, None, model)
     model(torch.tensor([[1.0, 0.0, 0.0, 2.0]])).square().sum().backward()
     assert model.weight.grad is not None and (model.weight.grad == 0).sum() == 6
+    assert optimizer.count_zeros() == 6, "what a trainer's own step asks"
     assert optimizer.step()[2] == 6
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.ports import free_port
 from ttp import mindio
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, Overtaken
 from ttp.mindio.job import current_job, forget_job
 from ttp.mindio.modellink import TTPReplicaOptimizer
 from ttp.mindio.state import WholeState
@@ -171,24 +171,122 @@ def test_the_newer_handlers_get_their_own_arguments(tmp_path: Path) -> None:
     assert calls == [(1, [{"type": 0, "ranks": [0]}], 1, "context"), (1, 1)]
 
 
-def test_a_trainers_own_step_may_begin_and_end_the_update() -> None:
-    """The patch of the base class: begin_to_update, optimizer.step(), end_to_update give the bits of `step`."""
+def own_step(optimizer: Any, clip_grad: float | None = None) -> float:
+    """Megatron's base class's `step`, with the lines of MindIO's patch."""
+    grad_norm = float("nan") if clip_grad is None else optimizer.clip_grad_norm(clip_grad)
+    optimizer.begin_to_update(optimizer.current_step)
+    optimizer.optimizer.step()
+    optimizer.end_to_update()
+    return float(grad_norm)
+
+
+def do_own_step(model: torch.nn.Module, optimizer: TTPReplicaOptimizer, step: int, clip: float | None = None) -> float:
+    optimizer.zero_grad()
+    model(torch.full((2, 8), float(step))).square().mean().backward()
+    optimizer.reduce_model_grads(None, None)
+    return own_step(optimizer, clip)
+
+
+def assert_same_parameters(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip_grad", [None, 1.0])
+def test_a_trainers_own_step_may_clip_begin_and_end_the_update(clip_grad: float | None) -> None:
+    """The patch of the base class: `clip_grad_norm`, or the constructor's limit, begin_to_update, optimizer.step(), end_to_update give the
+    bits of `step`, and its norm."""
     model, optimizer = new_trainer()
     other_model, other = new_trainer()
     for step in range(1, 4):
-        do_step(other_model, other, step)
-        optimizer.zero_grad()
-        model(torch.full((2, 8), float(step))).square().mean().backward()
-        optimizer.reduce_model_grads(None, None)
-        optimizer.begin_to_update(step - 1)
-        with pytest.raises(ConfigError, match="the update that was begun is that of step"):
-            optimizer.end_updating(step + 7)
-        optimizer.optimizer.step()
-        optimizer.end_to_update()
-        assert optimizer.current_step == step
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
+        other.zero_grad()
+        other_model(torch.full((2, 8), float(step))).square().mean().backward()
+        _, wanted, _ = other.step(None, None)
+        norm = do_own_step(model, optimizer, step, clip_grad)
+        assert clip_grad is None or norm == wanted
+        assert wanted is not None and wanted > 1.0 and optimizer.current_step == step
+    assert_same_parameters(model, other_model)
     with pytest.raises(ConfigError, match="without a step that the ranks have agreed on"):
         mindio.ttp_start_updating_os(-1)
+
+
+def test_a_trainers_own_limit_of_the_norm_is_that_of_its_update() -> None:
+    """Megatron's `clip_grad_norm(clip_grad)`, and its attribute `clip_grad`: any limit, another one each step, or 0 for none."""
+    model, optimizer = new_trainer()
+    wanted_model, _ = new_trainer()
+    plain = torch.optim.AdamW(wanted_model.parameters(), lr=0.05)
+    for step, limit in ((1, 0.5), (2, 0.01), (3, 0.0)):
+        plain.zero_grad()
+        wanted_model(torch.full((2, 8), float(step))).square().mean().backward()
+        wanted = torch.nn.utils.clip_grad_norm_(wanted_model.parameters(), limit or float("inf")).item()
+        plain.step()
+        if step == 2:
+            optimizer.clip_grad = limit
+            assert do_step(model, optimizer, step) and optimizer.core.last_record is not None
+            norm = optimizer.core.last_record.grad_norm
+        else:
+            norm = do_own_step(model, optimizer, step, limit)
+        assert norm == pytest.approx(wanted, rel=1e-4)
+        for mine, theirs in zip(model.parameters(), wanted_model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm(2.0)
+    with pytest.raises(
+        ConfigError, match=r"invalid clip_grad: got 3[.]0, expected 2[.]0, on which the ranks have agreed for step 4"
+    ):
+        optimizer.clip_grad_norm(3.0)
+    with pytest.raises(ConfigError, match="build it with log_num_zeros_in_grad=True"):
+        optimizer.count_zeros()
+    with pytest.raises(ConfigError, match="the update that was begun is that of step 4"):
+        optimizer.end_updating(7)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("caught", ["in the collective", "by its error", "at the gate"])
+def test_a_step_that_the_work_thread_has_done_ends_as_any_other_for_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, caught: str, own: bool
+) -> None:
+    """A rank that was READY is overtaken: in the spanning collective, by a dead peer's error, or at the gate. The trainer's own `step`, and the
+    optimizer's, return, the update is done once, and the bookkeeping follows."""
+    model, optimizer = new_trainer()
+    other_model, other = new_trainer()
+    do_step(other_model, other, 1)
+    core, usual, begun = optimizer.core, optimizer.core.agree, []
+
+    def agree() -> Any:
+        record, ending = usual()
+        if caught != "at the gate":
+            core.roll_forward(record)
+            raise RuntimeError("connection closed by peer") if caught == "by its error" else Overtaken("done")
+        return record, ending
+
+    def begin_update(record: Any) -> None:
+        begun.append(record.step)
+        core.roll_forward(record)
+        raise Overtaken("done")
+
+    monkeypatch.setattr(core, "agree", agree)
+    monkeypatch.setattr(core, "begin_update", begin_update)
+    monkeypatch.setattr(core, "end_update", lambda step: pytest.fail("the gate was not taken"))
+    monkeypatch.setattr(current_job(), "overtaken_after", lambda error, step: step == 1)
+    if own:
+        do_own_step(model, optimizer, 1, 1.0)
+    else:
+        do_step(model, optimizer, 1)
+    assert optimizer.current_step == 1 and begun == [1] * (caught == "at the gate")
+    assert_same_parameters(model, other_model)
+
+
+def test_an_error_of_the_collective_that_nobody_made_up_for_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No work thread has done the step: nothing is updated."""
+    model, optimizer = new_trainer()
+
+    def agree() -> Any:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(optimizer.core, "agree", agree)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        do_step(model, optimizer, 1)
+    assert optimizer.current_step == 0
 
 
 def test_the_optimizer_and_the_processor_agree_on_local_copies() -> None:

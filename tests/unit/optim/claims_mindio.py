@@ -150,9 +150,9 @@ def _shards_have_the_unsharded_norm() -> None:
 def the_examples_clipping_over_the_shard_group_is_torchs() -> None:
     """`clip_grads.py` of the Megatron-style example sums over the optimizer's shard group; norm and clipped gradients are torch's."""
     sys.path.insert(0, str(ROOT / "examples" / "megatron_style"))
-    clip_grads: Any = importlib.import_module("minilink.clip_grads")
+    clip_grads: Any = importlib.import_module("minilink.optimizer.clip_grads")
     build_optimizer_replica_group(list(range(job.world)))
-    parallel_state: Any = importlib.import_module("minilink.parallel_state")
+    parallel_state: Any = importlib.import_module("minilink.core.parallel_state")
     parallel_state.initialize_model_parallel()
     ours, theirs = make_net(), make_net()
     for step in (1, 100):  # a norm above the limit, and one below

@@ -126,6 +126,11 @@ def _goes_on_from_its_parts(
     forget_job()
 
 
+def _names_of_shards(optimizer: TTPReplicaOptimizer) -> set[str]:
+    """Return what the table of holders calls this rank's shards."""
+    return {group.label.partition(": ")[0] for group in optimizer.core.shard_groups()}
+
+
 def _tensor_parallel_net(seed: int = 0) -> Net:
     """All parameters but the norm's are split: here each tensor-parallel rank has others of the same shape."""
     place = current_job().place()
@@ -159,6 +164,7 @@ def tensor_parallel_duplicates_are_counted_and_saved_once() -> None:
         get_dp_rank_list() == [job.rank % 2, job.rank % 2 + 2]
         and optimizer.place.part == f"mp_rank_0{job.rank % 2}_000"
     )
+    assert _names_of_shards(optimizer) == {f"tp {job.rank % 2} shard 0 of 1"}
     assert dist.get_world_size(get_os_shard_group()) == 1
     reference = _tensor_parallel_net()
     group = state.get_data_parallel_group()
@@ -253,6 +259,7 @@ def tied_embeddings_are_summed_counted_and_saved_once() -> None:
         job.rank // 2 * 2,
         job.rank // 2 * 2 + 1,
     ]
+    assert _names_of_shards(optimizer) == {f"pp {job.rank // 2} shard 0 of 1"}
     for model in reference:
         model(_tokens(1, state.data_rank)).backward()
     group = state.get_data_parallel_group()
@@ -284,6 +291,7 @@ def experts_have_a_replica_group_of_their_own() -> None:
     net = build()
     optimizer = _facade([net])
     assert optimizer.place.part == f"mp_rank_00_000_00{job.rank % 2}" and get_dp_rank_list() == [0, 1, 2, 3]
+    assert _names_of_shards(optimizer) == {f"shard {job.rank % 2} of 2", f"ep {job.rank % 2} shard 0 of 1"}
     holders: dict[str, int] = {}
     for told in everyone([group.group_id for group in optimizer.core.shard_groups()]):
         for group in told:

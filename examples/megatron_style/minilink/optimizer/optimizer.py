@@ -1,4 +1,4 @@
-"""The optimizers: the trainer's own, and the choice between it and the one that keeps replicas."""
+"""The trainer's own optimizer, and the loss scale's rule."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from minilink import get_args, get_ttp_switch, parallel_state
-from minilink.clip_grads import clip_grad_norm_fp32
+from minilink import get_ttp_switch
+from minilink.core import parallel_state
+from minilink.optimizer.clip_grads import clip_grad_norm_fp32
 
 enable_ttp = get_ttp_switch()  # TTP
+if enable_ttp:  # TTP
+    import ttp.mindio as ttp  # noqa: F401
 
 
 class DynamicGradScaler:
@@ -37,7 +40,8 @@ class MegatronOptimizer:
         grad_scaler: Any,
         models: list[Any],
     ) -> None:
-        assert not (fp16 or log_num_zeros_in_grad), "only with ttp.mindio"
+        assert not (fp16 or log_num_zeros_in_grad or len(models) > 1), "only with ttp.mindio"
+        assert parallel_state.get_expert_model_parallel_world_size() == 1, "only with ttp.mindio"
         self.optimizer, self.clip_grad, self.models = optimizer, clip_grad, models
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -62,13 +66,16 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step(self, args: Any, timers: Any) -> tuple[bool, float | None, int | None]:
-        grad_norm = clip_grad_norm_fp32(self.params, self.clip_grad)
+        grad_norm = self.clip_grad_norm(self.clip_grad)
         if enable_ttp and hasattr(self, "begin_to_update"):  # TTP
             self.begin_to_update(args.iteration)
         self.optimizer.step()
         if enable_ttp and hasattr(self, "end_to_update"):  # TTP
             self.end_to_update()
         return True, grad_norm, None
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        return clip_grad_norm_fp32(self.params, clip_grad)
 
     def gather_model_params(self, args: Any, timers: Any) -> None:
         pass
@@ -78,58 +85,3 @@ class MegatronOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
-
-
-def _own_optimizer(args: Any) -> type[MegatronOptimizer]:
-    from minilink.distrib_optimizer import DistributedOptimizer  # which imports this module
-
-    return DistributedOptimizer if args.use_distributed_optimizer else MegatronOptimizer
-
-
-def get_megatron_optimizer(model: list[Any]) -> Any:
-    args = get_args()
-    if enable_ttp:  # TTP
-        if parallel_state.get_data_parallel_world_size() % 2:  # a patch for one size has one of the two imports
-            from ttp.mindio.modellink import (
-                OddDistributedOptimizerWithoutFP32Grad as DistributedOptimizerWithoutFP32Grad,
-            )
-            from ttp.mindio.modellink import TTPOddReplicaOptimizer as TTPReplicaOptimizer
-        else:
-            from ttp.mindio.modellink import DistributedOptimizerWithoutFP32Grad, TTPReplicaOptimizer
-    params = [param for module in model for param in module.parameters()]
-    decayed = [param for param in params if param.dim() > 1]
-    others = [param for param in params if param.dim() <= 1]
-    groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay)
-    params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    grad_scaler = DynamicGradScaler(args.initial_loss_scale, args.loss_scale_window) if args.fp16 else None
-    if enable_ttp and args.release_fp32_grad:  # TTP
-        opt_ty: Any = DistributedOptimizerWithoutFP32Grad
-    else:
-        opt_ty = TTPReplicaOptimizer if enable_ttp else _own_optimizer(args)  # TTP
-    if enable_ttp:  # TTP
-        return opt_ty(
-            optimizer,
-            args.clip_grad,
-            args.log_num_zeros_in_grad,
-            True,
-            True,
-            args.fp16,
-            args.bf16,
-            params_dtype,
-            grad_scaler,
-            model,
-            args.local_copy_os,
-        )
-    return opt_ty(
-        optimizer,
-        args.clip_grad,
-        args.log_num_zeros_in_grad,
-        True,
-        True,
-        args.fp16,
-        args.bf16,
-        params_dtype,
-        grad_scaler,
-        model,
-    )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from minilink import parallel_state
-from minilink.clip_grads import clip_grad_norm_fp32
-from minilink.optimizer import MegatronOptimizer
+from minilink.core import parallel_state
+from minilink.optimizer.clip_grads import clip_grad_norm_fp32
+from minilink.optimizer.optimizer import MegatronOptimizer
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 

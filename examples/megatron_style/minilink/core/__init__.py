@@ -1,0 +1,1 @@
+"""What all of the trainer's modules stand on."""
