@@ -25,7 +25,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(folders: tuple[Path, Path]) -> None:
     """Rank 1 dies when it has updated step 13; the save handler runs on rank 0, and the step after is the same bits. The job that
-    is hurt was started by the launch script."""
+    is hurt was started by the launch script, and prints the patch's lines."""
     whole = Run(folders[0], 2)
     hurt = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done", script=True)
     published = hurt.events()["published"]
@@ -33,7 +33,11 @@ def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(fo
     assert isinstance(step, int) and step in (12, 13)  # 12: rank 0 had not got the record yet
     assert published["rank"] == 0
     assert_same_training(hurt, whole, step)
-    assert f"rank 0 successfully saved checkpoint at iteration {step:7d}" in hurt.text
+    printed = [f"rank 0 successfully saved checkpoint at iteration {step:7d} to {hurt.save}"]
+    printed += [f"saving checkpoint at iteration {saved:7d} to {hurt.save}" for saved in (step, STEPS)]
+    printed += [f"optimizer current step has been set to {begun}" for begun in (0, step)]
+    assert [line for line in printed if line not in hurt.text] == [], hurt.text
+    assert "refresh optimizer step" not in hurt.text, "the optimizer counts every iteration"
     names = {path.name for path in hurt.save.iterdir()}
     assert names == {f"iter_{step:07d}", f"iter_{STEPS:07d}", "latest_checkpointed_iteration.txt"}
     assert "barrier: the optimizer's own all-reduce" in whole.text and "its training thread did not" not in hurt.text

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -300,3 +303,30 @@ def test_the_launch_script_is_the_documents() -> None:
     script = [line.split(" #")[0].strip(" \\") for line in (EXAMPLE / "ttprun_gpt.sh").read_text().splitlines()]
     assert [line for line in SCRIPT.strip().splitlines() if line not in script] == []
     assert any(line.startswith("export MASTER_ADDR=") for line in script)
+
+
+@pytest.mark.parametrize(("options", "step"), [((), 5), (("--local-copy-os",), 4)])
+def test_the_rename_handler_prints_the_documents_line_or_moves_directory_and_tracker(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    step: int,
+) -> None:
+    """Steps 7 and 9: 1, a line and a traceback while there is nothing to rename; with local copies the step that was saved is the older one."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    arguments: Any = importlib.import_module("minilink.arguments")
+    with pytest.raises(SystemExit):
+        arguments.parse_args(["--save", str(tmp_path)])
+    assert "TTP needs --use-distributed-optimizer" in capsys.readouterr().err
+    assert arguments.parse_args(["--use-distributed-optimizer", "--save", str(tmp_path)]).local_copy_os is False
+    arguments.parse_args(["--use-distributed-optimizer", "--save", str(tmp_path), *options])
+    checkpointing: Any = importlib.import_module("minilink.checkpointing")
+    given = (5, None, SimpleNamespace(current_step=5, save_args={"step": 4}), None)
+    before, behind = tmp_path / f"iter_{step:07d}_tmp", tmp_path / f"iter_{step:07d}"
+    assert checkpointing.rename_save_result(given) == 1
+    told = capsys.readouterr()
+    assert told.out == f"rename from {before} to {behind} failed.\n" and "FileNotFoundError" in told.err
+    before.mkdir()
+    assert checkpointing.rename_save_result(given) == 0
+    assert behind.is_dir() and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)

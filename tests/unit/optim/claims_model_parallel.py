@@ -131,15 +131,18 @@ def _names_of_shards(optimizer: TTPReplicaOptimizer) -> set[str]:
     return {group.label.partition(": ")[0] for group in optimizer.core.shard_groups()}
 
 
-def _tensor_parallel_net(seed: int = 0) -> Net:
-    """All parameters but the norm's are split: here each tensor-parallel rank has others of the same shape."""
+def _tensor_parallel_net(seed: int = 0, sequence: bool = False) -> Net:
+    """All parameters but the norm's are split: here each tensor-parallel rank has others of the same shape. sequence: the norm's weight
+    is in a sequence-parallel region, whose gradients Megatron's optimizer sums."""
     place = current_job().place()
     net = make_net(seed=seed + 7 * place.tensor_rank)
     nn.init.constant_(net.norm.weight, 0.5)
     nn.init.zeros_(net.norm.bias)
     for name, param in net.named_parameters():
         param.tensor_model_parallel = not name.startswith("norm")  # type: ignore[attr-defined]
-        if name.startswith("norm"):
+        if sequence and name == "norm.weight":
+            param.sequence_parallel = True  # type: ignore[attr-defined]
+        elif name.startswith("norm"):
             param.register_hook(_summed_over(place.tensor_group))  # type: ignore[no-untyped-call]
     return net
 
@@ -158,7 +161,7 @@ def _summed_over(group: Any) -> Any:
 def tensor_parallel_duplicates_are_counted_and_saved_once() -> None:
     """TP 2 x DP 2: the clipped norm has every split parameter of both ranks and each duplicate once; each part goes on from its own state."""
     state = _declared(tensor=2)
-    net = _tensor_parallel_net()
+    net = _tensor_parallel_net(sequence=True)
     optimizer = _facade([net])
     assert (
         get_dp_rank_list() == [job.rank % 2, job.rank % 2 + 2]
@@ -179,7 +182,7 @@ def tensor_parallel_duplicates_are_counted_and_saved_once() -> None:
     assert len({tuple(told) for told in everyone(net.norm.weight.tolist())}) == 1
     assert len(optimizer.core.expected_tensors()) == 4 * (2 * (len(params) - 2) + 2), "duplicates have one name"
     assert optimizer.core.compare_replicas() == tuple[Divergence, ...]()
-    _goes_on_from_its_parts([net], optimizer, [_tensor_parallel_net(seed=3)], _facade, state.data_rank)
+    _goes_on_from_its_parts([net], optimizer, [_tensor_parallel_net(seed=3, sequence=True)], _facade, state.data_rank)
 
 
 def zeros_of_a_split_model_are_counted_once() -> None:
