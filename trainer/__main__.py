@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ttp.errors import STAY_WRONG, CheckpointError, ConfigError, ControllerError, TTPError
 
@@ -52,19 +52,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"ttp.trainer: {exc}", file=sys.stderr)
         return 2
-    from ttp import Settings, error_file
 
-    from .train import run  # torch is loaded only when there is something to train
-    from .world import world_from_env
+    def work() -> None:
+        from .train import run  # torch is loaded only when there is something to train
+        from .world import world_from_env
+
+        run(config, world_from_env())
+
+    return status_of(work, "ttp.trainer")
+
+
+def status_of(work: Callable[[], None], program: str) -> int:
+    """Do the work of a rank and return the exit status, after a line that begins with the program's name for what must be corrected.
+    Raises what is a fault: ControllerError, or a bug."""
+    from ttp import Settings, error_file
 
     try:
         error_file.install()
         Settings.from_env()  # before torch takes an address or a port of it
-        run(config, world_from_env())
+        work()
     except ControllerError:
         raise
     except TTPError as exc:
-        print(f"ttp.trainer: {type(exc).__name__}: {exc}", file=sys.stderr)
+        print(f"{program}: {type(exc).__name__}: {exc}", file=sys.stderr)
         error_file.record(exc)
         return 2 if isinstance(exc, (*STAY_WRONG, CheckpointError)) else 1
     except KeyboardInterrupt:
@@ -133,8 +143,8 @@ def _take_plan(args: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     return own, rest
 
 
-def run_as_program(argv: Sequence[str] | None = None) -> None:
-    """Run `main` with these arguments (None: the command line's) and end the process with its status. After an error it ends at once: taking torch's process groups down while a collective
+def run_as_program(argv: Sequence[str] | None = None, program: Callable[[Sequence[str] | None], int] = main) -> None:
+    """Run `program` with these arguments (None: the command line's) and end the process with its status. After an error it ends at once: taking torch's process groups down while a collective
     is in flight can hang or abort."""
     status = 1
     if set(sys.argv if argv is None else argv) & {
@@ -144,7 +154,7 @@ def run_as_program(argv: Sequence[str] | None = None) -> None:
     }:  # nothing is trained: `| head` ends it as any filter
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        status = main(argv)
+        status = program(argv)
     except BaseException as exc:  # the interpreter's own way out would come after the teardown
         sys.excepthook(type(exc), exc, exc.__traceback__)  # the launcher gets the reason too
         status = FOR_THE_RESTART if isinstance(exc, ControllerError) else 1

@@ -16,14 +16,16 @@ from torch.distributed.tensor import DTensor
 from ttp.errors import ConfigError
 
 from .config import Config
+from .encoder_decoder import EncoderDecoder
+from .encoder_decoder_config import EncoderDecoderConfig, check_encoder_decoder
 from .experts import Experts
 from .mesh import Axis, Mesh
-from .model import GPT, build_model, stages
+from .model import GPT, Stage, Transformer, built, stages
 from .recompute import prepare_blocks
 from .tensor import divides_logits, split_over_tensor_ranks
 
 
-def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
+def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[Transformer]:
     """Return this rank's parts of the model, in the order of their layers. With virtual stages a rank has several: part i of
     rank r is stage i x ranks + r (Narayanan et al., Efficient Large-Scale Language Model Training, 2021, section 2.2).
     """
@@ -32,14 +34,43 @@ def build_chunks(config: Config, mesh: Mesh, device: torch.device) -> list[GPT]:
     split = partial(
         _split, mesh=mesh, sequence_parallel=parallel.sequence_parallel, parallel_output=divides_logits(config)
     )
-    cut = stages(model.num_layers, ranks * chunks)
+    cut = cut_of(config)
     here = experts_of(model.num_experts or 0, mesh.expert) if model.num_experts else None
-    built = [
-        build_model(model, config.training_config.seed, device, cut[chunk * ranks + mesh.pipeline.rank], here, split)
-        for chunk in range(chunks)
-    ]
-    prepare_blocks(built, model, config.training_config)
-    return built
+
+    def make(stage: Stage) -> Transformer:
+        if isinstance(model, EncoderDecoderConfig):
+            return EncoderDecoder(model, stage)
+        return GPT(model, stage, here)
+
+    own = [cut[chunk * ranks + mesh.pipeline.rank] for chunk in range(chunks)]
+    built_chunks = [built(partial(make, stage), config.training_config.seed, device, split) for stage in own]
+    prepare_blocks(built_chunks, model, config.training_config)
+    return built_chunks
+
+
+def cut_of(config: Config) -> tuple[Stage, ...]:
+    """Return the stages that the model is cut into."""
+    model, parallel = config.model_config, config.parallel_config
+    count = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    given = model.layer_stages if isinstance(model, EncoderDecoderConfig) else None
+    if count == 1 or given is None:
+        return stages(model.num_layers, count)
+    stops = [sum(stage <= number for stage in given) for number in range(count)]
+    return tuple(Stage(([0, *stops])[i], stops[i], i == 0, i == count - 1) for i in range(count))
+
+
+def _placed(config: Config) -> bool:
+    """True for layers whose stages were given."""
+    return isinstance(config.model_config, EncoderDecoderConfig) and config.model_config.layer_stages is not None
+
+
+def embedding_ranks(config: Config) -> list[int]:
+    """Return the places on the pipeline's axis that have a tied embedding matrix."""
+    model, cut, ranks = config.model_config, cut_of(config), config.parallel_config.pipeline_model_parallel_size
+    found = {0, len(cut) - 1}
+    if isinstance(model, EncoderDecoderConfig):
+        found |= {i for i, stage in enumerate(cut) if stage.first_layer <= model.encoder_layers < stage.stop_layer}
+    return sorted({number % ranks for number in found})
 
 
 def experts_of(count: int, axis: Axis) -> range:
@@ -48,7 +79,7 @@ def experts_of(count: int, axis: Axis) -> range:
     return range(axis.rank * each, (axis.rank + 1) * each)
 
 
-def _split(model: GPT, mesh: Mesh, sequence_parallel: bool, parallel_output: bool) -> None:
+def _split(model: Transformer, mesh: Mesh, sequence_parallel: bool, parallel_output: bool) -> None:
     if mesh.expert.size > 1:
         for module in model.modules():
             if isinstance(module, Experts):
@@ -72,7 +103,8 @@ def check_stages(config: Config) -> None:
             f"parallel_config.virtual_pipeline_model_parallel_size is {chunks} without a pipeline: wanted null, or"
             " pipeline_model_parallel_size of 2 or more"
         )
-    if layers < ranks * chunks:
+    check_encoder_decoder(config)
+    if layers < ranks * chunks and not _placed(config):
         raise ConfigError(
             f"model_config.num_layers is {layers}: wanted at least one layer for each of {ranks} x {chunks} pipeline stages"
         )
@@ -89,7 +121,7 @@ def check_stages(config: Config) -> None:
 
 
 @torch.no_grad()
-def hash_weights(chunks: Sequence[GPT], mesh: Mesh) -> str:
+def hash_weights(chunks: Sequence[Transformer], mesh: Mesh) -> str:
     """Return a sha256 over the names, shapes and bits of all parameters, in name order, however they are split (all ranks of
     the job call where the model is split)."""
     mine = {}

@@ -161,6 +161,8 @@ class ParallelConfig:
     """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
     compare_replicas_every: int = 100
     """Steps after which the bits of all replicas are compared, to find silent corruption; 0: never."""
+    gradient_buckets: int | None = None
+    """About how many messages a rank's gradients are sent in; null: one for each 25 MiB."""
 
     def __post_init__(self) -> None:
         at = "parallel_config."
@@ -173,6 +175,8 @@ class ParallelConfig:
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
         every = self.compare_replicas_every
         check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
+        buckets = self.gradient_buckets
+        check(buckets is None or buckets >= 1, at + "gradient_buckets", buckets, "1 or more, or null")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,47 @@ _HELD_OUT_SEED = 0
 """Not the run's: runs with other seeds are evaluated on the same sequences."""
 
 
+class Samples(Protocol):
+    """What a job trains on, in the order of training: a function of the position, which counts all that the job has ever taken."""
+
+    @property
+    def count(self) -> int:
+        """Samples in an epoch."""
+
+    @property
+    def padded(self) -> bool:
+        """Their targets are not all counted: a mean of the loss is one over tokens, not over micro-batches."""
+
+    def epoch(self, position: int) -> int: ...
+
+    def batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the model takes and what it is to say, of the positions [first, first + size)."""
+
+    def counted(self, first: int, size: int) -> int:
+        """Return how many targets they have that are counted."""
+
+
+S = TypeVar("S", bound=Samples)
+
+
+class Source(Protocol):
+    """What samples were made of."""
+
+    name: str
+    size: int
+    """Tokens."""
+
+    def fingerprint(self) -> str:
+        """Return a short hash that changes when the samples do."""
+
+
 @dataclass(frozen=True, slots=True)
-class OpenedText:
+class OpenedText(Generic[S]):
     """A text, and what is made of it."""
 
-    tokens: Tokens
-    training: Sequences
-    held_out: Sequences | None
+    tokens: Source
+    training: S
+    held_out: S | None
     """For the validation loss; None: nothing is held out."""
     tokenizer: str | None
     """BYTES, the path of the tokenizer, or None for ids of which nobody said what they stand for."""
@@ -47,6 +81,8 @@ class Sequences:
     Position p is sequence p % count of epoch p // count; each epoch takes every sequence once. `part`: numbers of the
     sequences that these are; None: all.
     """
+
+    padded = False
 
     def __init__(
         self,
@@ -70,6 +106,9 @@ class Sequences:
 
     def epoch(self, position: int) -> int:
         return position // self.count
+
+    def counted(self, first: int, size: int) -> int:
+        return size * self._seq_length
 
     def sample(self, position: int) -> npt.NDArray[Any]:
         """Return the T + 1 tokens at `position`: inputs are all but the last, targets all but the first."""
@@ -125,7 +164,7 @@ def open_text(config: Config) -> tuple[Tokens, str | None]:
     return prepared(root, tokenizer, cache_dir, data.text_column), named or BYTES
 
 
-def open_sequences(config: Config) -> OpenedText:
+def open_sequences(config: Config) -> OpenedText[Sequences]:
     """Return the configured text and its sequences, those at its end held out. Raises DatasetError, ConfigError."""
     tokens, tokenizer = open_text(config)
     data, model, seed = config.dataset_config, config.model_config, config.training_config.seed

@@ -13,12 +13,13 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .config import Config
-from .data import OpenedText
+from .data import OpenedText, Samples
 from .device_table import HOST
 from .mesh import Mesh
 from .metrics import MetricsFile
@@ -35,7 +36,7 @@ class Evaluation:
         config: Config,
         mesh: Mesh,
         passes: Passes,
-        text: OpenedText,
+        text: OpenedText[Any],
         output_dir: Path,
         rank: int,
         device: torch.device,
@@ -45,7 +46,6 @@ class Evaluation:
         self._passes, self._held_out, self._device = passes, text.held_out, device
         self._each = config.batch_size(mesh.data.size)
         """Sequences of a batch, over all ranks."""
-        self._seq_length = config.model_config.seq_length
         self._sequences, self._file = 0, None
         """How many are measured: of the last batch those that are too many count for nothing."""
         if self._every is None or self._held_out is None:
@@ -61,12 +61,7 @@ class Evaluation:
         """Measure and note the loss after `step` (all ranks call, between two steps); return it."""
         assert self._held_out is not None
         began = time.perf_counter()
-        firsts = range(0, self._sequences, self._each)
-        total = sum(self._passes.evaluate(self._held_out, first, self._sequences) for first in firsts)
-        summed = torch.tensor([total], dtype=torch.float64 if self._device.type == HOST else torch.float32)
-        summed = summed.to(self._device)
-        dist.all_reduce(summed)
-        loss = float(summed) / (self._sequences * self._seq_length)
+        loss = self.loss_of(self._held_out, self._sequences)
         if self._file is not None:
             value = loss if math.isfinite(loss) else None
             line = {"step": step, "loss": loss.hex(), "loss_value": value, "sequences": self._sequences}
@@ -74,6 +69,14 @@ class Evaluation:
             seconds = time.perf_counter() - began
             log.info("validation: step %d, loss %.6f on %d sequences, %.2f s", step, loss, self._sequences, seconds)
         return loss
+
+    def loss_of(self, samples: Samples, count: int) -> float:
+        """Return the mean loss of a token of the first `count` samples (all ranks call)."""
+        total = sum(self._passes.evaluate(samples, first, count) for first in range(0, count, self._each))
+        summed = torch.tensor([total], dtype=torch.float64 if self._device.type == HOST else torch.float32)
+        summed = summed.to(self._device)
+        dist.all_reduce(summed)
+        return float(summed) / samples.counted(0, count)
 
     def close(self) -> None:
         """Close the file."""

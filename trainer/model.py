@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,21 +46,64 @@ def stages(num_layers: int, count: int) -> tuple[Stage, ...]:
     return tuple(Stage(([0, *stops])[i], stops[i], i == 0, i == count - 1) for i in range(count))
 
 
-class GPT(nn.Module):
-    """tokens_BT -> logits_BTV; a stage of a pipeline: x_BTD -> x_BTD in between.
+class Transformer(nn.Module):
+    """A run of blocks, with what comes before the first and after the last: a model, or a stage of it.
 
     Parameters are called the same in a stage as in the whole model.
     """
+
+    config: ModelConfig
+    stage: Stage
+    layers: nn.ModuleDict
+    embedding: nn.Embedding | None
+    output: nn.Linear | None
+    sequence_ranks: int = 1
+    """Ranks that each sequence is divided over between the layers."""
+
+    def tied(self) -> list[nn.Module]:
+        """Return the modules here that use the embedding's matrix, where they are one."""
+        return [self.output] if self.output is not None else []
+
+    def tie(self) -> None:
+        """Let them use it."""
+        if not self.config.untie_embeddings_and_output_weights:
+            for module in self.tied():
+                assert self.embedding is not None
+                module.weight = self.embedding.weight
+
+    def blocks(self) -> list[Block]:
+        """Return the layers here, in order."""
+        return [cast(Block, layer) for layer in self.layers.values()]
+
+    @property
+    def has_tied_copy(self) -> bool:
+        """True for a later stage that has the first one's embedding matrix too."""
+        return self.embedding is not None and not self.stage.begins
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of a sequence that the first stage takes."""
+        return self.config.seq_length
+
+    def passed_on(self, cut: int, batch: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what a stage that ends with layer `cut` - 1 gives to the next one."""
+        return [(batch, self.config.seq_length // self.sequence_ranks, self.config.hidden_size)]
+
+    def beside(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what every stage takes beside the stream, by the names of `forward`."""
+        return {}
+
+
+class GPT(Transformer):
+    """tokens_BT -> logits_BTV; a stage of a pipeline: x_BTD -> x_BTD in between."""
 
     def __init__(self, config: ModelConfig, stage: Stage | None = None, experts: Sequence[int] | None = None) -> None:
         """experts: numbers of those that this rank has of each layer; None: all."""
         super().__init__()
         stage = stage or stages(config.num_layers, 1)[0]
         self.config, self.stage = config, stage
-        self.sequence_ranks = 1
-        """Ranks that each sequence is divided over between the layers."""
         tied = not config.untie_embeddings_and_output_weights
-        self.embedding: nn.Embedding | None = None
+        self.embedding = None
         if stage.begins or (stage.ends and tied):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions: nn.Embedding | None = None
@@ -72,21 +115,6 @@ class GPT(nn.Module):
         self.norm = build_norm(config) if stage.ends else None
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if stage.ends else None
         self.tie()
-
-    def tie(self) -> None:
-        """Let the output use the embedding's matrix, where they are one."""
-        if self.output is not None and not self.config.untie_embeddings_and_output_weights:
-            assert self.embedding is not None
-            self.output.weight = self.embedding.weight
-
-    def blocks(self) -> list[Block]:
-        """Return the layers here, in order."""
-        return [cast(Block, layer) for layer in self.layers.values()]
-
-    @property
-    def has_tied_copy(self) -> bool:
-        """True for a last stage that has the first one's embedding matrix too."""
-        return self.embedding is not None and not self.stage.begins
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: tokens_BT where the model begins, else x_BTD (T: this rank's part of the sequence)."""
@@ -109,13 +137,21 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    def __init__(self, config: ModelConfig, experts: Sequence[int] = ()) -> None:
+    `causal`: a token attends to earlier ones only; else to all tokens that are `present`. `crosses`: in between it attends to those of
+    a `memory` that are `present`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, experts: Sequence[int] = (), *, causal: bool = True, crosses: bool = False
+    ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, causal)
+        self.cross_attention_norm = build_norm(config) if crosses else None
+        self.cross_attention = Attention(config, causal=False) if crosses else None
         self.feed_forward_norm = build_norm(config)
         self.feed_forward: nn.Module = FeedForward(config)
         if config.num_experts is not None:
@@ -123,12 +159,28 @@ class Block(nn.Module):
         self.around: Callable[..., torch.Tensor] = _directly
         """Called with the block's work and its arguments: what recomputes activations comes in here."""
 
-    def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        return self.around(self._work, x_BTD, rotation)
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rotation: Rotation | None = None,
+        memory_BSD: torch.Tensor | None = None,
+        present_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.around(self._work, x_BTD, rotation, memory_BSD, present_BS)
 
-    def _work(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation)
+    def _work(
+        self,
+        x_BTD: torch.Tensor,
+        rotation: Rotation | None,
+        memory_BSD: torch.Tensor | None,
+        present_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        of_own = None if self.attention.causal else present_BS
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotation, None, of_own)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            attended_BTD = self.cross_attention(self.cross_attention_norm(x_BTD), None, memory_BSD, present_BS)
+            x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), self.dropout, self.training)
 
 
@@ -137,10 +189,11 @@ def _directly(work: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention; H / K query heads share a key and value head."""
+    """Attention to x itself, or to a memory; H / K query heads share a key and value head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.heads, self.kv_heads, self.head_size = config.num_attention_heads, config.kv_heads, config.head_size
         self.dropout = config.attention_dropout
         self.wq = nn.Linear(config.hidden_size, self.heads * self.head_size, bias=config.use_bias)
@@ -148,19 +201,28 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.hidden_size, self.kv_heads * self.head_size, bias=config.use_bias)
         self.wo = nn.Linear(self.heads * self.head_size, config.hidden_size, bias=config.use_bias)
 
-    def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rotation: Rotation | None = None,
+        memory_BSD: torch.Tensor | None = None,
+        present_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`present_BS`: False for keys that nothing attends to."""
+        seen = x_BTD if memory_BSD is None else memory_BSD
         # -1: with tensor parallelism a rank has some of the heads.
         q_BHTE = self.wq(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        k_BKTE = self.wk(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-        v_BKTE = self.wv(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKTE = self.wk(seen).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKTE = self.wv(seen).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         if rotation is not None:
             q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
         y_BHTE = F.scaled_dot_product_attention(
             q_BHTE,
             k_BKTE,
             v_BKTE,
+            None if present_BS is None else present_BS[:, None, None],
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=self.causal,
             enable_gqa=self.kv_heads != self.heads,
         )
         return cast(torch.Tensor, self.wo(y_BHTE.transpose(1, 2).flatten(2)))
@@ -226,6 +288,9 @@ def token_loss(
     return total if reduction == "sum" else total / (targets_R != UNCOUNTED).sum()
 
 
+Model = TypeVar("Model", bound=Transformer)
+
+
 def build_model(
     config: ModelConfig,
     seed: int,
@@ -234,12 +299,20 @@ def build_model(
     experts: Sequence[int] | None = None,
     split: Callable[[GPT], None] = lambda model: None,
 ) -> GPT:
+    """Return a GPT, or a stage of it: see `built`."""
+    return built(lambda: GPT(config, stage, experts), seed, device, split)
+
+
+def built(
+    make: Callable[[], Model], seed: int, device: torch.device, split: Callable[[Model], None] = lambda model: None
+) -> Model:
     """Return a model, or a stage of it, on `device` in params_dtype, its weights fixed by `seed`.
 
     split: makes its parameters DTensors, before they have any memory.
     """
     with torch.device("meta"):
-        model = GPT(config, stage, experts).to(DTYPES[config.params_dtype])
+        model = make()
+        model = model.to(DTYPES[model.config.params_dtype])
     split(model)
     model = model.to_empty(device=device)
     model.tie()
@@ -248,7 +321,7 @@ def build_model(
 
 
 @torch.no_grad()
-def initialize(model: GPT, seed: int) -> None:
+def initialize(model: Transformer, seed: int) -> None:
     """Fill every parameter: norms with one, biases with zero, matrices from a normal distribution.
 
     Each depends on (seed, its own name) alone, and is drawn on the CPU in float32: neither the order of the parameters nor

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import ttp
 
 from .config import Config, OptimizerConfig
 from .mesh import Mesh
-from .model import GPT
+from .model import Transformer
 
 BASES: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -41,7 +42,9 @@ def state_tensors(settings: OptimizerConfig) -> int:
     return 2
 
 
-def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas: int) -> ttp.TTPReplicaOptimizer:
+def build_optimizer(
+    config: Config, chunks: Sequence[Transformer], mesh: Mesh, replicas: int
+) -> ttp.TTPReplicaOptimizer:
     """Return the replica optimizer over the parameters of this rank's parts of the model: norms and biases without decay."""
     training, settings = config.training_config, config.optimizer_config
     groups = param_groups([pair for chunk in chunks for pair in chunk.named_parameters()], config, mesh)
@@ -60,6 +63,7 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
         groups,
         group=mesh.data.group,
         span=dist.group.WORLD if mesh.splits_model else None,
+        bucket_bytes=bucket_bytes(config, chunks),
         copies=["embedding.weight"] if any(chunk.has_tied_copy for chunk in chunks) else (),
         base=BASES[settings.optimizer_type],
         replicas=replicas,
@@ -74,6 +78,16 @@ def build_optimizer(config: Config, chunks: Sequence[GPT], mesh: Mesh, replicas:
     mean = training.loss_reduction == "mean"
     optimizer.gradient_divisor = dp_size * config.dataset_config.micro_batch_num if mean else 1
     return optimizer
+
+
+def bucket_bytes(config: Config, chunks: Sequence[Transformer]) -> int:
+    """Return the size of the buckets that gradients are sent in."""
+    count = config.parallel_config.gradient_buckets
+    if count is None:
+        return 25 * 2**20
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    here = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    return -(-sum(local.numel() * local.element_size() for local in here) // count)
 
 
 def param_groups(named: Sequence[tuple[str, torch.nn.Parameter]], config: Config, mesh: Mesh) -> list[dict[str, Any]]:

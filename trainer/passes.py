@@ -17,12 +17,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import ttp
 
+from .chunks import embedding_ranks
 from .config import Config
-from .data import Sequences, micro_batch_starts
+from .data import Samples, micro_batch_starts
 from .devices import seed_all
 from .experts import Experts
 from .mesh import Mesh
-from .model import DTYPES, GPT, UNCOUNTED, name_seed, token_loss
+from .model import DTYPES, UNCOUNTED, Transformer, name_seed, token_loss
 from .tensor import divides_logits, whole_loss
 
 
@@ -33,14 +34,14 @@ class Passes:
         self,
         config: Config,
         mesh: Mesh,
-        chunks: list[GPT],
+        chunks: list[Transformer],
         optimizer: ttp.TTPReplicaOptimizer,
-        sequences: Sequences,
+        sequences: Samples,
         device: torch.device,
     ) -> None:
         self.config, self.mesh, self.chunks = config, mesh, chunks
         self.optimizer, self.sequences, self.device = optimizer, sequences, device
-        self._reduction = config.training_config.loss_reduction
+        self._reduction = "sum" if sequences.padded else config.training_config.loss_reduction
         self._losses: list[torch.Tensor] = []
         """Of this step's micro-batches, as far as this rank computes them."""
         self._schedule = self._build_schedule() if mesh.pipeline.size > 1 else None
@@ -53,6 +54,8 @@ class Passes:
         data-parallel place that speaks for it, and 0 on the others that share the model."""
         self._losses.clear()
         self._weigh_balance()
+        if self.sequences.padded and self.config.training_config.loss_reduction == "mean":
+            self.optimizer.gradient_divisor = self.loss_divisor(consumed)
         with self._splitting_the_vocabulary():
             if self._schedule is None:
                 self._accumulate(step, consumed)
@@ -64,7 +67,7 @@ class Passes:
         return sum(loss.item() for loss in self._losses)  # at the end: an accelerator is not made to wait in between
 
     @torch.no_grad()
-    def evaluate(self, held_out: Sequences, first: int, stop: int) -> float:
+    def evaluate(self, held_out: Samples, first: int, stop: int) -> float:
         """Return the sum over tokens of their losses, as `run` does, for a step's number of held-out sequences from position `first`
         on; those from `stop` on fill the batch and count for nothing. Leaves weights, gradients and random numbers as they are."""
         self._losses.clear()
@@ -79,10 +82,11 @@ class Passes:
                 tokens_BT, targets_BT = _joined(batches)
                 inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
                 target = targets_BT if self.chunks[-1].stage.ends else None
-                self._evaluating.eval(*inputs, target=target, losses=None if target is None else [])
+                beside = self.chunks[0].beside(tokens_BT, targets_BT)
+                self._evaluating.eval(*inputs, target=target, losses=None if target is None else [], **beside)
             else:
                 for tokens_BT, targets_BT in batches:
-                    self._loss(self.chunks[0](tokens_BT), targets_BT)
+                    self._loss(self.chunks[0](tokens_BT, **self.chunks[0].beside(tokens_BT, targets_BT)), targets_BT)
         self._reduction = trained
         for chunk in self.chunks:
             chunk.train()
@@ -98,7 +102,7 @@ class Passes:
             hold = contextlib.nullcontext() if first == starts[-1] else self.optimizer.no_sync()
             with hold:
                 with self._autocast():
-                    logits_BTV = self.chunks[0](tokens_BT)
+                    logits_BTV = self.chunks[0](tokens_BT, **self.chunks[0].beside(tokens_BT, targets_BT))
                 torch.autograd.backward(self._loss(logits_BTV, targets_BT))
 
     # --- a pipeline ---
@@ -111,19 +115,24 @@ class Passes:
             return Schedule1F1B(stages[0], count, **options)
         return ScheduleInterleaved1F1B(stages, count, **options)
 
-    def _stage(self, chunk: GPT, number: int) -> PipelineStage:
+    def _stage(self, chunk: Transformer, number: int) -> PipelineStage:
         """Chunk `number` of a rank is stage number x ranks + rank: shapes are told, so that none need be sent."""
         model, pipeline = self.config.model_config, self.mesh.pipeline
         count = len(self.chunks) * pipeline.size
-        batch, length = self.config.dataset_config.batch_size, model.seq_length
-        shape = (batch, length // chunk.sequence_ranks, model.hidden_size)
+        batch = self.config.dataset_config.batch_size
         # Autocast shortens matrix products; the stream between blocks keeps the parameters' type.
         stream, products = DTYPES[model.params_dtype], DTYPES[model.compute_dtype]
-        between = torch.empty(shape, dtype=stream, device="meta", requires_grad=True)
-        taken = torch.empty(batch, length, dtype=torch.int64, device="meta") if chunk.stage.begins else between
-        given = between
+
+        def between(cut: int) -> tuple[torch.Tensor, ...]:
+            shapes = chunk.passed_on(cut, batch)
+            return tuple(torch.empty(shape, dtype=stream, device="meta", requires_grad=True) for shape in shapes)
+
+        taken, given = between(chunk.stage.first_layer), between(chunk.stage.stop_layer)
+        if chunk.stage.begins:
+            taken = (torch.empty(batch, chunk.input_length, dtype=torch.int64, device="meta"),)
         if chunk.stage.ends:
-            given = torch.empty(batch, length, model.vocab_size, dtype=products, device="meta", requires_grad=True)
+            logits = (batch, model.seq_length, model.vocab_size)
+            given = (torch.empty(logits, dtype=products, device="meta", requires_grad=True),)
         stage = _Stage(
             chunk, number * pipeline.size + pipeline.rank, count, self.device, taken, given, group=pipeline.group
         )
@@ -137,16 +146,18 @@ class Passes:
         target = targets_BT if self.chunks[-1].stage.ends else None
         with self._autocast():
             assert self._schedule is not None
-            self._schedule.step(*inputs, target=target, losses=None if target is None else [], return_outputs=False)
+            losses: list[torch.Tensor] | None = None if target is None else []
+            beside = self.chunks[0].beside(tokens_BT, targets_BT)
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **beside)
 
     def _tied_group(self) -> Any:
-        """Return a process group of the two stages that have the tied embedding matrix (all ranks call)."""
+        """Return a process group of the stages that have the tied embedding matrix (all ranks call)."""
         model, pipeline = self.config.model_config, self.mesh.pipeline
         if model.untie_embeddings_and_output_weights or pipeline.size == 1:
             return None
         ranks = dist.get_process_group_ranks(pipeline.group)
-        ends = [ranks[0], ranks[-1]]
-        return dist.new_group(ends, use_local_synchronization=True) if dist.get_rank() in ends else None
+        having = [ranks[place] for place in embedding_ranks(self.config)]
+        return dist.new_group(having, use_local_synchronization=True) if dist.get_rank() in having else None
 
     def _sum_tied_gradients(self) -> None:
         if self._tied is not None:
@@ -166,11 +177,18 @@ class Passes:
             )
         )
 
-    def _batch(self, sequences: Sequences, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_divisor(self, consumed: int) -> int:
+        """Return what the sum over ranks and micro-batches of the reduced losses is divided by, to give the mean of a token, in the step
+        that begins at `consumed`."""
+        if self._reduction == "mean":
+            return self.mesh.data.size * self.config.dataset_config.micro_batch_num
+        return self.sequences.counted(consumed, self.config.batch_size(self.mesh.data.size))
+
+    def _batch(self, sequences: Samples, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_BT, targets_BT = sequences.batch(first, self.config.dataset_config.batch_size)
         return tokens_BT.to(self.device), targets_BT.to(self.device)
 
-    def _held_out_batch(self, held_out: Sequences, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _held_out_batch(self, held_out: Samples, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_BT, targets_BT = self._batch(held_out, first)
         targets_BT = targets_BT.clone()  # one sequence's inputs are in the same memory
         targets_BT[max(0, stop - first) :] = UNCOUNTED

@@ -18,20 +18,24 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .config import ModelConfig, TrainingConfig
-from .model import GPT
+from .encoder_decoder_config import EncoderDecoderConfig
+from .model import Transformer
 
 _PRODUCTS = ("aten::mm", "aten::addmm")
 _ATTENTION = "aten::_scaled_dot_product_"
 """Kernels that do not keep the attention matrix, whatever the device. Where torch has none, attention is computed again."""
+_WHOLE: Callable[..., torch.Tensor] = partial(checkpoint, use_reentrant=False)
 
 
-def prepare_blocks(chunks: Sequence[GPT], model: ModelConfig, training: TrainingConfig) -> None:
+def prepare_blocks(chunks: Sequence[Transformer], model: ModelConfig, training: TrainingConfig) -> None:
     """Let every block of these chunks run as configured. Called once, before the first forward."""
     around = _around(model, training)
     for chunk in chunks:
-        for block in chunk.blocks():
+        for number, block in zip(map(int, chunk.layers), chunk.blocks(), strict=True):
             if around is not None:
                 block.around = around
+            elif isinstance(model, EncoderDecoderConfig) and number in model.recomputed_layers:
+                block.around = _WHOLE
             if training.compile:
                 block.compile()
         if training.compile and chunk.embedding is not None:
@@ -48,7 +52,7 @@ def _around(model: ModelConfig, training: TrainingConfig) -> Callable[..., torch
     if training.recompute == "none":
         return None
     if training.recompute == "full":
-        return partial(checkpoint, use_reentrant=False)
+        return _WHOLE
     keep = partial(_keep, draws=model.attention_dropout > 0)
     return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
 

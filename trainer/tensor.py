@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -27,8 +28,10 @@ from torch.distributed.tensor.parallel import (
 from ttp.errors import ConfigError
 
 from .config import Config
+from .encoder_decoder import EncoderDecoder
+from .encoder_decoder_config import EncoderDecoderConfig
 from .experts import Experts
-from .model import GPT
+from .model import Transformer
 
 
 class Copied(ParallelStyle):
@@ -68,7 +71,7 @@ def check_divides(config: Config) -> None:
                 " change either"
             )
     rows = {"vocab_size": model.vocab_size}
-    if model.position_embedding_type == "absolute":
+    if model.position_embedding_type == "absolute" and not isinstance(model, EncoderDecoderConfig):
         rows["seq_length"] = model.seq_length
     for name, value in rows.items():
         if (ranks - 1) * -(-value // ranks) >= value:
@@ -84,7 +87,7 @@ def divides_logits(config: Config) -> bool:
 
 
 def split_over_tensor_ranks(
-    model: GPT, mesh: DeviceMesh, sequence_parallel: bool, parallel_output: bool = True
+    model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, parallel_output: bool = True
 ) -> None:
     """Make the parameters of a model (on any device, meta too) DTensors of `mesh`, and its modules parallel.
 
@@ -95,13 +98,19 @@ def split_over_tensor_ranks(
     # The matrices of a module share its input as a DTensor: their gradients of it are added first, and reduced once.
     plan: dict[str, ParallelStyle] = {
         "attention_norm": norm,
-        "attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
+        "attention": _replicated(stream, None, None, None),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=stream),
+        "cross_attention_norm": norm,
+        "cross_attention": _replicated(stream, None, Replicate(), None),
+        "cross_attention.wq": ColwiseParallel(),
+        "cross_attention.wk": ColwiseParallel(),
+        "cross_attention.wv": ColwiseParallel(),
+        "cross_attention.wo": RowwiseParallel(output_layouts=stream),
         "feed_forward_norm": norm,
-        "feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        "feed_forward": _replicated(stream),
         "feed_forward.gate": ColwiseParallel(),
         "feed_forward.up": ColwiseParallel(),
         "feed_forward.down": RowwiseParallel(output_layouts=stream),
@@ -123,9 +132,34 @@ def split_over_tensor_ranks(
             use_local_output=not parallel_output,
         ),
     }
+    if isinstance(model, EncoderDecoder):
+        ends |= _plan_of_encoder_decoder(model)
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if _has(model, name)})
     model.tie()
     model.sequence_ranks = mesh.size() if sequence_parallel else 1
+
+
+def _replicated(*layouts: Placement | None) -> PrepareModuleInput:
+    """Give a module inputs of these layouts whole, and leave the others as they are."""
+    whole = tuple(None if layout is None else Replicate() for layout in layouts)
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole)
+
+
+def _plan_of_encoder_decoder(model: EncoderDecoder) -> dict[str, ParallelStyle]:
+    """Embeddings are whole on every rank with `vocab_emb_dp`, positions always: there are few. The layers share the memory as a DTensor:
+    their gradients of it are added first, and reduced once."""
+    whole = model.config.vocab_emb_dp
+    words = Copied() if whole else RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    return {
+        "embedding": words,
+        "target_embedding": words,
+        "positions": Copied(),
+        "target_positions": Copied(),
+        "encoder_norm": Copied(),
+        "memory": PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+        ),
+    }
 
 
 def _plan_of_experts(experts: Experts, stream: Placement) -> dict[str, ParallelStyle]:

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from ttp.errors import CheckpointError
 
 from .chunks import build_chunks, check_stages, hash_weights
 from .config import Config, ParallelConfig, plain
-from .data import OpenedText, open_sequences
+from .data import OpenedText, Samples, open_sequences
 from .devices import bind, choose_device, make_deterministic
+from .encoder_decoder import count_parameters as count_encoder_decoder
+from .encoder_decoder_config import EncoderDecoderConfig
 from .evaluation import Evaluation
 from .logs import RunLog, open_logs
 from .mesh import Mesh, build_mesh
@@ -38,15 +41,31 @@ from .world import World, check_agreement, joined
 log = logging.getLogger("ttp.trainer")
 
 
+OnStep = Callable[[StepMetrics], None]
+
+
 def run(config: Config, world: World) -> None:
     """Train as configured: from nothing, or from where the newest checkpoint stands (every rank calls)."""
+    with started(config, world) as trainer:
+        trainer.train()
+        trainer.close()
+
+
+@contextmanager
+def started(
+    config: Config,
+    world: World,
+    open_text: Callable[[Config], OpenedText[Any]] = open_sequences,
+    on_step: OnStep = lambda metrics: None,
+) -> Iterator[Trainer]:
+    """Give a trainer that has resumed, of what `open_text` opens (every rank calls). `on_step`: called on every rank after each step."""
     dp = config.parallel_config.data_parallel_size(world.size)  # refuses a world that is not the product of the axes
     config.parallel_config.replicas(dp, config.training_config.use_distributed_optimizer)
     check_divides(config)
     check_stages(config)
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
-        text = open_sequences(config)
+        text = open_text(config)
         kind = choose_device(config.training_config.device)
         device = bind(kind, world.local_rank)
         if config.training_config.cpu_threads is not None:
@@ -59,8 +78,8 @@ def run(config: Config, world: World) -> None:
             mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
             log.info("%s", layout_line(config.parallel_config, mesh.data.size))
             trainer = Trainer(config, world, mesh, device, text, run_log, output_dir)
-            trainer.train()
-            trainer.close()
+            trainer.on_step = on_step
+            yield trainer
 
 
 def layout_line(parallel: ParallelConfig, data_parallel_size: int) -> str:
@@ -80,7 +99,7 @@ class Trainer:
         world: World,
         mesh: Mesh,
         device: torch.device,
-        text: OpenedText,
+        text: OpenedText[Any],
         run_log: RunLog,
         output_dir: Path,
     ) -> None:
@@ -88,9 +107,10 @@ class Trainer:
         self.world = world
         self.mesh = mesh
         self.device = device
-        self.sequences = text.training
+        self.sequences: Samples = text.training
         self.run_log = run_log
         self.output_dir = output_dir
+        self.on_step: OnStep = lambda metrics: None
         self.samples_per_step = config.batch_size(mesh.data.size)
         self.order = {
             "text": text.tokens.fingerprint(),
@@ -120,13 +140,16 @@ class Trainer:
 
     # --- start ---
 
-    def _describe(self, text: OpenedText, replicas: int) -> None:
+    def _describe(self, text: OpenedText[Any], replicas: int) -> None:
         if self.world.rank != 0:
             return
         model = self.config.model_config
+        parameters = (
+            count_encoder_decoder(model) if isinstance(model, EncoderDecoderConfig) else count_parameters(model)
+        )
         log.info(
             "model: %s parameters, %d layers, hidden %d, %s, compute in %s",
-            f"{count_parameters(model):,}",
+            f"{parameters:,}",
             model.num_layers,
             model.hidden_size,
             model.params_dtype,
@@ -229,26 +252,29 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad()
         loss = self.passes.run(step, self.consumed)
+        divisor = self.passes.loss_divisor(self.consumed)
+        tokens = self.sequences.counted(self.consumed, self.samples_per_step)
         epoch = self.sequences.epoch(self.consumed)
         consumed = self.consumed + self.samples_per_step
-        state = {"consumed_samples": consumed, "epoch": epoch, "loss_divisor": self._loss_divisor, "order": self.order}
+        state = {"consumed_samples": consumed, "epoch": epoch, "loss_divisor": divisor, "order": self.order}
         self.session.set_step_state(step, state)
         result = self.optimizer.step(sums=[loss])
         self.step, self.consumed = step, consumed
         metrics = StepMetrics(
             step=step,
             epoch=epoch,
-            loss=result.sums[0] / self._loss_divisor,
+            loss=result.sums[0] / divisor,
             grad_norm=result.grad_norm,
             learning_rates=(rate,) * len(self.optimizer.param_groups),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
-            tokens=self.samples_per_step * self.config.model_config.seq_length,
+            tokens=tokens,
             time_s=time.perf_counter() - began,
             consumed_samples=consumed,
         )
         if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
+        self.on_step(metrics)
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
         periodic = config.save_interval is not None and step % config.save_interval == 0
@@ -264,14 +290,6 @@ class Trainer:
             return
         if self.world.rank == 0:
             log.info("step %d saved in %s", step, path)
-
-    @property
-    def _loss_divisor(self) -> int:
-        """What the sum over ranks and micro-batches of the reduced losses is divided by, to give the mean of a token."""
-        micro_batches = self.mesh.data.size * self.config.dataset_config.micro_batch_num
-        if self.config.training_config.loss_reduction == "mean":
-            return micro_batches
-        return self.samples_per_step * self.config.model_config.seq_length
 
     # --- end ---
 

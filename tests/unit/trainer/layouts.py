@@ -31,7 +31,7 @@ from ttp.optim.split import block_of, local_of
 from ttp.trainer import train
 from ttp.trainer.config_file import load_config
 from ttp.trainer.metrics import account, read_lines
-from ttp.trainer.model import GPT
+from ttp.trainer.model import Transformer
 from ttp.trainer.world import World
 
 
@@ -177,7 +177,7 @@ class _Watched(train.Trainer):
         super().close()
 
 
-def assert_copies_agree(chunks: Sequence[GPT], world: int) -> None:
+def assert_copies_agree(chunks: Sequence[Transformer], world: int) -> None:
     """Every rank that has a parameter, or the same part of it, has the same bits (all ranks)."""
     mine = []
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
