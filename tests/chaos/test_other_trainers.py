@@ -235,25 +235,3 @@ def test_the_trainer_of_transformers_survives_the_death_of_a_rank(tmp_path: Path
         tmp_path / "hurt", 2, "huggingface/trainer.py", "--steps", "20", faults="kill:rank=0,step=15,point=updating"
     )
     compare(whole, hurt)
-
-
-@pytest.mark.long
-def test_translation_survives_the_death_of_a_rank(tmp_path: Path) -> None:
-    """An encoder-decoder on generated sentence pairs, killed in its second epoch."""
-    arguments = ("--pairs", "600", "--epochs", "2", "--width", "32", "--batch-size", "16")
-    whole = train(tmp_path / "whole", 2, "translation/train.py", *arguments)
-    hurt = train(tmp_path / "hurt", 2, "translation/train.py", *arguments, faults="kill:rank=1,step=25,point=ready")
-    compare(whole, hurt)
-
-
-@pytest.mark.long
-def test_translation_takes_two_aligned_files(tmp_path: Path) -> None:
-    """Any two: here lines and their reversal, which it learns to print."""
-    lines = [f"{n} plus {n * 7 % 100}" for n in range(400)]
-    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-    (tmp_path / "b.txt").write_text("\n".join(line[::-1] for line in lines) + "\n")
-    files = ("--source", str(tmp_path / "a.txt"), "--target", str(tmp_path / "b.txt"))
-    small = ("--epochs", "6", "--width", "32", "--layers", "2")
-    told = steps_of(train(tmp_path / "run", 2, "translation/train.py", *files, *small))
-    first, last = (float(next(iter(told[step])).split(" = ")[1]) for step in (1, max(told)))
-    assert last < 0.8 * first

@@ -12,7 +12,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer.conftest import SMALL
+from tests.unit.trainer.pairs import with_encoder_decoder
 from ttp.checkpoint.held import HeldTensor
 from ttp.checkpoint.shards import boxes_of
 from ttp.optim.split import block_of, local_of
 from ttp.trainer import train
+from ttp.trainer.config import Config
 from ttp.trainer.config_file import load_config
+from ttp.trainer.data import OpenedText, open_sequences
 from ttp.trainer.metrics import account, read_lines
 from ttp.trainer.model import Transformer
 from ttp.trainer.world import World
@@ -84,6 +87,8 @@ class Training:
     """(rank, step): the gradient of that rank's last parameter is infinite in that step."""
     keep_state: bool = False
     """Put masters and moments of all ranks together at the end, for `Result.state`."""
+    encoder_decoder: Mapping[str, Any] | None = None
+    """Keys of an encoder-decoder, which is trained on pairs in the place of the GPT; None: the GPT."""
     keep_positions: bool = False
     """Note which sequences every rank takes in which step, for `Result.positions`."""
 
@@ -350,7 +355,12 @@ def rank_main(rank: int, ports: list[int], trainings: tuple[Training, ...], fold
             config = load_config("gpt_tiny", [*training.arguments, *output])
             _Watched.training = training
             train.Trainer = _Watched  # type: ignore[misc]
-            train.run(config, World(rank, training.axes.ranks, rank, launched=True))
+            opened: Callable[[Config], OpenedText[Any]] = open_sequences
+            if training.encoder_decoder is not None:
+                config, opened = with_encoder_decoder(config, training.encoder_decoder)
+            with train.started(config, World(rank, training.axes.ranks, rank, launched=True), opened) as trainer:
+                trainer.train()
+                trainer.close()
         Path(folder, f"done_{rank}").touch()
     except BaseException:
         Path(folder, f"error_{rank}").write_text(f"rank {rank}, {name}:\n{traceback.format_exc()}")
