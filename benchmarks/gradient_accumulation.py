@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import ttp
+from benchmarks._gradient_memory import held
 from benchmarks._step_world import ADAMW, CLIP, build_model, bytes_sent, loss_of, mean_over_ranks
 from benchmarks.step_time import alone, free_port, in_namespace, quartiles
 
@@ -56,19 +57,6 @@ class Way:
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(lambda _: self._look())  # type: ignore[no-untyped-call]
 
-    def held(self) -> int:
-        """Return the bytes of gradients that this rank keeps now: in buckets, in shards of their own, and outside both."""
-        kept = {}
-        for memory in (memory for part in self.optimizer._parts for memory in part.memory):
-            for tensor in (memory.grads, *memory.reduced):
-                storage = tensor.untyped_storage()
-                kept[storage.data_ptr()] = storage.nbytes()
-        for param in self.model.parameters():
-            if param.grad is not None:
-                storage = param.grad.untyped_storage()
-                kept[storage.data_ptr()] = storage.nbytes()
-        return sum(kept.values())
-
     def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Train one step; return this rank's loss."""
         self.optimizer.zero_grad()
@@ -76,7 +64,7 @@ class Way:
         for tokens, targets in batches[:-1]:
             with self.optimizer.no_sync():
                 total += self._backward(tokens, targets)
-            self.between = max(self.between, self.held())
+            self.between = max(self.between, held(self.optimizer, self.model.parameters()))
         total += self._backward(*batches[-1])
         self.optimizer.step(sums=[total])
         return total / len(batches)
@@ -87,7 +75,7 @@ class Way:
         return loss.item()
 
     def _look(self) -> None:
-        self.most = max(self.most, self.held())
+        self.most = max(self.most, held(self.optimizer, self.model.parameters()))
 
 
 def work(rank: int, options: argparse.Namespace, port: int, result: str) -> None:

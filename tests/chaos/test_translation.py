@@ -30,10 +30,15 @@ STEPS = 10
 LINE = re.compile(r"^epoch: (\d+) step: (\d+), loss is (\d+\.\d{4})$", re.MULTILINE)
 
 
+def script(folder: Path, *command: str, **environ: str) -> Script:
+    """Start a command in a folder."""
+    return Script(folder, "bash", "-c", 'cd "$0" && exec "$@"', str(folder), *command, **environ)
+
+
 @pytest.fixture
 def pairs(tmp_path: Path) -> str:
     """Return a file of 240 pairs that preprocess.py has written."""
-    with Script(tmp_path, "python", str(FOLDER / "preprocess.py"), "--numerals=240", "--vocab_size=320") as job:
+    with script(tmp_path, "python", str(FOLDER / "preprocess.py"), "--numerals=240", "--vocab_size=320") as job:
         assert job.wait() == 0, job.text
     return str(tmp_path / "output" / "wmt14.fr_en.txt")
 
@@ -46,11 +51,11 @@ def table_of(folder: Path, ranks: int) -> str:
     return str(path)
 
 
-def run(folder: Path, script: str, *words: str, faults: str = "", **settings: str) -> str:
+def run(folder: Path, name: str, *words: str, faults: str = "", **settings: str) -> str:
     """Run a script of the example to its end; return what it printed."""
     folder.mkdir(exist_ok=True)
-    command = ("bash", str(FOLDER / script), *words)
-    with Script(folder, *command, MASTER_PORT=str(free_port()), TTP_FAULTS=faults, **settings) as job:
+    command = ("bash", str(FOLDER / name), *words)
+    with script(folder, *command, MASTER_PORT=str(free_port()), TTP_FAULTS=faults, **settings) as job:
         assert job.wait(JOB_S) == 0, job.text + "".join(path.read_text() for path in folder.glob("*/train.log*"))
         return job.text
 
@@ -137,7 +142,7 @@ def test_a_checkpoint_is_recovered_under_another_layout(pairs: str, tmp_path: Pa
     assert final(recovered)["step"] == 3 * STEPS
     assert list(losses(recovered)) == list(range(STEPS + 1, 3 * STEPS + 1))
     assert ("3", str(STEPS)) in printed(tmp_path / "recover0" / "train.log0")
-    with Script(
+    with script(
         tmp_path,
         "python",
         str(FOLDER / "train.py"),
@@ -173,8 +178,8 @@ def test_two_machines_train_two_stages(pairs: str, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     with (
-        Script(folders[0], *command, "0", *SMALL, shared, **settings) as one,
-        Script(folders[1], *command, "2", *SMALL, shared, **settings) as other,
+        script(folders[0], *command, "0", *SMALL, shared, **settings) as one,
+        script(folders[1], *command, "2", *SMALL, shared, **settings) as other,
     ):
         assert [job.wait(JOB_S) for job in (one, other)] == [0, 0], one.text + other.text
     assert final(tmp_path / "shared")["step"] == STEPS

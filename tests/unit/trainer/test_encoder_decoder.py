@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.trainer.conftest import MakeConfig, run_trainings
 from tests.unit.trainer.layouts import (
@@ -21,13 +25,15 @@ from tests.unit.trainer.layouts import (
     assert_state_of,
 )
 from tests.unit.trainer.pairs import ENCODER, Pairs, with_encoder_decoder
+from tests.unit.trainer.test_tensor_wire import Collectives
 from ttp.errors import ConfigError
 from ttp.trainer.chunks import build_chunks, check_stages, cut_of, embedding_ranks
 from ttp.trainer.config import Config
 from ttp.trainer.encoder_decoder import BEGIN, PAD, EncoderDecoder, count_parameters
 from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.mesh import Axis, Mesh
+from ttp.trainer.mesh import Axis, Mesh, build_mesh
 from ttp.trainer.model import UNCOUNTED, token_loss
+from ttp.trainer.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False, "vocab_emb_dp": False}
@@ -218,3 +224,49 @@ def test_layers_that_are_recomputed_change_no_bit(done: dict[str, Result]) -> No
 def test_its_state_moves_to_another_layout_bit_for_bit(done: dict[str, Result]) -> None:
     assert_state_of(done["pipeline under tensor"], done["pipeline"].checkpoint(LAST))
     assert done["pipeline under tensor"].weights == done["pipeline"].weights
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def over_two_ranks(small: Config, **keys: Any) -> tuple[Config, EncoderDecoder]:
+    """Return the model of the first of two tensor-parallel ranks, with two groups of keys and values."""
+    parallel = dataclasses.replace(small.parallel_config, tensor_model_parallel_size=2)
+    config = changed(dataclasses.replace(small, parallel_config=parallel), **keys)
+    (model,) = build_chunks(config, build_mesh(config.parallel_config, 2, 0, "cpu"), CPU)
+    assert isinstance(model, EncoderDecoder)
+    return config, model
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_embeddings_are_whole_or_divided(small: Config, two_ranks: None, whole: bool) -> None:
+    """With `vocab_emb_dp` a rank has all rows and sends nothing for them; without, half of them. All that is sent is the least: one
+    reduction into and out of each attention and feed-forward, and one of the memory's gradient, whatever the layers that use it."""
+    config, model = over_two_ranks(small, vocab_emb_dp=whole)
+    for embedding in (model.embedding, model.target_embedding):
+        assert embedding is not None and isinstance(embedding.weight, DTensor)
+        assert embedding.weight.to_local().shape[0] == config.model_config.vocab_size // (1 if whole else 2)
+    source_BS, targets_BT = Pairs(config).batch(0, 2)
+    with loss_parallel(), Collectives() as sent:
+        torch.autograd.backward(loss_of([model], source_BS, targets_BT))
+    encoder, decoder, ends = 2 * 2 * 2 + 1, 2 * 3 * 2 + 1, 0 if whole else 1
+    tokens = source_BS.numel() * (encoder + ends) + targets_BT.numel() * (decoder + ends)
+    assert sent.nbytes["all_reduce"] == pytest.approx(tokens * 32 * 4, abs=targets_BT.numel() * 32)
+    assert not sent.nbytes["all_gather_into_tensor"] and not sent.nbytes["reduce_scatter_tensor"]
+
+
+def test_gradients_go_in_about_so_many_messages(small: Config, two_ranks: None) -> None:
+    """Buckets of equal size, in the place of one for all of this small model."""
+    counts = []
+    for buckets in (None, 4):
+        parallel = dataclasses.replace(small.parallel_config, gradient_buckets=buckets, optimizer_replicas=2)
+        config = dataclasses.replace(small, parallel_config=parallel)
+        mesh = build_mesh(parallel, 2, 0, "cpu")
+        optimizer = build_optimizer(config, build_chunks(config, mesh, CPU), mesh, 2)
+        counts.append(len(optimizer.layout.buckets))
+    assert counts[0] <= 2 < counts[1] <= 7
