@@ -72,6 +72,8 @@ _MAKE = "tests/chaos/test_make.py"
 _OTHERS = "tests/chaos/test_other_trainers.py"
 _LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits"
 _GPT = "tests/chaos/test_mindformers_gpt.py"
+_TRANSLATION = "tests/chaos/test_translation.py"
+_PAIRS = "tests/unit/examples/test_translation.py"
 _SLURM = "tests/chaos/test_slurm.py"
 _TABLES = "tests/unit/examples/test_gpt2_13b.py::test_tables_are_made_on_each_machine_and_merged"
 _DISTRIBUTED = "tests/chaos/test_gpt2_13b.py::test_two_machines_train_the_documents_split_and_predict"
@@ -127,9 +129,10 @@ PARSED: dict[str, Proof] = {
         ),
     "ttprun --nproc-per-node 2 examples/huggingface/trainer.py --steps 40":
         Proof(f"{_OTHERS}::test_the_trainer_of_transformers_survives_the_death_of_a_rank"),
-    "ttprun --nproc-per-node 2 examples/translation/train.py": Proof(f"{_OTHERS}::test_translation_survives_the_death_of_a_rank"),
-    "ttprun --nproc-per-node 8 examples/translation/train.py --source corpus.en --target corpus.fr --width 512 --layers 6":
-        Proof(f"{_OTHERS}::test_translation_takes_two_aligned_files"),
+    "ttprun --nproc-per-node 8 train.py --distribute true --mp 4 --batch_size 64":
+        Proof(f"{_TRANSLATION}::test_ttprun_starts_the_program_itself"),
+    "ttprun --no-python --nproc-per-node 8 examples/translation/on_device.sh FOLDER train.py --distribute=true":
+        Proof(f"{_TRANSLATION}::test_ttprun_starts_the_program_itself", {"translation/on_device.sh": "on_device.sh"}),
 }  # fmt: skip
 """Command lines of `ttprun`: its parser takes each as it stands (without what is in brackets), and a test runs one like it."""
 
@@ -175,6 +178,17 @@ TESTED: dict[str, Proof] = {
     "bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH DEVICE_RANGE RUN_MODE RANK_SIZE": Proof(_DISTRIBUTED),
     "bash run_distribute.sh ../hccl_4s_32p.json ../configs/gpt2/run_gpt2_13b.yaml [0,8] train 32":
         Proof(_DISTRIBUTED, {"../configs/gpt2/run_gpt2_13b.yaml": "run_gpt2_13b.yaml"}),
+    "python preprocess.py": Proof(f"{_PAIRS}::test_wmt14_becomes_pairs_in_both_directions_and_a_tokenizer"),
+    "python preprocess.py --source corpus.en --target corpus.fr":
+        Proof(f"{_PAIRS}::test_two_aligned_files_and_one_of_pairs_become_the_same"),
+    "python preprocess.py --pairs corpus.txt": Proof(f"{_PAIRS}::test_two_aligned_files_and_one_of_pairs_become_the_same"),
+    "python preprocess.py --numerals 4000":
+        Proof(f"{_TRANSLATION}::test_the_documents_commands_train_on_two_devices"),
+    "bash run.sh DATA_PATH RANK_SIZE": Proof(f"{_TRANSLATION}::test_the_documents_commands_train_on_two_devices"),
+    "bash run.sh /path/output/wmt14.fr_en.txt 8": Proof(f"{_TRANSLATION}::test_eight_devices_train_the_documents_split"),
+    "bash run_cluster.sh DATA_PATH RANK_TABLE_FILE RANK_SIZE RANK_START": Proof(f"{_TRANSLATION}::test_two_machines_train_two_stages"),
+    "bash run_parallel_save_ckpt.sh DATA_PATH": Proof(f"{_TRANSLATION}::test_a_checkpoint_is_recovered_under_another_layout"),
+    "bash run_parallel_recover_ckpt.sh DATA_PATH": Proof(f"{_TRANSLATION}::test_a_checkpoint_is_recovered_under_another_layout"),
     "python -m ttp.trainer.convert from-hf hf_model output":
         Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_goes_on_from"),
     "python -m ttp.controller --job-id J --world-size W --journal PATH":
@@ -233,6 +247,7 @@ TESTED |= {
         " [NAME ...]",
         " scale",
         ".gradient_accumulation --rounds 3 --length 8",
+        ".split_models",
         " gate",
         " death_watch",
         ".death_watch --kills 20",

@@ -1,4 +1,4 @@
-"""The bundled GPT trainer. It uses only what `ttp` exports."""
+"""The bundled trainer of GPTs and encoder-decoders. It uses only what `ttp` exports."""
 
 if not __name__.startswith("ttp."):
     raise ImportError(

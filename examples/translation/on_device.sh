@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # One rank of run.sh: its variables are in env.log, what it prints in train.log, in a folder of its own. Further starts append.
 #
-#   ttprun --no-python --nproc-per-node 8 on_device.sh FOLDER train.py --distribute=true    FOLDER: device, for device0, device1, ...
+#   ttprun --no-python --nproc-per-node 8 examples/translation/on_device.sh FOLDER train.py --distribute=true
+#
+# FOLDER: device, for device0, device1, ...
 set -euo pipefail
 
 folder=$1$RANK

@@ -1,9 +1,9 @@
 """Makes pairs of sentences and a tokenizer of them: `output/wmt14.en_fr.txt`, `output/wmt14.fr_en.txt`, `output/tokenizer.json`.
 
-    python preprocess.py                                        test-full/newstest2014-fren-ref.{en,fr}.sgm, as WMT14 has them
-    python preprocess.py --source corpus.en --target corpus.fr  two files, a sentence a line
-    python preprocess.py --pairs corpus.txt                     one file, a pair a line with a tab between
-    python preprocess.py --numerals 4000                        English numerals and German ones, which need no file
+    python preprocess.py                                           test-full/newstest2014-fren-ref.{en,fr}.sgm, as WMT14 has them
+    python preprocess.py --source corpus.en --target corpus.fr     two files, a sentence a line
+    python preprocess.py --pairs corpus.txt                        one file, a pair a line with a tab between
+    python preprocess.py --numerals 4000                           English numerals and German ones, which need no file
 
 Pairs with an empty side are left out. The tokenizer is byte-pair encoding, by the library `tokenizers`.
 """

@@ -22,6 +22,7 @@ SIZES = {
     "benchmarks.messages": "",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",
+    "benchmarks.split_models": "--width 64 --length 8 --batch 1 --micro-batches 2",
     "benchmarks.step_time": "--world 2x1 --alone --layers 1 --width 64 --length 8 --rounds 2 --steps 1",
 }
 """A few seconds of each benchmark."""

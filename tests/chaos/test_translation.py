@@ -184,3 +184,17 @@ def test_two_machines_train_two_stages(pairs: str, tmp_path: Path) -> None:
         assert [job.wait(JOB_S) for job in (one, other)] == [0, 0], one.text + other.text
     assert final(tmp_path / "shared")["step"] == STEPS
     assert ("1", str(STEPS)) in printed(folders[1] / "device_3" / "train3.log")
+
+
+def test_ttprun_starts_the_program_itself(pairs: str, tmp_path: Path) -> None:
+    """Without run.sh, on four ranks: model parallel 2 x data parallel 2, each rank with or without a folder of its own."""
+    for folder, words in (
+        ("whole", [str(FOLDER / "train.py")]),
+        ("apart", ["--no-python", str(FOLDER / "on_device.sh"), "device", str(FOLDER / "train.py")]),
+    ):
+        options = ("--distribute", "true", "--mp", "2", "--file_path", pairs, *SMALL, "--output_dir", folder)
+        command = (sys.executable, "-m", "ttp.launch", "--nproc-per-node", "4", *words, *options)
+        with script(tmp_path, *command, "--batch_size", "48") as job:
+            assert job.wait(JOB_S) == 0, job.text
+    assert final(tmp_path / "apart") == final(tmp_path / "whole")
+    assert list(printed(tmp_path / "device3" / "train.log3")) == [("1", str(step)) for step in range(1, STEPS // 2 + 1)]
