@@ -101,7 +101,7 @@ class EncoderDecoder(Transformer):
             return logits_BTV
         if self.stage.stop_layer <= encoder:
             return x
-        return y if self.stage.stop_layer == config.num_layers else (x.view_as(x), y)
+        return y if self.stage.stop_layer == config.num_layers else (x, y)
 
     def _embed(self, words: nn.Embedding, positions: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
         x = words(tokens) + positions(torch.arange(tokens.shape[1], device=tokens.device))

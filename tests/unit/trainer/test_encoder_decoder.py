@@ -39,6 +39,8 @@ CPU = torch.device("cpu")
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False, "vocab_emb_dp": False}
 EMBEDDINGS_APART: dict[str, Any] = {"layer_stages": (1, 1, 2, 2)}
 """Embeddings alone in the first of three stages, as the document's pipeline_func has them."""
+MEMORY_PASSED_ON: dict[str, Any] = {"layer_stages": (1, 1, 2, 3)}
+"""The same in four stages, of which the third decodes and gives the memory to the fourth."""
 DROPOUT: dict[str, Any] = {
     "model_config.hidden_dropout": 0.1,
     "model_config.attention_dropout": 0.1,
@@ -128,6 +130,17 @@ def test_the_decoder_sees_no_later_target_and_all_of_the_source(small: Config) -
         assert not (logits(other, targets_BT) == whole).all(-1).any(), place
 
 
+def test_the_encoder_sees_the_source_both_ways(small: Config) -> None:
+    """What it makes of any place changes with every token."""
+    encoder = build(in_stages(small, 2))[0]
+    source_BS, targets_BT = torch.arange(3, 9)[None], Pairs(small).batch(0, 1)[1]
+    whole = encoder(source_BS, **encoder.beside(source_BS, targets_BT))
+    for place in range(source_BS.shape[1]):
+        other = source_BS.clone()
+        other[0, place] += 50
+        assert not (encoder(other, **encoder.beside(other, targets_BT)) == whole).all(-1).any(), place
+
+
 def test_the_decoder_begins_with_begin_and_goes_on_with_what_is_to_be_said(small: Config) -> None:
     (model,) = build(small)
     beside = model.beside(torch.tensor([[7, 8, PAD]]), torch.tensor([[5, 6, UNCOUNTED, UNCOUNTED]]))
@@ -179,6 +192,22 @@ def test_layers_are_divided_evenly_where_no_stage_is_given(small: Config) -> Non
     assert isinstance(small.model_config, EncoderDecoderConfig) and small.model_config.layer_stages is None
 
 
+def test_backward_computes_the_marked_layers_again_and_no_others(small: Config) -> None:
+    (model,) = build(changed(small, recomputed_layers=(1, 2)))
+    runs = [0, 0, 0, 0]
+
+    def counted(number: int) -> Any:
+        def count(*_: Any) -> None:
+            runs[number] += 1
+
+        return count
+
+    for number, block in enumerate(model.blocks()):
+        block.attention.register_forward_hook(counted(number))
+    torch.autograd.backward(loss_of([model], *Pairs(small).batch(0, 2)))
+    assert runs == [1, 2, 2, 1]
+
+
 def training(name: str, axes: Axes, own: Mapping[str, Any] | None = None, **keys: Any) -> Training:
     return Training(name, axes, keys, encoder_decoder=own or {}, sequences=24, micro_batches=3)
 
@@ -197,7 +226,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         training("tensor", TENSOR),
         training("pipeline", PIPELINE, **SAVE),
         training("tied", Axes(tensor=2, pipeline=2), TIED),
-        training("embeddings apart", Axes(pipeline=3), EMBEDDINGS_APART),
+        dataclasses.replace(training("four stages", Axes(pipeline=4), MEMORY_PASSED_ON), micro_batches=4),
         training("in shards", PIPELINE, **IN_SHARDS),
         training("dropout", TENSOR, {"embedding_dropout": 0.1}, **DROPOUT),
         training("recomputed", TENSOR, {"embedding_dropout": 0.1, "recomputed_layers": (1, 2)}, **DROPOUT),
@@ -206,7 +235,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return run_trainings(folder, trainings)
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "embeddings apart", "in shards"])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "four stages", "in shards"])
 def test_a_split_encoder_decoder_trains_as_the_whole_one(done: dict[str, Result], name: str) -> None:
     """Losses and norms, of batches whose ranks and micro-batches have different numbers of tokens."""
     assert_same_curve(done[name], done["whole"])
