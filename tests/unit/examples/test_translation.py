@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.shown import ROOT
 from tests.unit.examples.loading import EXAMPLES
 from ttp.errors import ConfigError, TTPError
 from ttp.launch.rank_table import read_rank_table
-from ttp.trainer.chunks import cut_of
+from ttp.trainer.chunks import check_stages, cut_of
 from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
 from ttp.trainer.model import UNCOUNTED
 from ttp.trainer.op_parallel import PlacedLayer, TransformerOpParallelConfig, load_pipeline_func, place_layers
@@ -250,6 +251,9 @@ def test_the_documents_pipeline_func_places_layers(
     assert config.model_config.recomputed_layers == (2, 7)
     assert [stage.stop_layer for stage in cut_of(config)] == [0, 6, 9, 10]
     assert capsys.readouterr().out.count("pipeline id is:") == 10
+    _, alone = config_of(programs, 1, "--encoder_layer=5", "--decoder_layer=5", f"--pipeline_func={path}")
+    check_stages(alone)
+    assert [stage.stop_layer for stage in cut_of(alone)] == [10], "with one stage the function decides nothing"
 
 
 def test_a_pipeline_func_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -298,3 +302,17 @@ def test_pairs_that_cannot_be_read_are_one_line_and_status_2(prepared: Path, tmp
     done = run(["python", "train.py"], tmp_path)
     assert done.returncode == 2 and "output/tokenizer.json, expected a file that is there" in done.stderr
     assert done.stderr.count("\n") == 1 and issubclass(ConfigError, TTPError)
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    """And each row names one, or says that there is none."""
+    page = (ROOT / "docs" / "from" / "mindspore_transformer.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"\*(\w+)\* is\s+`(tests/[\w/]+\.py)`", page))
+    assert set(files) == {"unit", "long", "split"}
+    defined = "".join((ROOT / path).read_text(encoding="utf-8") for path in files.values())
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 20 and not [name for name in named if f"def {name}(" not in defined]
+    rows = [line for line in page.split("## Bytes and memory")[0].splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| ---", "| in the document", "| | test"))]
+    proofs = [row.rstrip("| ").rpartition(" | ")[2] for row in rows]
+    assert len(rows) > 50 and all(re.match(r"unit|long|split|none|tests/", proof) for proof in proofs), proofs
