@@ -27,8 +27,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
-from ttp.checkpoint import load, writer
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.publish import publish
+from ttp.checkpoint.verify import verify
+from ttp.checkpoint.write import write_share
 from ttp.proto.messages import Cause, CauseKind, ShareResult
 
 TENSOR_BYTES = 64 << 20
@@ -80,17 +82,17 @@ class Writer:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "stock", sync_files=True))
 
     def write_share(self, folder: Path) -> ShareResult:
-        return writer.write_share(folder, "iter_0000042_tmp_bench", self.rank, self.held(), {})
+        return write_share(folder, "iter_0000042_tmp_bench", self.rank, self.held(), {})
 
     def publish(self, folder: Path, results: list[ShareResult]) -> None:
         if self.rank == 0:
-            writer.publish(
+            publish(
                 folder, "iter_0000042_tmp_bench", step=42, results=results, cause=CAUSE, record=None, state={"trainer": {}, "optimizer": {"param_groups": []}}, layout={},
                 expected=self.shapes,
             )  # fmt: skip
 
     def verify(self, folder: Path) -> None:
-        load.verify(folder / "iter_0000042", share=(self.rank, self.count))
+        verify(folder / "iter_0000042", share=(self.rank, self.count))
 
     def round(self, folder: Path) -> dict[str, float]:
         took = {}

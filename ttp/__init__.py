@@ -14,8 +14,8 @@ from ttp import error_file
 if TYPE_CHECKING:
     from ttp.adopt.protect import Guard as Guard
     from ttp.adopt.protect import protect as protect
-    from ttp.checkpoint.whole import Checkpoint as Checkpoint
-    from ttp.checkpoint.whole import open_checkpoint as open_checkpoint
+    from ttp.checkpoint.find import Checkpoint as Checkpoint
+    from ttp.checkpoint.find import open_checkpoint as open_checkpoint
     from ttp.config import Settings as Settings
     from ttp.optim.placement import replicas_apart as replicas_apart
     from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ttp.session import start as start
 
 _HOMES = {
-    "Checkpoint": "ttp.checkpoint.whole",
+    "Checkpoint": "ttp.checkpoint.find",
     "ClipNorm": "ttp.optim.replica_optimizer",
     "ClipValue": "ttp.optim.replica_optimizer",
     "LossScale": "ttp.optim.replica_optimizer",
@@ -45,7 +45,7 @@ _HOMES = {
     "current_session": "ttp.session",
     "Guard": "ttp.adopt.protect",
     "protect": "ttp.adopt.protect",
-    "open_checkpoint": "ttp.checkpoint.whole",
+    "open_checkpoint": "ttp.checkpoint.find",
     "replicas_apart": "ttp.optim.placement",
     "start": "ttp.session",
 }

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttp.checkpoint.durable import step_directory_name
+from ttp.checkpoint.format.durable import step_directory_name
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError
 from ttp.exchange import exchange_json

@@ -1,7 +1,7 @@
 """The command `ttp`: one word, then a tool's own command line.
 
     ttp chaos ...      faults for any job, and the verdict (`ttp.chaos.cli`)
-    ttp ckpt ...       checkpoints (`ttp.checkpoint.cli`)
+    ttp ckpt ...       checkpoints (`ttp.checkpoint.cli.main`)
 
 Owns the list of tools and nothing of what they do; a tool is imported when it is asked for.
 """
@@ -24,7 +24,7 @@ class Tool(NamedTuple):
 
 TOOLS = {
     "chaos": Tool("ttp.chaos.cli", "run a job under a schedule of faults, and judge it"),
-    "ckpt": Tool("ttp.checkpoint.cli", "look at checkpoints, compare, export and prune them"),
+    "ckpt": Tool("ttp.checkpoint.cli.main", "look at checkpoints, compare, export and prune them"),
 }
 USAGE = 2
 UNREAD = 1

@@ -20,9 +20,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ttp.checkpoint import load, writer
-from ttp.checkpoint.durable import step_of_directory, write_durably
-from ttp.checkpoint.pieces import list_pieces, remove_superseded
+from ttp.checkpoint import find
+from ttp.checkpoint.format.durable import step_of_directory, write_durably
+from ttp.checkpoint.staging import clean_stale
+from ttp.checkpoint.store import SharedStore, Store
 from ttp.errors import CheckpointError, NotWritable
 from ttp.input_file import read_text
 
@@ -33,10 +34,6 @@ NOTE_NAME = ".ttp_run.json"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 10.0
 """A rank 0 that was killed holds its lock until the kernel has freed it."""
-
-_SAME_FOR_NODES = (
-    "; if that is a rank of this job, its nodes share this directory: set TTP_SHARED_DIRS=True on all of them"
-)
 
 
 def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> None:
@@ -69,12 +66,12 @@ def why_unusable(save_dirs: Sequence[str], failing: Mapping[str, str], first_sta
 class RunDirectories:
     """The view of the checkpoint directories, in order of preference, of the rank that keeps them."""
 
-    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool, *, pieces: bool = False) -> None:
-        """`first_start`: this is not a restart after a fault. `pieces`: each node has directories of its own."""
+    def __init__(self, save_dirs: Sequence[str], job_id: str, first_start: bool, store: Store | None = None) -> None:
+        """`first_start`: this is not a restart after a fault. `store`: what kind of directories they are; None: shared by all ranks."""
         self._save_dirs = tuple(save_dirs)
         self._job_id = job_id
         self._first_start = first_start
-        self._pieces = pieces
+        self._store = store or SharedStore()
         self._locks: dict[str, int] = {}
         self.mark = ""
         """Name of a file that is in each directory between `claim` and `remove_mark`: other ranks look for it."""
@@ -92,7 +89,7 @@ class RunDirectories:
             try:
                 os.makedirs(directory, exist_ok=True)
                 self._lock(directory)
-                writer.clean_stale(directory)
+                clean_stale(directory)
                 if self._first_start:
                     (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
                 (Path(directory) / mark).touch()
@@ -121,9 +118,9 @@ class RunDirectories:
         """All ranks have loaded the checkpoint of `step`: of older ones, the attempts that later ones have superseded go."""
         for directory in self._readable:
             try:
-                removed = remove_superseded([directory], below=step)
+                removed = self._store.remove_superseded([directory], step)
             except OSError as error:
-                log.warning("superseded pieces in %s stay, for it cannot be read: %s", directory, error)
+                log.warning("superseded parts in %s stay, for it cannot be read: %s", directory, error)
                 continue
             for path in removed:
                 log.info(
@@ -133,8 +130,7 @@ class RunDirectories:
     def candidates(self, choice: str) -> list[str]:
         """Return the checkpoints that `Session.resume(choice)` may load, newest first. Raises CheckpointError, and OSError where
         a directory cannot be read: at a restart where none can."""
-        listed = list_pieces if self._pieces else load.list_checkpoints
-        found = [str(path) for path in load.list_readable(self._readable, self._pass_over, listed)]
+        found = [str(path) for path in find.list_readable(self._readable, self._pass_over, self._store.list_published)]
         if choice == "auto":
             return found
         named = [] if choice == "never" else [str(Path(choice).resolve())]
@@ -142,18 +138,13 @@ class RunDirectories:
             raise CheckpointError(
                 f"resume is {choice!r}: wanted auto, never, or the path of a checkpoint (.../iter_0000042)"
             )
-        if named and self._pieces and str(Path(named[0]).parent) not in map(os.path.realpath, self._save_dirs):
-            # What other nodes lack is put beside it, and it gets its name there: that is for this run's directories only.
-            raise CheckpointError(
-                f"resume is {choice!r} with TTP_SHARED_DIRS=False: wanted a checkpoint in one of this run's directories"
-                f" ({', '.join(self._save_dirs)}), got one in {Path(named[0]).parent}; copy it there, or name its directory among"
-                " them"
-            )
-        after = load.step_of(named[0]) if named else 0
+        if named:
+            self._store.check_choice(Path(named[0]), self._save_dirs)
+        after = find.step_of(named[0]) if named else 0
         earlier = self._note_of_this_job()
         if earlier is not None:  # a restart: what was not there at the first start is this run's
             return [path for path in found if path not in earlier] + named
-        newer = [path for path in found if load.step_of(path) > after]
+        newer = [path for path in found if find.step_of(path) > after]
         if newer:
             raise CheckpointError(
                 f"resume is {choice!r}, but {Path(newer[0]).parent} holds newer checkpoints (the newest: {Path(newer[0]).name}),"
@@ -215,7 +206,7 @@ class RunDirectories:
                 os.close(descriptor)
                 raise NotWritable(
                     f"checkpoint directory {path.parent} is in use by another job (its rank 0: {owner}); two jobs would publish"
-                    f" over each other: end that job, or choose another directory{_SAME_FOR_NODES if self._pieces else ''}"
+                    f" over each other: end that job, or choose another directory{self._store.in_use_advice}"
                 ) from None
         self._locks[directory] = descriptor
         try:

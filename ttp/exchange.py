@@ -84,18 +84,11 @@ def check_joined(caller: str) -> None:
 
 
 class JobRanks:
-    """The job's ranks, agreeing on a checkpoint (`load.Voters`)."""
+    """The job's ranks (`ttp.checkpoint.store.Peers`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.index, self.count = world()
         self._device = device
-
-    def same_list(self, paths: list[str]) -> list[str]:
-        shared: list[str] = broadcast_json(paths, self._device)
-        return shared
-
-    def first_failure(self, reason: str) -> str:
-        return next((other for other in exchange_json(reason, self._device) if other), "")
 
     def exchange(self, value: Any) -> list[Any]:
         return exchange_json(value, self._device)

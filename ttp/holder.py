@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ttp.checkpoint import shards, writer
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.keys import param_group_blobs
-from ttp.checkpoint.manifest import check_plain
-from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.keys import param_group_blobs
+from ttp.checkpoint.format.manifest import check_json_value
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.store import SharedStore, Store
+from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results, write_share
 from ttp.errors import CheckpointError, ConfigError
 from ttp.protected import ProtectedOptimizer
 from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
@@ -66,7 +67,7 @@ class StepStates:
         if not isinstance(state, Mapping):
             raise ConfigError(f"step {step}: the step state is a {type(state).__name__}, expected a mapping")
         try:
-            check_plain(state, "state")
+            check_json_value(state, "state")
         except CheckpointError as error:
             raise ConfigError(f"step {step}: the step state is invalid: {error}; convert arrays and tensors") from None
         body = json.dumps(state)
@@ -104,10 +105,12 @@ class OptimizerHolder:
         save_dirs: Sequence[str],
         layout: Mapping[str, Any],
         publisher: Publisher | None = None,
+        store: Store | None = None,
     ) -> None:
-        """publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
+        """store: where checkpoints are; None: in directories that all ranks share. publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
         self.optimizer = optimizer
         self._publisher = publisher
+        self.store = store or SharedStore()
         self.step_states = StepStates()
         self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
         """`with around(point, step, path):` encloses every write and publish, for fault injection."""
@@ -127,10 +130,6 @@ class OptimizerHolder:
         self._rank = rank
         self._layout = dict(layout)
         self._trusted: frozenset[str] = frozenset()
-        self.hosts: tuple[str, ...] = ()
-        """Every rank's node, where each node has directories of its own; set before anything is published."""
-        self.start = 0
-        """The number of this start of the job, where `hosts` is set."""
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
         self._io_done = 0  # written by the thread that carries out the order, read by any
@@ -146,7 +145,7 @@ class OptimizerHolder:
         directory, name, step = order.directory, order.tmp_name, order.step
         reused, left = self._written.take(step, directory, name, order.parts)
         parts = [part for part in order.parts if part in left]
-        result = joined(reused, self.write_parts(directory, name, step, parts)) if parts else reused
+        result = merge_results(reused, self.write_parts(directory, name, step, parts)) if parts else reused
         self._written.add(step, WrittenShare(directory, name, frozenset(order.parts), result))
         return result
 
@@ -159,12 +158,10 @@ class OptimizerHolder:
                 raise CheckpointError(
                     f"rank {self._rank}: asked to write shard group {part.group_id}, which it does not hold"
                 )
-            tensors += shards.split_parts(holdings[part.group_id], part.count)[part.index]
+            tensors += tiling.split_parts(holdings[part.group_id], part.count)[part.index]
         suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
         with self.around("write", step, f"{directory}/{tmp_name}"):
-            return writer.write_share(
-                directory, tmp_name, self._rank, tensors, {}, suffix=suffix, advance=self._advance
-            )
+            return write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix, advance=self._advance)
 
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
@@ -183,12 +180,11 @@ class OptimizerHolder:
             "blobs": param_group_blobs(self._param_groups(order.step)),
             "rank": self._rank,
             "term": order.term,
+            "expected": self.optimizer.expected_tensors(),
+            "trusted": self._trusted,
             "advance": self._advance,
         }
-        if self.hosts:
-            return writer.publish_piece(order.directory, order.tmp_name, **fields, hosts=self.hosts, start=self.start)
-        expected = self.optimizer.expected_tensors()
-        return writer.publish(order.directory, order.tmp_name, **fields, expected=expected, trusted=self._trusted)
+        return self.store.publish(order.directory, order.tmp_name, **fields)
 
     def _record_of(self, order: PublishOrder) -> CommitRecord | None:
         """Return the commit record of the ordered step: this rank's own where it has one, which no order can change."""

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ttp.checkpoint import writer
+from ttp.checkpoint.node_local.parts import next_start
+from ttp.checkpoint.node_local.store import NodeLocalStore
+from ttp.checkpoint.staging import probe_writable
+from ttp.checkpoint.store import SharedStore, Store
 from ttp.config import Settings
 from ttp.directories import NO_ROOM, RunDirectories, check_same, why_unusable
 from ttp.errors import CheckpointError, ConfigError, NotWritable
@@ -57,30 +60,28 @@ class JobDirectories:
         self._settings = settings
         self._rank = rank
         self._device = device
-        self.hosts, self.start = self._agree_on_hosts()
-        """Every rank's node and this start's number where nodes have directories of their own, nothing where all share them."""
-        self._keeper = self.hosts.index(settings.host) if self.hosts else 0
-        self.keeps = rank == self._keeper
+        self.store = self._agree_on_store()
+        self.keeps = rank == self.store.leader
         """This rank looks after the directories: for all ranks, or for those of its node."""
-        self.node = f"node {settings.host}: " if self.hosts else ""
-        """What a keeper's error begins with."""
-        self._mine = RunDirectories(
-            self.named, settings.job_id, settings.round_number == 0, pieces=not settings.shared_dirs
-        )
+        self.node = f"node {self.store.node}: " if self.store.node else ""
+        """What a directory leader's error begins with."""
+        self._mine = RunDirectories(self.named, settings.job_id, settings.round_number == 0, self.store)
         self.used, self.serving = self._prepare()
         """Those that this start writes into, and those of them that could take a checkpoint at its begin."""
 
-    def _agree_on_hosts(self) -> tuple[tuple[str, ...], int]:
+    def _agree_on_store(self) -> Store:
+        """Return the kind of directories that all ranks have. Raises ConfigError."""
         shared_dirs, host = self._settings.shared_dirs, self._settings.host
-        start = 0 if shared_dirs else writer.next_start(self.named)
+        start = 0 if shared_dirs else next_start(self.named)
         told = exchange_json([shared_dirs, host, start], self._device)
         shared = {bool(value) for value, _, _ in told}
         if len(shared) > 1:
             alone = [rank for rank, (value, _, _) in enumerate(told) if not value]
             raise ConfigError(f"TTP_SHARED_DIRS is False on ranks {alone} only: wanted the same on all nodes")
         if shared_dirs:
-            return (), 0
-        return tuple(str(host) for _, host, _ in told), max(int(start) for _, _, start in told)
+            return SharedStore()
+        hosts, starts = [str(host) for _, host, _ in told], [int(start) for _, _, start in told]
+        return NodeLocalStore(hosts, max(starts), self._rank)
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         refusal = ""
@@ -92,12 +93,12 @@ class JobDirectories:
         # No attempt begins before old ones are removed.
         told = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
         refusal = next((text for text, _, _ in told if text), "")
-        _, mark, unclaimed = told[self._keeper]
+        _, mark, unclaimed = told[self.store.leader]
         failing = {directory: Failure(why, full=False) for directory, why in unclaimed.items()}
         try:
             for directory in () if refusal else self.named:
                 if directory not in failing:
-                    check_same(directory, mark, self._keeper, self._settings.host if self.hosts else "")
+                    check_same(directory, mark, self.store.leader, self.store.node)
                     failing |= self._found_failing(directory)
         except NotWritable as error:
             refusal = f"rank {self._rank}: {error}"
@@ -118,7 +119,7 @@ class JobDirectories:
 
     def _found_failing(self, directory: str) -> dict[str, Failure]:
         try:
-            writer.probe_writable(directory)
+            probe_writable(directory)
         except NotWritable as error:
             why = error.__cause__
             full = isinstance(why, OSError) and why.errno in NO_ROOM
@@ -138,15 +139,14 @@ class JobDirectories:
         answers = exchange_json([refusal, paths], self._device)
         if refusal := next((text for text, _ in answers if text), ""):
             raise CheckpointError(refusal)
-        chosen: list[str] = answers[self._keeper][1]
+        chosen: list[str] = answers[self.store.leader][1]
         return chosen
 
     def forget_superseded(self, step: int) -> None:
-        """This rank has loaded the checkpoint of `step`; when all have, keepers of nodes' own directories remove what it supersedes."""
-        if self.hosts:
-            exchange_json("", self._device)
-            if self.keeps:
-                self._mine.forget_superseded(step)
+        """This rank has loaded the checkpoint of `step`; when all have, directory leaders remove what it supersedes."""
+        exchange_json("", self._device)
+        if self.keeps:
+            self._mine.forget_superseded(step)
 
     def release(self) -> None:
         """Give the locks back (this rank alone)."""

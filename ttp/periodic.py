@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ttp.checkpoint import writer
+from ttp.checkpoint.staging import discard_staging
 from ttp.errors import CheckpointError
 from ttp.exchange import exchange_json
 from ttp.holder import OptimizerHolder
@@ -95,7 +95,7 @@ class PeriodicSaves:
     def _discard(self, directory: str, tmp_name: str) -> None:
         """Give a failed attempt's room back: the dying gasp may need it."""
         if self._directories.keeps:
-            writer.discard_attempt(directory, tmp_name)
+            discard_staging(directory, tmp_name)
 
     def _order(
         self, directory: str, tmp_name: str, step: int, cause: Cause, results: tuple[ShareResult, ...]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ttp.checkpoint.durable import step_of_directory
+from ttp.checkpoint.format.durable import step_of_directory
 
 log = logging.getLogger("ttp")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.proto.messages import CommitRecord, ShardGroup
 from ttp.tracking import UpdateTracker
 

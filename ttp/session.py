@@ -38,9 +38,11 @@ import torch
 from ttp import checked, error_file, last_step, saved_alone, torch_range
 from ttp.alone import BoundarySave
 from ttp.chaos.hook import RankFaults
-from ttp.checkpoint import gather, load
-from ttp.checkpoint.durable import steps_in
-from ttp.checkpoint.manifest import Manifest
+from ttp.checkpoint.find import newest_finite
+from ttp.checkpoint.format.durable import steps_in
+from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.reader import Reader
+from ttp.checkpoint.store import Request
 from ttp.config import Settings
 from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
 from ttp.exchange import JobRanks, check_joined, exchange_json, world
@@ -192,8 +194,8 @@ class Session:
             save_dirs=self.save_dirs,
             layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
             publisher=publisher,
+            store=self._directories.store,
         )
-        self.holder.hosts, self.holder.start = self._directories.hosts, self._directories.start
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         keeps = keep_checkpoint_max is not None and self._directories.keeps
         self._retention = Retention(keep_checkpoint_max) if keeps and keep_checkpoint_max is not None else None
@@ -262,7 +264,6 @@ class Session:
             return self._resume(choice, check)
 
     def _resume(self, choice: str, check: Callable[[Mapping[str, Any]], None]) -> ResumePoint | None:
-        voters = JobRanks(self._device)
         candidates = self._directories.candidates(choice)
         anything = any(exchange_json(bool(candidates), self._device))
         reasons: list[str] = []
@@ -279,21 +280,16 @@ class Session:
             except ValueError as error:
                 raise CorruptCheckpoint(f"manifest.json: state.trainer.{error}") from error
 
-        if self._directories.hosts:
-            found = gather.newest(
-                candidates,
-                save_dirs=self._directories.named,
-                serving=self._directories.serving,
-                hosts=self._directories.hosts,
-                peers=voters,
-                expected=self.optimizer.expected_tensors(),
-                targets=self.optimizer.load_targets(),
-                on_skip=skip,
-                say=self._say,
-                check=usable,
-            )
-        else:
-            found = load.first_valid(candidates, voters=voters, on_skip=skip, check=usable)
+        request = Request(
+            save_dirs=self._directories.named,
+            serving=self._directories.serving,
+            expected=self.optimizer.expected_tensors(),
+            targets=self.optimizer.load_targets,
+            check=usable,
+            on_skip=skip,
+            report=self._say,
+        )
+        found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
@@ -317,12 +313,10 @@ class Session:
         if self.rank == 0:
             log.warning("skipping checkpoint %s: %s", path, reason)
 
-    def _load(self, found: load.Found) -> ResumePoint:
+    def _load(self, found: Reader) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
         self._faults.at_start("resume")
-        if not self._directories.hosts:  # else checked by all tables: a piece's manifest knows a part
-            load.check_matches(path, self.optimizer.expected_tensors())
-        load.read_into(path, self.optimizer.load_begin(), found.metadata)
+        found.read_into(self.optimizer.load_begin())
         self._faults.at_start("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
@@ -340,7 +334,7 @@ class Session:
 
     def _warn_not_finite(self, path: str, step: int) -> None:
         try:
-            newest = load.newest_finite(self._directories.serving)
+            newest = newest_finite(self._directories.serving)
         except OSError:
             newest = None
         whole = f"{newest}; move the newer ones away to go on from it" if newest is not None else "none that is left"

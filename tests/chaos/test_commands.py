@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.conftest import JOB_S, SMALL
 from tests.chaos.test_make import make
-from ttp.checkpoint.cli import main as ckpt
+from ttp.checkpoint.cli.main import main as ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,8 @@ import pytest
 
 from ttp.chaos.job import marked
 from ttp.chaos.nodes import why_not
-from ttp.checkpoint.load import list_checkpoints, verify
+from ttp.checkpoint.find import list_checkpoints
+from ttp.checkpoint.verify import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import Launch
-from ttp.checkpoint.load import list_checkpoints, verify
+from ttp.checkpoint.find import list_checkpoints
+from ttp.checkpoint.verify import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

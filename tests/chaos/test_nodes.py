@@ -20,7 +20,8 @@ from ttp.chaos.job import Job, Observed, read_jsonl
 from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
 from ttp.chaos.nodes_job import RENDEZVOUS, NodesJob
 from ttp.chaos.verdict import by_step, compare
-from ttp.checkpoint.load import list_checkpoints, verify
+from ttp.checkpoint.find import list_checkpoints
+from ttp.checkpoint.verify import verify
 
 WHY_NOT = why_not()
 pytestmark = [

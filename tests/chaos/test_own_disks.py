@@ -26,8 +26,8 @@ from tests.chaos.test_nodes import (
 from ttp import saved_alone
 from ttp.chaos.nodes import Node
 from ttp.chaos.nodes_job import NodesJob
-from ttp.checkpoint.durable import step_directory_name
-from ttp.checkpoint.manifest import Manifest, read_manifest
+from ttp.checkpoint.format.durable import step_directory_name
+from ttp.checkpoint.format.manifest import Manifest, read_manifest
 from ttp.standby import last_term_of
 
 __all__ = ["nodes"]

@@ -14,7 +14,7 @@ from tests.chaos.conftest import RunJob, arguments
 from tests.chaos.launching import Launch
 from ttp import saved_alone
 from ttp.chaos.job import Job
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.launch.round import UNLED_S, UNPROTECTED_S
 from ttp.proto.messages import CauseKind
 

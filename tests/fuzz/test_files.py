@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.conftest import CAUSE, Job
 from tests.unit.checkpoint.test_manifest import a_manifest, resealed
 from ttp.chaos.scenario import load_scenario
-from ttp.checkpoint import contents, dcp, durable, load
-from ttp.checkpoint import manifest as manifests
+from ttp.checkpoint.format import dcp, durable, file_index
+from ttp.checkpoint.format import manifest as manifests
+from ttp.checkpoint.reader import read_into
+from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from ttp.launch.rank_table import read_rank_table
 from ttp.proto.messages import CommitRecord, FileEntry, ShareResult
@@ -226,8 +228,8 @@ def test_the_index_of_torch_is_read_or_corrupt(rng: random.Random) -> None:
         body["files"] = [each if each["name"] != ".metadata" else entry for each in body["files"]]
         (Path(folder) / "manifest.json").write_bytes(resealed(body))
         try:
-            load.verify(Path(folder))
-            load.read_into(folder, Job({"model.w": torch.zeros((5, 7)), "model.b": torch.zeros(5)}).held(), found)
+            verify(Path(folder))
+            read_into(folder, Job({"model.w": torch.zeros((5, 7)), "model.b": torch.zeros(5)}).held(), found)
         except CheckpointError:
             return
 
@@ -240,13 +242,13 @@ def test_a_table_of_contents_is_read_or_corrupt(rng: random.Random) -> None:
         if rng.random() < 0.9
         else rng.choice((b"[" * 90_000, b"1" * 5000, b"\xff"))
     )
-    content = body + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + contents.MAGIC
+    content = body + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + file_index.MAGIC
     if rng.random() < 0.2:
         content = content[: rng.randrange(len(content))] + rng.randbytes(5)
     path = a_file(content)
     try:
-        found = contents.read_contents(path.parent, [ShareResult((FileEntry(path.name, len(content), "", 0),))])
-        from ttp.checkpoint.publish import check_complete
+        found = file_index.read_contents(path.parent, [ShareResult((FileEntry(path.name, len(content), "", 0),))])
+        from ttp.checkpoint.verify import check_complete
 
         check_complete(found)
     except CorruptCheckpoint as error:

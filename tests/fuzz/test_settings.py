@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttp.checkpoint.cli import command_first
-from ttp.checkpoint.cli import parser as ckpt_parser
+from ttp.checkpoint.cli.main import command_first
+from ttp.checkpoint.cli.main import parser as ckpt_parser
 from ttp.config import VARIABLES, Settings
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PieceWorker(Worker):
-    """Publishes in the steps of `publish_piece`: claim, manifest, rename, tracker, answer; each a moment of its own."""
+    """Publishes in the steps of `publish_part`: claim, manifest, rename, tracker, answer; each a moment of its own."""
 
     def __init__(self, process: Rank) -> None:
         super().__init__(process)

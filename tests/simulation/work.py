@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File, Manifest, final_name, look_at
 from tests.simulation.waits import Blocked
-from ttp.checkpoint.reuse import WrittenShare, WrittenShares, joined
+from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results
 from ttp.errors import TornShare
 from ttp.processor import events as ev
 from ttp.processor.worker import Held, Task, Tasks
@@ -182,7 +182,7 @@ class Worker:
             if parts:
                 content = tuple((p.group_id, p.index, p.count, after[p.group_id]) for p in parts)
                 self.job.disk.write(self._root(order), order.tmp_name, name, self._write(order, name, content))
-                result = joined(reused, ShareResult((FileEntry(name, PART_BYTES * len(parts), "0", self.rank),)))
+                result = merge_results(reused, ShareResult((FileEntry(name, PART_BYTES * len(parts), "0", self.rank),)))
         except DiskError as error:
             self._failed(error)
             return

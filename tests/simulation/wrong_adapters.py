@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttp.checkpoint.reuse import WrittenShares, joined
+from ttp.checkpoint.write import WrittenShares, merge_results
 from ttp.controller.handler import Handler as ControllerHandler
 from ttp.processor.events import Event, WriteDone, WriteShare
 from ttp.processor.gate import Gate
@@ -83,7 +83,7 @@ def shares_with_other_parts_are_linked(patch: Patch) -> None:
         for share in self._shares if step == self._step else []:
             fits = share.directory == directory and share.tmp_name != tmp_name and bool(share.parts & left)
             if fits and self._link(directory, share, tmp_name):
-                left, result = left - share.parts, joined(result, share.result)
+                left, result = left - share.parts, merge_results(result, share.result)
         return result, left
 
     patch.setattr(WrittenShares, "take", wrong)

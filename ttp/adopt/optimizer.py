@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from ttp.adopt.averages import Average
 from ttp.adopt.numbers import PassNumbers
 from ttp.adopt.state import AdoptedState, check_optimizer
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFinite, ProtocolError
 from ttp.exchange import exchange_json, world
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters

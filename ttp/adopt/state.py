@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ttp.adopt.averages import Average, Averages
-from ttp.checkpoint import shards
-from ttp.checkpoint.block import Block
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.keys import model_key, optim_state_key
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.keys import model_key, optim_state_key
+from ttp.checkpoint.format.types import Block, HeldTensor
 from ttp.errors import ConfigError, LayoutError
 from ttp.exchange import exchange_json
 from ttp.optim.base_state import make_state
@@ -88,7 +87,7 @@ class AdoptedState:
 
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         return tuple(
-            ShardGroup(group, self._labels[group], shards.nbytes_of(held)) for group, held in self.holdings().items()
+            ShardGroup(group, self._labels[group], tiling.nbytes_of(held)) for group, held in self.holdings().items()
         )
 
     def counts(self, param: torch.Tensor) -> bool:
@@ -236,7 +235,7 @@ class AdoptedState:
     def _tell_each_other(self) -> None:
         """Learn the whole job's tensors, and who holds the same as this rank (a collective over WORLD)."""
         held = {place: [_held(entry) for entry in entries] for place, entries in self._by_place().items()}
-        self._group_ids = {place: shards.address_hash(tensors) for place, tensors in held.items()}
+        self._group_ids = {place: tiling.address_hash(tensors) for place, tensors in held.items()}
         shapes = {entry.key: list(entry.tensor.shape) for entry in self._entries()}
         names = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         told = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)

@@ -30,8 +30,9 @@ from transformers.trainer_utils import has_length
 
 from ttp.adopt.host import from_json
 from ttp.adopt.protect import Guard, protect
-from ttp.checkpoint import load
-from ttp.checkpoint.whole import open_checkpoint
+from ttp.checkpoint import find
+from ttp.checkpoint.find import open_checkpoint
+from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch
 from ttp.exchange import broadcast_json
 from ttp.protection import show
@@ -67,7 +68,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         cause: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                found = load.find_newest_valid([Path(directory) for directory in self._save_dirs])
+                found = find.find_newest_valid([Path(directory) for directory in self._save_dirs])
                 path = str(self._write(found, trainer)) if found is not None else ""
             except Exception as error:  # whatever it is: the others wait for it
                 cause, refusal = error, f"{type(error).__name__}: {error}"
@@ -84,7 +85,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
             self.guard.close()
             self.guard = None
 
-    def _write(self, found: load.Found, trainer: Any) -> Path:
+    def _write(self, found: Reader, trainer: Any) -> Path:
         state = found.manifest.state["trainer"].get("state")
         saved = state.get("trainer") if isinstance(state, dict) else None
         if saved is None:

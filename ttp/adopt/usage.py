@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ttp.adopt.state import unwrapped
-from ttp.checkpoint.durable import steps_in
+from ttp.checkpoint.format.durable import steps_in
 from ttp.protection import show
 from ttp.session import ResumePoint, Session, find_session
 

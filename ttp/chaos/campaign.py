@@ -29,7 +29,7 @@ from ttp.chaos.stage import staged
 from ttp.chaos.target import OUTPUT
 from ttp.chaos.tensors import compare_checkpoints
 from ttp.chaos.watch import Record, StepTold
-from ttp.checkpoint.load import list_checkpoints, step_of
+from ttp.checkpoint.find import list_checkpoints, step_of
 from ttp.errors import ConfigError
 from ttp.input_file import read_json
 

@@ -24,7 +24,7 @@ from ttp.chaos.nodes import Node, NodesError
 from ttp.chaos.scenario import KINDS, FaultSpec
 from ttp.chaos.target import Target
 from ttp.chaos.watch import Key, Record
-from ttp.checkpoint.load import list_checkpoints
+from ttp.checkpoint.find import list_checkpoints
 
 SIGNALS = {
     "kill": signal.SIGKILL,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ttp.chaos.memory import Curve
-from ttp.checkpoint.durable import read_tracker
-from ttp.checkpoint.load import list_checkpoints, verify
+from ttp.checkpoint.find import list_checkpoints
+from ttp.checkpoint.format.durable import read_tracker
+from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError
 
 DEEP_BYTES = 1 << 30

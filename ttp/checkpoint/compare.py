@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ttp.checkpoint.stored import Stored, numel_of
+from ttp.checkpoint.reader import Reader
 
 WINDOW_ELEMENTS = 32 << 20
 """Of both sides at a time: 128 MiB each in float32, a stored box's size."""
@@ -64,7 +64,7 @@ class Tally:
         return sum(each.count for each in self.differences)
 
 
-def compare(a: Stored, b: Stored, advance: Callable[[int], None] = lambda count: None) -> dict[Kind, Tally]:
+def compare(a: Reader, b: Reader, advance: Callable[[int], None] = lambda count: None) -> dict[Kind, Tally]:
     """Compare all tensors and plain values; `advance` is told of elements. Raises CorruptCheckpoint."""
     tallies = {kind: Tally() for kind in Kind}
     for key in sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys(), key=_natural):
@@ -91,7 +91,7 @@ def _natural(key: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
 
 
-def _described(a: Stored, b: Stored, key: str) -> Difference | None:
+def _described(a: Reader, b: Reader, key: str) -> Difference | None:
     """Return how type or shape differ, or that one has no such tensor."""
     texts = []
     for side in (a, b):
@@ -100,10 +100,10 @@ def _described(a: Stored, b: Stored, key: str) -> Difference | None:
     return None if texts[0] == texts[1] else Difference(kind_of(key), key, texts[0], texts[1])
 
 
-def _elements(a: Stored, b: Stored, key: str, tally: Tally, advance: Callable[[int], None]) -> Difference | None:
+def _elements(a: Reader, b: Reader, key: str, tally: Tally, advance: Callable[[int], None]) -> Difference | None:
     """Return the first element that differs, how many do and by how much; None: the same bits."""
     spec = a.manifest.tensors[key]
-    numel = numel_of(spec)
+    numel = spec.numel
     tally.elements += numel
     first: tuple[int, str, str] | None = None
     count, largest, measured = 0, 0.0, True
@@ -157,7 +157,7 @@ def _texts(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]:
     return f"{texts[0]} (bits {first})", f"{texts[1]} (bits {second})"
 
 
-def _plain(side: Stored) -> dict[str, str]:
+def _plain(side: Reader) -> dict[str, str]:
     """Return the plain values and the host state by name, each as text that tells all its bits."""
     found = {key: repr(value) for key, value in side.blobs().items()}
     return found | dict(flattened(side.manifest.state, "state"))

@@ -1,4 +1,4 @@
-"""Telling a valid checkpoint from a broken one.
+"""Tell a valid checkpoint from a broken one, and a whole set of shares from one with holes.
 
 Owns the checks, from cheap to dear: manifest, names and sizes, torch's metadata and completeness, checksums. Changes
 nothing.
@@ -7,16 +7,18 @@ nothing.
 from __future__ import annotations
 
 import heapq
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from ttp.checkpoint import dcp
-from ttp.checkpoint.durable import sha256_of, step_of_directory
-from ttp.checkpoint.manifest import Manifest, TensorSpec, read_manifest
-from ttp.checkpoint.shards import tiling_error
+from ttp.checkpoint.format import dcp
+from ttp.checkpoint.format.durable import sha256_of, step_of_directory
+from ttp.checkpoint.format.file_index import Contents
+from ttp.checkpoint.format.manifest import Manifest, TensorSpec, read_manifest
+from ttp.checkpoint.format.tiling import tiling_error
 from ttp.errors import CorruptCheckpoint
 from ttp.proto.messages import FileEntry
 
@@ -33,8 +35,7 @@ def verify(
 ) -> Manifest:
     """Check a published checkpoint and return its manifest. Raises CorruptCheckpoint naming what is broken.
 
-    A node's piece of one (its manifest names hosts) is judged by what is there: whether the rest exists, only all nodes
-    together can say.
+    A node's part (its manifest names hosts) is judged by what is there: whether the rest exists, only all nodes together can say.
 
     deep: compare checksums as well as names, sizes and completeness.
     share: (i, n): do only the i-th of n nearly equal parts of the dear work, so that n ranks can do it together; the
@@ -64,7 +65,7 @@ def verify(
 
 
 def files_here(root: Path, manifest: Manifest) -> tuple[FileEntry, ...]:
-    """Return which files of a checkpoint that lies on several nodes this node's piece has, at their full sizes."""
+    """Return which files of a checkpoint of several nodes this node's part has, at their full sizes."""
     found = []
     for file in manifest.files:
         path = root / file.name
@@ -156,3 +157,58 @@ def _check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | Non
             raise CorruptCheckpoint(
                 f"{root / file.name} was altered since rank {file.rank} wrote it: sha256 {found}, wanted {file.sha256}"
             )
+
+
+def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | None = None) -> dict[str, TensorSpec]:
+    """Prove by exact arithmetic that the shares hold every tensor exactly once; return what each tensor is.
+
+    expected: shape by key; None: whatever the shares name. Raises CorruptCheckpoint naming the first hole, overlap,
+    contradiction or missing key. Blobs may be there more than once: the first one counts.
+    """
+    files = {file.name: file for file in contents.files}
+    if len(files) != len(contents.files):
+        raise CorruptCheckpoint("two shares name the same file: every writer must use names of its own")
+    specs: dict[str, TensorSpec] = {}
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in contents.tensors:
+        spec = specs.setdefault(entry.key, TensorSpec(entry.dtype, entry.shape))
+        if spec != TensorSpec(entry.dtype, entry.shape):
+            raise CorruptCheckpoint(
+                f"{entry.key!r} is {spec.dtype} of {spec.shape} in one share and {entry.dtype} of {entry.shape} in another"
+            )
+        dcp.dtype_of(entry.dtype)
+        boxes.setdefault(entry.key, []).append((entry.offsets, entry.sizes))
+        places.setdefault(entry.file, []).append((entry.position, entry.length, entry.key))
+    for blob in contents.blobs:
+        if blob.file not in files or not 0 <= blob.position <= blob.position + blob.length <= files[blob.file].nbytes:
+            raise CorruptCheckpoint(f"blob {blob.key!r} is said to lie outside the file {blob.file}")
+    _check_places(places, files)
+    for key, shape in sorted((expected or {}).items()):
+        if key not in specs:
+            raise CorruptCheckpoint(f"{key!r} of shape {tuple(shape)} is in no share: no live holder wrote it")
+        if specs[key].shape != tuple(shape):
+            raise CorruptCheckpoint(f"{key!r} has shape {specs[key].shape} in the shares, wanted {tuple(shape)}")
+    for key, spec in sorted(specs.items()):
+        if expected is not None and key not in expected:
+            raise CorruptCheckpoint(f"{key!r} of shape {spec.shape} is in a share but belongs to no expected tensor")
+        # An empty tensor has nothing that could be there twice.
+        error = tiling_error(spec.shape, boxes[key][:1] if math.prod(spec.shape) == 0 else boxes[key])
+        if error is not None:
+            raise CorruptCheckpoint(f"{key!r}: {error}")
+    return specs
+
+
+def _check_places(places: Mapping[str, list[tuple[int, int, str]]], files: Mapping[str, FileEntry]) -> None:
+    """Every box has bytes of its own within a listed file."""
+    for name, spans in sorted(places.items()):
+        if name not in files:
+            raise CorruptCheckpoint(f"{spans[0][2]!r} is said to lie in {name}, which no share lists")
+        end = 0
+        for position, length, key in sorted(spans):
+            if position < end or length <= 0 or position + length > files[name].nbytes:
+                raise CorruptCheckpoint(
+                    f"{key!r} is said to lie at bytes {position} to {position + length} of {name}, which has "
+                    f"{files[name].nbytes} bytes and whose last box ended at {end}"
+                )
+            end = position + length

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ttp.checkpoint.durable import step_of_directory
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.launch.story import Recorded, blames_a_peer
 
 Line = Mapping[str, Any]

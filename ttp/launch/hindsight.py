@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ttp.checkpoint.durable import step_of_directory
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.launch.fault_story import ENDED, NOTICE, Culprit, FaultStory, Line
 from ttp.proto.messages import CauseKind
 from ttp.wording import counted

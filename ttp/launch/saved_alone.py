@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttp.checkpoint.manifest import Manifest, read_manifest
+from ttp.checkpoint.format.manifest import Manifest, read_manifest
 from ttp.errors import CheckpointError
 from ttp.launch.fault_story import NOTICE, Line
 from ttp.proto.messages import EXIT_CODE_PERSISTED

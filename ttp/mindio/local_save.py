@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ttp.checkpoint.contents import read_contents
+from ttp.checkpoint.format.file_index import read_contents
 from ttp.errors import CheckpointError
 from ttp.mindio.handlers import RenameHandler, SaveHandler
 from ttp.mindio.state import WholeState, read_whole

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ttp.checkpoint.keys import model_key, optim_state_key
+from ttp.checkpoint.format.keys import model_key, optim_state_key
 from ttp.errors import CheckpointMismatch
 from ttp.mindio.state import WholeState
 

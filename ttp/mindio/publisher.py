@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from ttp.checkpoint import dcp
-from ttp.checkpoint.contents import read_contents
-from ttp.checkpoint.durable import fsync_directory, step_directory_name, write_durably
-from ttp.checkpoint.publish import check_complete, claim_attempt
+from ttp.checkpoint.format import dcp
+from ttp.checkpoint.format.durable import fsync_directory, step_directory_name, write_durably
+from ttp.checkpoint.format.file_index import read_contents
+from ttp.checkpoint.publish import claim_staging
 from ttp.checkpoint.staging import check_files, check_name
+from ttp.checkpoint.verify import check_complete
 from ttp.errors import CheckpointError
 from ttp.mindio.local_save import LocalSave, Trainer
 from ttp.mindio.save_calls import Call, Plan, savings
@@ -51,7 +52,7 @@ class HandlerPublisher:
         self._save.check_handlers(step)
         files = [file for result in order.results for file in result.files]
         check_files(files)
-        claim = claim_attempt(root, order.tmp_name, files, note)
+        claim = claim_staging(root, order.tmp_name, files, note.exists, f"is {root} the same directory on every node?")
         if claim is None:
             raise CheckpointError(f"step {step}: {root / order.tmp_name} was taken over by another publisher")
         self._check_shares(claim, order, advance)

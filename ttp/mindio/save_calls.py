@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttp.checkpoint.durable import step_directory_name
+from ttp.checkpoint.format.durable import step_directory_name
 from ttp.errors import CheckpointError
 from ttp.mindio.local_save import LocalSave, Saving
 from ttp.proto.messages import FileEntry, ShareResult

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.checkpoint import dcp, load
-from ttp.checkpoint.contents import Contents
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.keys import model_key, nested_path, optim_state_key
+from ttp.checkpoint.format import dcp
+from ttp.checkpoint.format.file_index import Contents
+from ttp.checkpoint.format.keys import model_key, nested_path, optim_state_key
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.reader import read_into
 from ttp.errors import CheckpointMismatch
 from ttp.exchange import exchange_json, world
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
@@ -110,7 +111,7 @@ def read_whole(
     listed = {entry.key: entry for entry in reversed(contents.tensors) if entry.key in wanted}
     tensors = {key: torch.empty(entry.shape, dtype=dcp.dtype_of(entry.dtype)) for key, entry in listed.items()}
     targets = [HeldTensor(key, tuple(tensor.shape), 0, tensor.view(-1)) for key, tensor in tensors.items()]
-    load.read_into(folder, targets, dcp.metadata_of(contents))
+    read_into(folder, targets, dcp.metadata_of(contents))
     return WholeState(step, tensors, host)
 
 

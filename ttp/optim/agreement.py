@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.exchange import exchange_json
 from ttp.optim.comparison import Divergence, differing_shards, divergences
 from ttp.optim.layout import Layout

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import LayoutError
 from ttp.exchange import exchange_json
 from ttp.optim.assembly import NamedParam, allocate, check_agreement, hosts_of, specs

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
 from ttp.optim import comparison
 from ttp.optim.agreement import compare_parts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.optim.base_state import create_state
 from ttp.optim.layout import Layout, ParamSpec, Segment
 from ttp.optim.wires import BucketMemory

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ttp
 from tests.unit.adopt.test_steps import adopt
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointMismatch, ConfigError
 from ttp.processor.gate import Gate

@@ -17,8 +17,8 @@ from ttp.adopt import protect, transformers_callback
 from ttp.adopt.host import from_json, to_json
 from ttp.adopt.position import DataPosition
 from ttp.adopt.transformers_callback import TTPCallback
-from ttp.checkpoint import load
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint import find
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
 from ttp.proto.messages import Cause, CauseKind
@@ -127,7 +127,7 @@ def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypat
     assert said == ["step 2: no directory took the periodic checkpoint; training goes on without this checkpoint"]
     for _ in range(2):
         optimizer.step()
-    assert guard.step == 4 and [path.name for path in load.list_checkpoints([tmp_path])] == ["iter_0000004"]
+    assert guard.step == 4 and [path.name for path in find.list_checkpoints([tmp_path])] == ["iter_0000004"]
 
 
 def test_a_pass_that_is_computed_again_in_backward_draws_the_same_noise(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_says_who_wanted_it(tmp_path: Path) -> None:
         optimizer.step()
     guard.save()
     guard.close()
-    causes = {path.name: read_manifest(path).cause for path in load.list_checkpoints([tmp_path])}
+    causes = {path.name: read_manifest(path).cause for path in find.list_checkpoints([tmp_path])}
     assert causes == {
         "iter_0000002": Cause(CauseKind.PERIODIC, (), "periodic checkpoint of step 2"),
         "iter_0000003": Cause(CauseKind.REQUESTED, (), "requested checkpoint of step 3"),

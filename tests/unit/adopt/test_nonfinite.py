@@ -12,8 +12,8 @@ import torch
 
 import ttp
 from ttp.adopt.numbers import PassNumbers
-from ttp.checkpoint.manifest import read_manifest
-from ttp.checkpoint.share import is_finite
+from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.write import is_finite
 from ttp.config import Settings
 from ttp.errors import ConfigError, NonFinite
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ttp
-from ttp.checkpoint import load
+from ttp.checkpoint import find
 from ttp.config import Settings
 from ttp.errors import CheckpointMismatch, ConfigError
 
@@ -220,7 +220,7 @@ def test_a_whole_number_is_one_whoever_made_it(tmp_path: Path, number: Any) -> N
     trainer.train()
     trainer.close()
     last = EPOCHS * BATCHES
-    assert [path.name for path in load.list_checkpoints([tmp_path])][:1] == [f"iter_{last:07d}"]
+    assert [path.name for path in find.list_checkpoints([tmp_path])][:1] == [f"iter_{last:07d}"]
 
 
 def test_one_directory_is_a_list_of_one(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.unit.checkpoint.conftest import Job, job
 from ttp.chaos.disk import dump_faults
 from ttp.chaos.inject import parse_faults
-from ttp.checkpoint import load, writer
+from ttp.checkpoint import find
+from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, NotWritable
 
 __all__ = ["job"]
@@ -27,7 +28,7 @@ CALLS = [
 def write(job: Job, directory: Path, faults: str) -> None:
     dump = dump_faults(parse_faults(faults))
     with dump("write", 42, f"{directory}/{TMP}"):
-        writer.write_share(directory, TMP, 0, job.shares(1)[0], {})
+        write_share(directory, TMP, 0, job.shares(1)[0], {})
 
 
 @pytest.mark.parametrize(("action", "words"), [("enospc", "No space left"), ("eio", "Input/output error")])
@@ -44,9 +45,9 @@ def test_a_fault_meant_for_one_directory_spares_the_next(job: Job, tmp_path: Pat
         with dump("write", 42, f"{place}/{TMP}"):
             if number == 0:
                 with pytest.raises(NotWritable):
-                    writer.write_share(place, TMP, 0, job.shares(1)[0], {})
+                    write_share(place, TMP, 0, job.shares(1)[0], {})
             else:
-                writer.write_share(place, TMP, 0, job.shares(1)[0], {})
+                write_share(place, TMP, 0, job.shares(1)[0], {})
 
 
 def test_a_torn_write_is_found_before_anything_is_published(job: Job, tmp_path: Path) -> None:
@@ -54,10 +55,10 @@ def test_a_torn_write_is_found_before_anything_is_published(job: Job, tmp_path: 
     job.save(tmp_path, 41)
     dump = dump_faults(parse_faults("torn:rank=0,step=42,point=write"))
     with dump("write", 42, f"{tmp_path}/{TMP}"):
-        result = writer.write_share(tmp_path, TMP, 0, job.shares(1)[0], {})
+        result = write_share(tmp_path, TMP, 0, job.shares(1)[0], {})
     with pytest.raises(CheckpointError, match=r"written by rank 0, has \d+ bytes, wanted"):
         job.publish(tmp_path, TMP, [result], 42)
-    found = load.find_newest_valid([tmp_path])
+    found = find.find_newest_valid([tmp_path])
     assert found is not None and found.manifest.step == 41 and not found.skipped
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from tests.unit.checkpoint.conftest import CAUSE, Job
-from ttp.checkpoint import gather, load, writer
-from ttp.checkpoint.load import Found
-from ttp.checkpoint.pieces import list_pieces
+from ttp.checkpoint.node_local.publish_part import publish_part
+from ttp.checkpoint.node_local.store import NodeLocalStore
+from ttp.checkpoint.reader import Reader
+from ttp.checkpoint.store import Request
+from ttp.checkpoint.write import write_share
 from ttp.proto.messages import ShareResult
 
 HOSTS = ("a", "a", "b", "b")
@@ -40,6 +42,10 @@ class Rank:
     index: int
     threads: Threads
     spoil: Callable[[bytes], bytes] = lambda chunk: chunk
+
+    @property
+    def count(self) -> int:
+        return self.threads.count
 
     def exchange(self, value: Any) -> list[Any]:
         self.threads.barrier.wait()
@@ -88,7 +94,7 @@ class Cluster:
         """Every rank writes its share on its node's disk; these ranks publish their nodes' pieces."""
         name = f"iter_{step:07d}_tmp_{attempt}"
         shares = job.shares(len(self.hosts))
-        results = [writer.write_share(self.disk(rank), name, rank, share, {}) for rank, share in enumerate(shares)]
+        results = [write_share(self.disk(rank), name, rank, share, {}) for rank, share in enumerate(shares)]
         for rank in publishers:
             self.publish(rank, name, step, results, start, term)
 
@@ -107,9 +113,9 @@ class Cluster:
             "state": state,
             "advance": self.advanced.append,
         }
-        return Path(writer.publish_piece(self.disk(rank), name, **fields, **given))
+        return Path(publish_part(self.disk(rank), name, **fields, **given))
 
-    def gather(self, job: Job, hosts: tuple[str, ...] | None = None) -> list[Found | None]:
+    def gather(self, job: Job, hosts: tuple[str, ...] | None = None) -> list[Reader | None]:
         """Have all ranks look for the newest checkpoint; rank i reads the i-th share. Raises what they all raise."""
         if hosts is not None:
             self.hosts = hosts
@@ -120,17 +126,17 @@ class Cluster:
             disk = self.disk(rank)
             disk.mkdir(parents=True, exist_ok=True)
             try:
-                found[rank] = gather.newest(
-                    [str(path) for path in list_pieces([disk, self.spare_disk(rank)])],
+                request = Request(
                     save_dirs=[str(disk), str(self.spare_disk(rank))],
                     serving=[str(self.spare_disk(rank))] if self.hosts[rank] in self.spare else [str(disk)],
-                    hosts=self.hosts,
-                    peers=Rank(rank, threads, self.spoil),
                     expected=job.shapes(),
-                    targets=job.shares(threads.count)[rank],
+                    targets=lambda: job.shares(threads.count)[rank],
                     on_skip=lambda path, reason: self.skipped.append(f"{path.name}: {reason}") if rank == 0 else None,
-                    say=lambda text: self.said.append(text) if rank == 0 else None,
+                    report=lambda text: self.said.append(text) if rank == 0 else None,
                 )
+                store = NodeLocalStore(self.hosts, 1, rank)
+                paths = [str(path) for path in store.list_published(request.save_dirs)]
+                found[rank] = store.open_newest(paths, Rank(rank, threads, self.spoil), request)
             except Exception as error:
                 found[rank] = error
 
@@ -144,12 +150,12 @@ class Cluster:
             raise errors[0]
         return found
 
-    def read(self, job: Job, found: Sequence[Found | None]) -> dict[str, torch.Tensor]:
+    def read(self, job: Job, found: Sequence[Reader | None]) -> dict[str, torch.Tensor]:
         """Every rank reads its share from what its own disk has."""
         blank = Job({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
         for rank, share in enumerate(blank.shares(len(self.hosts))):
             mine = found[rank]
             wanted = self.spare_disk if self.hosts[rank] in self.spare else self.disk
             assert mine is not None and mine.path.parent == wanted(rank)
-            load.read_into(mine.path, share, mine.metadata)
+            mine.read_into(share)
         return dict(blank.tensors)

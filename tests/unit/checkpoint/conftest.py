@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ttp.checkpoint import load, shards, writer
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.publish import publish
+from ttp.checkpoint.reader import read_into
+from ttp.checkpoint.write import write_share
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, ShareResult
 
 CAUSE = Cause(CauseKind.EXITED, (2,), "signal SIGKILL")
@@ -28,15 +31,13 @@ class Job:
 
     def shares(self, holders: int) -> list[list[HeldTensor]]:
         """Cut by bytes, at any element."""
-        return shards.split_parts(self.held(), holders)
+        return tiling.split_parts(self.held(), holders)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: tuple(t.shape) for key, t in self.tensors.items()}
 
     def write(self, directory: Path, tmp_name: str, holders: int) -> list[ShareResult]:
-        return [
-            writer.write_share(directory, tmp_name, rank, share, {}) for rank, share in enumerate(self.shares(holders))
-        ]
+        return [write_share(directory, tmp_name, rank, share, {}) for rank, share in enumerate(self.shares(holders))]
 
     def publish(self, directory: Path, tmp_name: str, results: list[ShareResult], step: int, **fields: Any) -> Path:
         given: dict[str, Any] = {
@@ -46,7 +47,7 @@ class Job:
             "layout": {"dp": len(results)},
             "expected": self.shapes(),
         }
-        return Path(writer.publish(directory, tmp_name, step=step, results=results, **(given | fields)))
+        return Path(publish(directory, tmp_name, step=step, results=results, **(given | fields)))
 
     def save(self, directory: Path, step: int, holders: int = 3, attempt: str = "a", **fields: Any) -> Path:
         tmp_name = f"iter_{step:07d}_tmp_{attempt}"
@@ -55,8 +56,8 @@ class Job:
     def read(self, path: Path, holders: int = 1) -> dict[str, torch.Tensor]:
         """Read it back by `holders` ranks, each its own part, into memory that held other values."""
         blank = {key: torch.full_like(t, 77) for key, t in self.tensors.items()}
-        for share in shards.split_parts(Job(blank).held(), holders):
-            load.read_into(path, share)
+        for share in tiling.split_parts(Job(blank).held(), holders):
+            read_into(path, share)
         return blank
 
     def assert_equal(self, other: Mapping[str, torch.Tensor]) -> None:

@@ -9,13 +9,16 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ttp.checkpoint import dcp, durable, load, manifest
+from ttp.checkpoint import find
+from ttp.checkpoint.format import dcp, durable, manifest
+from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.verify import share_of_files, verify
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry
 
@@ -123,11 +126,11 @@ def test_damage_is_named_skipped_and_the_older_checkpoint_used(
     """`verify` names it; the search reports it and goes on to the next older one."""
     older, path = job.later().save(tmp_path, 41), job.save(tmp_path, 42)
     damage(path)
-    path = load.list_checkpoints([tmp_path])[0]
+    path = find.list_checkpoints([tmp_path])[0]
     with pytest.raises(CorruptCheckpoint, match=reason):
-        load.verify(path)
+        verify(path)
     heard: list[tuple[Path, str]] = []
-    found = load.find_newest_valid([tmp_path], on_skip=lambda p, text: heard.append((p, text)))
+    found = find.find_newest_valid([tmp_path], on_skip=lambda p, text: heard.append((p, text)))
     assert found is not None and found.path == older and found.manifest.step == 41
     assert [p for p, _ in heard] == [path] and len(found.skipped) == 1
     with pytest.raises(CorruptCheckpoint, match=reason):
@@ -137,9 +140,9 @@ def test_damage_is_named_skipped_and_the_older_checkpoint_used(
 
 def test_no_valid_checkpoint_is_none(job: Job, tmp_path: Path) -> None:
     """An empty place, a missing one, and one with broken ones only."""
-    assert load.find_newest_valid([tmp_path, tmp_path / "nowhere"]) is None
+    assert find.find_newest_valid([tmp_path, tmp_path / "nowhere"]) is None
     truncate(job.save(tmp_path, 42))
-    assert load.find_newest_valid([tmp_path]) is None
+    assert find.find_newest_valid([tmp_path]) is None
 
 
 def test_the_newest_of_several_directories_is_found_whatever_the_trackers_say(job: Job, tmp_path: Path) -> None:
@@ -150,8 +153,8 @@ def test_the_newest_of_several_directories_is_found_whatever_the_trackers_say(jo
     job.save(first, 41)
     (first / durable.TRACKER_NAME).write_text("99")
     (second / durable.TRACKER_NAME).unlink()
-    assert [p.name for p in load.list_checkpoints([first, second])] == ["iter_0000042", "iter_0000041", "iter_0000040"]
-    found = load.find_newest_valid([first, second])
+    assert [p.name for p in find.list_checkpoints([first, second])] == ["iter_0000042", "iter_0000041", "iter_0000040"]
+    found = find.find_newest_valid([first, second])
     assert found is not None and found.path == newest and found.skipped == ()
 
 
@@ -160,7 +163,7 @@ def test_attempts_and_broken_ones_are_no_checkpoints(job: Job, tmp_path: Path) -
     path = job.save(tmp_path, 42)
     for name in ("iter_0000043_tmp_a", "iter_0000044_broken_1", "iter_45", "iter_00000046", "xiter_0000047"):
         shutil.copytree(path, tmp_path / name)
-    assert load.list_checkpoints([tmp_path]) == [path]
+    assert find.list_checkpoints([tmp_path]) == [path]
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_metadata, alter_metadata, flip_a_byte_of_metadata])
@@ -169,15 +172,15 @@ def test_ranks_that_share_the_checking_find_every_damage_together(
 ) -> None:
     """Each does its part of the dear work; the checkpoint is valid when all find it so."""
     path = job.save(tmp_path, 42, 3)
-    manifest_of = load.read_manifest(path)
-    parts = [load.share_of_files(manifest_of.files, i, 4) for i in range(4)]
+    manifest_of = read_manifest(path)
+    parts = [share_of_files(manifest_of.files, i, 4) for i in range(4)]
     assert sorted(f.name for part in parts for f in part) == sorted(f.name for f in manifest_of.files)
-    assert all(load.verify(path, share=(i, 4)).step == 42 for i in range(4))
+    assert all(verify(path, share=(i, 4)).step == 42 for i in range(4))
     damage(path)
     verdicts = []
     for i in range(4):
         try:
-            load.verify(path, share=(i, 4))
+            verify(path, share=(i, 4))
             verdicts.append(True)
         except CorruptCheckpoint:
             verdicts.append(False)
@@ -187,7 +190,7 @@ def test_ranks_that_share_the_checking_find_every_damage_together(
 def test_shares_of_files_are_balanced() -> None:
     """By bytes, not by number."""
     files = [FileEntry(f"f{i}", size, "", 0) for i, size in enumerate([100, 1, 1, 1, 50, 50, 99, 98])]
-    sizes = [sum(f.nbytes for f in load.share_of_files(files, i, 4)) for i in range(4)]
+    sizes = [sum(f.nbytes for f in share_of_files(files, i, 4)) for i in range(4)]
     assert sizes == [100, 100, 100, 100]
 
 
@@ -201,18 +204,17 @@ class Ballot:
         self._other_finds = other_finds
         self._asked = iter(paths)
 
-    def same_list(self, paths: list[str]) -> list[str]:
-        return self._paths
-
-    def first_failure(self, reason: str) -> str:
-        return self._other_finds.get(next(self._asked), "") or reason
+    def exchange(self, value: Any) -> list[Any]:
+        if isinstance(value, list):
+            return [self._paths, value]
+        return [self._other_finds.get(next(self._asked), ""), value]
 
 
 def test_all_ranks_skip_what_one_rank_finds_broken(job: Job, tmp_path: Path) -> None:
     """This rank found nothing against step 42; it follows the vote."""
     older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
     ballot = Ballot([str(path), str(older)], {str(path): "rank 0: altered"})
-    found = load.find_newest_valid([tmp_path], voters=ballot)
+    found = find.find_newest_valid([tmp_path], ranks=ballot)
     assert found is not None and found.path == older and found.skipped == (f"{path}: rank 0: altered",)
 
 
@@ -220,7 +222,7 @@ def test_progress_counts_every_byte(job: Job, tmp_path: Path) -> None:
     """For people who wait."""
     path = job.save(tmp_path, 42)
     seen: list[tuple[int, int]] = []
-    nbytes = load.verify(path, progress=lambda done, total: seen.append((done, total))).nbytes
+    nbytes = verify(path, progress=lambda done, total: seen.append((done, total))).nbytes
     assert seen[-1] == (nbytes, nbytes) and seen == sorted(seen)
 
 
@@ -276,4 +278,4 @@ def test_an_unreadable_manifest_file_is_not_called_corrupt(
             manifest.read_manifest(path)
         with pytest.raises(CheckpointError, match=r"cannot publish step 42 in .*: Input/output error"):
             job.save(tmp_path, 42, attempt="b")
-    assert load.verify(path).step == 42 and torch.equal(job.read(path)["model.embed"], job.tensors["model.embed"])
+    assert verify(path).step == 42 and torch.equal(job.read(path)["model.embed"], job.tensors["model.embed"])

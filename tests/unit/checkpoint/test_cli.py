@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
-from ttp.checkpoint import cli
-from ttp.checkpoint.answer import Status
-from ttp.checkpoint.look import verify
+from ttp.checkpoint.cli import main
+from ttp.checkpoint.cli.output import Status
+from ttp.checkpoint.cli.verify import run as verify
 from ttp.proto.messages import Cause, CauseKind, CommitRecord
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
 
 def run(*arguments: str, terminal: bool = False) -> tuple[int, str]:
     out = io.StringIO()
-    status = cli.main(arguments, Console(file=out, width=300, force_terminal=terminal, no_color=True, highlight=False))
+    status = main.main(arguments, Console(file=out, width=300, force_terminal=terminal, no_color=True, highlight=False))
     return status, out.getvalue()
 
 
@@ -115,7 +115,7 @@ def test_verify_of_a_folder_tells_how_far_it_is(job: Job, tmp_path: Path) -> Non
     for step in (41, 42):
         job.save(tmp_path, step)
     out = io.StringIO()
-    verify(cli.parser().parse_args(["verify", str(tmp_path)]), Console(file=out, width=200, force_terminal=True))
+    verify(main.parser().parse_args(["verify", str(tmp_path)]), Console(file=out, width=200, force_terminal=True))
     assert "checking iter_0000042, 1 of 2" in out.getvalue() and "checking iter_0000041, 2 of 2" in out.getvalue()
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_cut_in_a_file_or_a_pipe(job: Job, tmp_path: Path, capsys: py
     folder.mkdir()
     path = job.save(folder, 41)
     (path / "__0_0_0.distcp").unlink()
-    cli.main([str(folder), "list"])
+    main.main([str(folder), "list"])
     text = capsys.readouterr().out
     assert f"{path}/__0_0_0.distcp is missing; rank 0 wrote it" in text and "\u2026" not in text
 
@@ -142,17 +142,17 @@ def test_wrong_usage_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(str(tmp_path), "verify")[0] == 1
     assert run(str(tmp_path), "list")[0] == 1
     with pytest.raises(SystemExit) as exited:
-        cli.main([str(tmp_path), "destroy"])
+        main.main([str(tmp_path), "destroy"])
     assert exited.value.code == 2 and "invalid choice: 'destroy'" in capsys.readouterr().err
 
 
 def test_the_command_stands_before_or_after_the_folder(job: Job, tmp_path: Path) -> None:
     """The older order means the same, wherever the options are."""
     path = str(job.save(tmp_path, 41))
-    assert cli.command_first(["--shallow", path, "verify", "--json"]) == ["verify", "--shallow", path, "--json"]
-    assert cli.command_first(["verify", path]) == ["verify", path]
+    assert main.command_first(["--shallow", path, "verify", "--json"]) == ["verify", "--shallow", path, "--json"]
+    assert main.command_first(["verify", path]) == ["verify", path]
     for words in ((path, "verify", "--shallow"), ("--shallow", path, "verify"), (path, "list"), (path, "inspect")):
-        assert run(*words) == run(*cli.command_first(words)) and run(*words)[0] == 0
+        assert run(*words) == run(*main.command_first(words)) and run(*words)[0] == 0
 
 
 def test_tables_have_lines_on_a_terminal_and_aligned_columns_in_a_pipe(job: Job, tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_wrong_command_lines_are_2(capsys: pytest.CaptureFixture[str]) -> None:
         (["diff", "x"], "the following arguments are required: B"),
     ):
         with pytest.raises(SystemExit) as exited:
-            cli.main(words)
+            main.main(words)
         assert exited.value.code == 2 and told in capsys.readouterr().err
 
 
@@ -476,7 +476,7 @@ def test_the_documented_exit_statuses_are_the_codes() -> None:
     """docs/checkpoints.md, `--help` and the code name the same numbers; every command is in the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     listed = [int(number) for number in re.findall(r"^\| (\d) \|", text, re.MULTILINE)]
-    told = [int(number) for number in re.findall(r"^  (\d)  ", cli.parser().format_help(), re.MULTILINE)]
+    told = [int(number) for number in re.findall(r"^  (\d)  ", main.parser().format_help(), re.MULTILINE)]
     assert listed == told == [int(status) for status in Status]
-    for command in cli.COMMANDS:
+    for command in main.COMMANDS:
         assert f"ttp ckpt {command}" in text

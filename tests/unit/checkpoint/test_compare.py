@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from ttp.checkpoint import cli, compare
+from ttp.checkpoint import compare
+from ttp.checkpoint.cli import main
 from ttp.checkpoint.compare import differing
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def diff(a: Path, b: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     texts = []
     for form in ((), ("--json",)):
         out = io.StringIO()
-        status = cli.main(["diff", str(a), str(b), *options, *form], Console(file=out, width=10_000))
+        status = main.main(["diff", str(a), str(b), *options, *form], Console(file=out, width=10_000))
         texts.append(out.getvalue())
     return status, texts[0], json.loads(texts[1])
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ttp.checkpoint import load, writer
-from ttp.checkpoint.contents import TensorEntry, read_contents
+from ttp.checkpoint import find
+from ttp.checkpoint.format.file_index import TensorEntry, read_contents
+from ttp.checkpoint.verify import check_complete
 from ttp.errors import CorruptCheckpoint, TornShare
 
 if TYPE_CHECKING:
@@ -26,12 +27,12 @@ def test_every_hole_overlap_and_contradiction_is_refused(job: Job, tmp_path: Pat
 
     def refused_as(text: str, **fields: Any) -> None:
         with pytest.raises(CorruptCheckpoint, match=text):
-            writer.check_complete(dataclasses.replace(whole, **fields), job.shapes())
+            check_complete(dataclasses.replace(whole, **fields), job.shapes())
 
     def changed(**fields: Any) -> tuple[TensorEntry, ...]:
         return (*others, dataclasses.replace(entry, **fields))
 
-    assert writer.check_complete(whole, job.shapes()).keys() == job.tensors.keys()
+    assert check_complete(whole, job.shapes()).keys() == job.tensors.keys()
     refused_as("two shares name the same file", files=(*whole.files, whole.files[1]))
     refused_as("'optim.state.norm.exp_avg' of shape .* is in no share", tensors=others)
     refused_as("elements of shape .* are in no box", tensors=changed(sizes=(1, 1, 8)))
@@ -53,7 +54,7 @@ def test_an_incomplete_attempt_is_not_published(job: Job, tmp_path: Path) -> Non
     results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
     with pytest.raises(CorruptCheckpoint, match=r"are in no box|is in no share"):
         job.publish(tmp_path, "iter_0000042_tmp_a", results[:2], 42)
-    assert load.list_checkpoints([tmp_path]) == []
+    assert find.list_checkpoints([tmp_path]) == []
 
 
 @pytest.mark.parametrize("where", [-1, -20, -45, -60])
@@ -67,7 +68,7 @@ def test_a_damaged_table_of_contents_is_refused_and_its_writer_named(job: Job, t
     with pytest.raises(TornShare, match=r"__1_0_0\.distcp, written by rank 1.* table of contents") as caught:
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     assert caught.value.ranks == (1,)
-    assert load.list_checkpoints([tmp_path]) == []
+    assert find.list_checkpoints([tmp_path]) == []
 
 
 def test_a_file_that_ended_short_is_told_with_its_writers(job: Job, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ttp.checkpoint import cli, keys
-from ttp.checkpoint.export import nested
+from ttp.checkpoint.cli import main
+from ttp.checkpoint.cli.export import nested
+from ttp.checkpoint.format import keys
 from ttp.trainer.config import ModelConfig, plain
 from ttp.trainer.model import build_model
 from ttp.trainer.tokenizer import BYTES
@@ -37,7 +38,7 @@ BLOBS = {
 
 def export(*words: object) -> tuple[int, str]:
     out = io.StringIO()
-    status = cli.main(["export", *map(str, words)], Console(file=out, width=10_000))
+    status = main.main(["export", *map(str, words)], Console(file=out, width=10_000))
     return status, out.getvalue()
 
 
@@ -171,7 +172,7 @@ def test_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device", str(tmp_path / "w"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttp.checkpoint.export.os.replace", full)
+        patch.setattr("ttp.checkpoint.cli.export.os.replace", full)
         status, text = export(tmp_path / "c", tmp_path / "w", "--to", "torch")
     assert status == 3 and "No space left on device" in text
     assert os.listdir(tmp_path) == ["c"]
@@ -199,7 +200,7 @@ def test_ctrl_c_leaves_nothing_and_is_130(job: Job, tmp_path: Path, monkeypatch:
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ttp.checkpoint.export.torch.save", interrupt)
+    monkeypatch.setattr("ttp.checkpoint.cli.export.torch.save", interrupt)
     assert export(tmp_path / "c", tmp_path / "w", "--to", "torch")[0] == 130
     assert os.listdir(tmp_path) == ["c"]
 

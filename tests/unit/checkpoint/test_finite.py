@@ -16,7 +16,8 @@ from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.test_manifest import resealed
-from ttp.checkpoint import cli, load
+from ttp.checkpoint import find
+from ttp.checkpoint.cli import main
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -26,7 +27,7 @@ BAD: Mapping[str, float] = {"model.embed": math.nan, "optim.state.embed.exp_avg"
 
 def run(*words: object) -> tuple[int, str]:
     out = io.StringIO()
-    status = cli.main([*map(str, words)], Console(file=out, width=10_000))
+    status = main.main([*map(str, words)], Console(file=out, width=10_000))
     return status, out.getvalue()
 
 
@@ -66,14 +67,14 @@ def test_the_list_says_of_each_state_whether_it_is_finite_and_names_the_newest_t
     assert "the newest checkpoint with a finite state is of step 41; move the newer ones away to resume it" in text
     told = json.loads(run("list", tmp_path, "--json")[1])["checkpoints"]
     assert {entry["step"]: entry["finite"] for entry in told} == {40: None, 41: True, 42: False, 43: False}
-    assert load.newest_finite([tmp_path]) == tmp_path / "iter_0000041"
+    assert find.newest_finite([tmp_path]) == tmp_path / "iter_0000041"
 
 
 def test_without_any_finite_state_the_list_says_so(job: Job, tmp_path: Path) -> None:
     forget_finite(job.save(tmp_path, 41))
     spoilt(job, "model.embed").save(tmp_path, 42)
     assert "the newest checkpoint with a finite state is not among these" in run("list", tmp_path)[1]
-    assert load.newest_finite([tmp_path]) is None
+    assert find.newest_finite([tmp_path]) is None
 
 
 def test_the_newest_finite_one_of_several_directories_is_found_past_what_cannot_be_read(
@@ -85,11 +86,11 @@ def test_the_newest_finite_one_of_several_directories_is_found_past_what_cannot_
         job.save(folder, step)
     (job.save(first, 42) / "manifest.json").write_text("{")
     spoilt(job, "model.embed").save(second, 43)
-    assert load.newest_finite([tmp_path / "none", first, second]) == second / "iter_0000041"
+    assert find.newest_finite([tmp_path / "none", first, second]) == second / "iter_0000041"
 
 
 def steps(folder: Path) -> list[int]:
-    return sorted(load.step_of(path) for path in load.list_checkpoints([folder]))
+    return sorted(find.step_of(path) for path in find.list_checkpoints([folder]))
 
 
 def test_prune_leaves_the_newest_finite_state_where_none_of_the_newest_is(job: Job, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.checkpoint import manifest as manifests
-from ttp.checkpoint.manifest import Manifest, TensorSpec
+from ttp.checkpoint.format import manifest as manifests
+from ttp.checkpoint.format.manifest import Manifest, TensorSpec
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 

@@ -10,9 +10,10 @@ import pytest
 
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.test_manifest import a_manifest, resealed
-from ttp.checkpoint import load
-from ttp.checkpoint import manifest as manifests
-from ttp.checkpoint.cli import main
+from ttp.checkpoint import find
+from ttp.checkpoint.cli.main import main
+from ttp.checkpoint.format import manifest as manifests
+from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import CommitRecord
 
@@ -125,7 +126,7 @@ def test_a_violation_is_skipped_for_the_next_older_checkpoint(job: Job, tmp_path
     older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
     body = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_bytes(resealed(altered(body, "files.0.name", "a\0b")))
-    found = load.find_newest_valid([tmp_path])
+    found = find.find_newest_valid([tmp_path])
     assert found is not None and found.path == older and "files[0].name: got 'a\\x00b'" in found.skipped[0]
     assert main(["list", str(tmp_path)]) == 1
 
@@ -136,7 +137,7 @@ def test_a_checkpoint_whose_index_is_not_listed_is_corrupt(job: Job, tmp_path: P
     body = json.loads((path / "manifest.json").read_text())
     files = [file for file in body["files"] if file["name"] != ".metadata"]
     (path / "manifest.json").write_bytes(resealed(altered(body, "files", files)))
-    for read in (lambda: load.verify(path, share=(1, 2)), lambda: job.read(path)):
+    for read in (lambda: verify(path, share=(1, 2)), lambda: job.read(path)):
         with pytest.raises(CorruptCheckpoint, match=r"does not list \.metadata"):
             read()
 
@@ -148,7 +149,7 @@ def test_the_index_is_not_unpickled_before_its_checksum_is_right(
     path = job.save(tmp_path, 42)
     content = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(content.replace(b"__1_0_0", b"__0_0_0"))
-    monkeypatch.setattr("ttp.checkpoint.dcp._MetadataUnpickler", lambda stream: pytest.fail("it was unpickled"))
-    for read in (lambda: load.verify(path, deep=False), lambda: job.read(path)):
+    monkeypatch.setattr("ttp.checkpoint.format.dcp._MetadataUnpickler", lambda stream: pytest.fail("it was unpickled"))
+    for read in (lambda: verify(path, deep=False), lambda: job.read(path)):
         with pytest.raises(CorruptCheckpoint, match=r"\.metadata was altered since rank \d+ wrote it: sha256"):
             read()

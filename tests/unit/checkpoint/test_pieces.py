@@ -12,11 +12,16 @@ import torch
 
 from tests.unit.checkpoint.cluster import HOSTS, Cluster
 from tests.unit.checkpoint.conftest import Job
-from ttp.checkpoint import pieces, writer
-from ttp.checkpoint.gather import Move, moved_texts, plan_moves
-from ttp.checkpoint.load import Found, verify
-from ttp.checkpoint.manifest import read_manifest
-from ttp.checkpoint.pieces import remove_superseded
+from ttp.checkpoint import publish
+from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.node_local import publish_part
+from ttp.checkpoint.node_local.exchange_files import Move, moved_texts, plan_moves
+from ttp.checkpoint.node_local.parts import next_start, remove_superseded
+from ttp.checkpoint.node_local.store import NodeLocalStore
+from ttp.checkpoint.reader import Reader
+from ttp.checkpoint.staging import clean_stale
+from ttp.checkpoint.verify import verify
+from ttp.checkpoint.write import write_share
 from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry
@@ -27,7 +32,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def steps(found: Sequence[Found | None]) -> set[int | None]:
+def steps(found: Sequence[Reader | None]) -> set[int | None]:
     return {None if one is None else one.manifest.step for one in found}
 
 
@@ -168,7 +173,7 @@ def test_superseded_pieces_go_when_a_newer_step_was_loaded_and_not_before(cluste
     own = {name: [str(cluster.root / name)] for name in ("a", "b")}
     assert [path.name for path in remove_superseded(own["a"], below=4)] == []
     assert steps(cluster.gather(job)) == {9}
-    run = RunDirectories(own["a"], "job", first_start=True, pieces=True)
+    run = RunDirectories(own["a"], "job", True, NodeLocalStore(("a",), 1, 0))
     run.forget_superseded(7)
     left = sorted(path.name for path in (cluster.root / "a").glob("iter_*"))
     assert left == [
@@ -207,11 +212,11 @@ def test_a_removal_that_is_cut_short_leaves_no_half_piece(
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("ttp.checkpoint.pieces.shutil.rmtree", killed)
+        patch.setattr("ttp.checkpoint.node_local.parts.shutil.rmtree", killed)
         remove_superseded([str(cluster.root / "a")], below=9)
     names = {path.name for path in (cluster.root / "a").iterdir() if path.name.startswith("iter")}
     assert len(names) == 2 and "iter_0000007" in names and "iter_0000007_superseded_1" not in names
-    assert writer.clean_stale(cluster.root / "a") == sorted(names - {"iter_0000007"})
+    assert clean_stale(cluster.root / "a") == sorted(names - {"iter_0000007"})
 
 
 class Killed(BaseException):
@@ -239,10 +244,10 @@ def test_a_piece_is_found_when_its_superseder_was_killed_between_the_renames(
         kill_at_rename(patch, "iter_0000007")
         with pytest.raises(Killed):
             cluster.save(job, 7, attempt="2_1_1", start=5, term=2, publishers=(0,))
-    writer.clean_stale(cluster.root / "a")
+    clean_stale(cluster.root / "a")
     assert [path.name for path in (cluster.root / "a").glob("iter_*")] == ["iter_0000007_superseded_1"]
-    assert writer.next_start([str(cluster.root / "a")]) == 6
-    run = RunDirectories([str(cluster.root / "a")], "job", first_start=True, pieces=True)
+    assert next_start([str(cluster.root / "a")]) == 6
+    run = RunDirectories([str(cluster.root / "a")], "job", True, NodeLocalStore(("a",), 1, 0))
     assert run.candidates("auto") == [str(cluster.root / "a" / "iter_0000007")]
     found = cluster.gather(job)
     assert steps(found) == {7}
@@ -254,7 +259,7 @@ def test_a_late_publisher_of_a_lower_term_changes_nothing(cluster: Cluster, job:
     cluster.save(job, 7, attempt="2_1_1", term=2)
     before = sorted(path.name for path in (cluster.root / "a").iterdir())
     name = "iter_0000007_tmp_1_1_1"
-    results = [writer.write_share(cluster.disk(0), name, 0, job.held(), {})]
+    results = [write_share(cluster.disk(0), name, 0, job.held(), {})]
     with pytest.raises(CheckpointError, match="term 2 in start 1; this order is of term 1"):
         cluster.publish(0, name, 7, results, term=1)
     assert sorted(path.name for path in (cluster.root / "a").iterdir()) == sorted([*before, name])
@@ -264,12 +269,12 @@ def test_a_later_start_supersedes_whatever_its_terms_are(cluster: Cluster, job: 
     """A new job begins with low terms: its step takes the place of one that an earlier job left, and is the one loaded.
     A publisher of the earlier start that wakes up late changes nothing."""
     cluster.save(job, 7, attempt="501_1_1", start=3, term=501)
-    assert writer.next_start([str(cluster.root / "a")]) == 4
+    assert next_start([str(cluster.root / "a")]) == 4
     cluster.save(job.later(), 7, attempt="1_1_1", start=4, term=1)
     found = cluster.gather(job.later())
     job.later().assert_equal(cluster.read(job.later(), found))
     name = "iter_0000007_tmp_501_1_2"
-    results = [writer.write_share(cluster.disk(0), name, 0, job.held(), {})]
+    results = [write_share(cluster.disk(0), name, 0, job.held(), {})]
     with pytest.raises(CheckpointError, match="it comes late"):
         cluster.publish(0, name, 7, results, start=3, term=501)
 
@@ -277,7 +282,7 @@ def test_a_later_start_supersedes_whatever_its_terms_are(cluster: Cluster, job: 
 def test_publishing_a_piece_again_is_harmless(cluster: Cluster, job: Job) -> None:
     """The first publisher was given up for dead; its successor finds the piece there."""
     name = "iter_0000007_tmp_x"
-    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
     first = cluster.publish(0, name, 7, results)
     assert cluster.publish(1, name, 7, results) == first
     assert [path.name for path in sorted((cluster.root / "a").glob("iter_*"))] == ["iter_0000007"]
@@ -289,20 +294,21 @@ def test_a_publisher_whose_claim_is_taken_by_one_that_had_stood_still_finds_its_
 ) -> None:
     """Another rank was asked in its place, and both go on at once: neither may say that the directory takes no step."""
     name = "iter_0000007_tmp_x"
-    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
-    real, published = getattr(pieces, act), list[Path]()
+    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    module = publish_part if act == "write_manifest" else publish
+    real, published = getattr(module, act), list[Path]()
 
     def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(pieces, act, real)
+        monkeypatch.setattr(module, act, real)
         published.append(cluster.publish(0, name, 7, results))
         real(*arguments)
 
-    monkeypatch.setattr(pieces, act, interrupted)
+    monkeypatch.setattr(module, act, interrupted)
     assert [cluster.publish(1, name, 7, results)] == published and verify(published[0]).step == 7
 
 
 def test_an_attempt_that_is_gone_is_not_published(cluster: Cluster, job: Job) -> None:
-    results = [writer.write_share(cluster.disk(r), "iter_0000007_tmp_x", r, s, {}) for r, s in enumerate(job.shares(4))]
+    results = [write_share(cluster.disk(r), "iter_0000007_tmp_x", r, s, {}) for r, s in enumerate(job.shares(4))]
     with pytest.raises(CheckpointError, match="is gone or was taken over by other publishers"):
         cluster.publish(0, "iter_0000007_tmp_y", 7, results)
 
@@ -310,7 +316,7 @@ def test_an_attempt_that_is_gone_is_not_published(cluster: Cluster, job: Job) ->
 def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job) -> None:
     """Nothing is visible then, and the error says what to do."""
     name = "iter_0000007_tmp_x"
-    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
     (cluster.root / "a" / name / results[1].files[0].name).unlink()
     with pytest.raises(CorruptCheckpoint, match="TTP_SHARED_DIRS"):
         cluster.publish(0, name, 7, results)
@@ -321,7 +327,7 @@ def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is
     cluster: Cluster, job: Job
 ) -> None:
     name = "iter_0000007_tmp_x"
-    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
     os.truncate(cluster.root / "a" / name / results[1].files[0].name, 5)
     with pytest.raises(TornShare, match="written by rank 1, has 5 bytes") as caught:
         cluster.publish(0, name, 7, results)
@@ -331,7 +337,7 @@ def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is
 def test_a_claim_with_the_files_is_taken_before_an_attempt_made_anew(cluster: Cluster, job: Job) -> None:
     """A publisher died over its claim, and a writer that had been silent has begun in the attempt's directory once more."""
     name, disk = "iter_0000005_tmp_x", cluster.disk(0)
-    results = [writer.write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
+    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
     os.rename(disk / name, disk / f"{name}_claim_0")
     (disk / name).mkdir()
     (disk / name / "unfinished").write_bytes(b"x")
@@ -348,7 +354,7 @@ def test_a_tracker_that_cannot_be_replaced_spoils_no_piece(
     def full(root: Path, step: int) -> None:
         raise OSError(28, "No space left on device", str(root))
 
-    monkeypatch.setattr("ttp.checkpoint.pieces.advance_tracker", full)
+    monkeypatch.setattr("ttp.checkpoint.publish.advance_tracker", full)
     cluster.save(job, 5)
     assert steps(cluster.gather(job)) == {5}
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from ttp.checkpoint import cli, load, writer
-from ttp.checkpoint.durable import step_of_directory
+from ttp.checkpoint import find
+from ttp.checkpoint.cli import main
+from ttp.checkpoint.format.durable import step_of_directory
+from ttp.checkpoint.staging import clean_stale
+from ttp.checkpoint.verify import verify
 from ttp.errors import CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 def prune(*words: object) -> tuple[int, str]:
     out = io.StringIO()
-    status = cli.main(["prune", *map(str, words)], Console(file=out, width=10_000))
+    status = main.main(["prune", *map(str, words)], Console(file=out, width=10_000))
     return status, out.getvalue()
 
 
@@ -52,7 +55,7 @@ def test_nothing_is_removed_before_one_says_yes(job: Job, tmp_path: Path) -> Non
     assert steps(tmp_path) == [10, 20, 30]
     status, text = prune(tmp_path, "--keep", 1, "--yes")
     assert status == 0 and "removed 2 directories" in text and steps(tmp_path) == [30]
-    assert load.verify(paths[2]).step == 30
+    assert verify(paths[2]).step == 30
     assert prune(tmp_path, "--keep", 1, "--yes") == (0, prune(tmp_path, "--keep", 1)[1])
 
 
@@ -64,7 +67,7 @@ def test_the_newest_valid_one_stays_though_newer_ones_are_there(job: Job, tmp_pa
     status, text = prune(tmp_path, "--keep", 1, "--yes")
     assert status == 0 and steps(tmp_path) == [20, 30, 40]
     assert "was altered since rank 0 wrote it" in text and ".metadata is missing" in text and "left alone" in text
-    found = load.find_newest_valid([tmp_path])
+    found = find.find_newest_valid([tmp_path])
     assert found is not None and found.path == paths[20]
 
 
@@ -142,11 +145,11 @@ def test_an_interruption_anywhere_leaves_nothing_that_looks_whole_and_is_not(
             prune(folder, "--keep", 1, "--yes")
         assert 30 in steps(folder)
         for step in steps(folder):
-            assert load.verify(folder / f"iter_{step:07d}").step == step
+            assert verify(folder / f"iter_{step:07d}").step == step
         again = shutil.copytree(folder, tmp_path / f"again_{count}")
         assert prune(again, "--keep", 1, "--yes")[0] == 0
         assert [name for name in os.listdir(again) if name.startswith("iter_")] == ["iter_0000030"]
-        writer.clean_stale(folder)  # what a start of the job does
+        clean_stale(folder)  # what a start of the job does
         assert [name for name in os.listdir(folder) if "pruned" in name] == []
 
 
@@ -181,7 +184,7 @@ def test_a_folder_that_cannot_be_changed_is_told(job: Job, tmp_path: Path, monke
     monkeypatch.setattr(os, "rename", refuse)
     status, text = prune(tmp_path, "--keep", 1, "--yes")
     assert status == 3 and "iter_0000010: Read-only file system" in text
-    assert load.verify(tmp_path / "iter_0000010").step == 10
+    assert verify(tmp_path / "iter_0000010").step == 10
 
 
 def test_a_start_that_cleans_at_the_same_time_does_no_harm(
@@ -196,7 +199,7 @@ def test_a_start_that_cleans_at_the_same_time_does_no_harm(
         real(path)
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr("ttp.checkpoint.removal.shutil.rmtree", beaten)
+    monkeypatch.setattr("ttp.checkpoint.format.durable.shutil.rmtree", beaten)
     assert prune(tmp_path, "--keep", 1, "--yes")[0] == 0 and steps(tmp_path) == [20]
     with pytest.raises(CorruptCheckpoint):
-        load.verify(tmp_path / "iter_0000010")
+        verify(tmp_path / "iter_0000010")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.test_prune import Cut, cut_at, prune, steps
-from ttp.checkpoint import writer
-from ttp.checkpoint.pieces import list_pieces
+from ttp.checkpoint.node_local.parts import list_parts
+from ttp.checkpoint.staging import clean_stale
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -123,7 +123,7 @@ def test_pieces_of_two_attempts_are_not_mixed(cluster: Cluster, job: Job) -> Non
     assert newest(cluster, job) == 20
     cluster.save(job, 30)
     assert prune(*disks(cluster), "--keep", 1, "--yes")[0] == 0
-    assert [path.name for path in list_pieces(disks(cluster))] == ["iter_0000030"] * 2
+    assert [path.name for path in list_parts(disks(cluster))] == ["iter_0000030"] * 2
 
 
 def test_an_unreadable_piece_and_a_strangers_files_are_left_alone(cluster: Cluster, job: Job) -> None:
@@ -166,5 +166,5 @@ def test_an_interruption_anywhere_leaves_the_newest_whole_step(
         assert prune(again / "a", again / "b", "--keep", 1, "--partial", "--yes")[0] == 0
         for name in "ab":
             assert [entry for entry in os.listdir(again / name) if entry.startswith("iter_")] == ["iter_0000020"]
-            writer.clean_stale(root / name)
+            clean_stale(root / name)
             assert [entry for entry in os.listdir(root / name) if "pruned" in entry] == []

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ttp.checkpoint import durable, load, publish, verify, writer
+from ttp.checkpoint import find, publish
+from ttp.checkpoint import verify as checks
+from ttp.checkpoint.format import durable
+from ttp.checkpoint.staging import clean_stale, probe_writable
+from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import ShareResult
 
@@ -105,15 +109,15 @@ def test_at_every_system_call_a_death_leaves_a_whole_newest_checkpoint(
         results = job.write(directory, "iter_0000042_tmp_a", 2)
         with at_call(number, act, []), suppress(Killed, CheckpointError):
             job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS)
-        found = load.find_newest_valid([directory])
+        found = find.find_newest_valid([directory])
         assert found is not None and not found.skipped, f"call {number}"
         seen.add(found.manifest.step)
         (job if found.manifest.step == 42 else job.later()).assert_equal(job.read(found.path))
         assert (durable.read_tracker(directory) or 0) in ((41, 42) if found.manifest.step == 42 else (41,))
         path = job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS, rank=1)
-        assert path == directory / "iter_0000042" and load.verify(path).step == 42
+        assert path == directory / "iter_0000042" and verify(path).step == 42
         assert durable.read_tracker(directory) == 42
-        writer.clean_stale(directory)
+        clean_stale(directory)
         assert sorted(os.listdir(directory)) == ["iter_0000041", "iter_0000042", durable.TRACKER_NAME]
     assert seen == {41, 42}
 
@@ -132,9 +136,9 @@ def test_a_death_while_writing_a_share_leaves_the_older_checkpoint(
         job.save(directory, 41, 1)
         with at_call(number, act, []), pytest.raises(Killed):
             job.write(directory, "iter_0000042_tmp_a", 2)
-        found = load.find_newest_valid([directory])
+        found = find.find_newest_valid([directory])
         assert found is not None and found.manifest.step == 41 and not found.skipped
-        writer.clean_stale(directory)
+        clean_stale(directory)
         assert sorted(os.listdir(directory)) == ["iter_0000041", durable.TRACKER_NAME]
 
 
@@ -203,7 +207,7 @@ def test_a_broken_checkpoint_of_the_step_is_moved_aside_loudly(
         assert f"iter_0000042_broken_{number}" in caplog.text and "altered" in caplog.text
         assert (tmp_path / f"iter_0000042_broken_{number}" / "__1_0_0.distcp").exists()
         job.assert_equal(job.read(path))
-    assert [p.name for p in load.list_checkpoints([tmp_path])] == ["iter_0000042"]
+    assert [p.name for p in find.list_checkpoints([tmp_path])] == ["iter_0000042"]
 
 
 def test_the_tracker_never_goes_back(job: Job, tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_the_tracker_ends_at_the_newest_of_racing_publishers(job: Job, tmp_path:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [p.name[-2:] for p in load.list_checkpoints([tmp_path])] == ["45", "44", "43", "42"]
+    assert [p.name[-2:] for p in find.list_checkpoints([tmp_path])] == ["45", "44", "43", "42"]
     assert durable.read_tracker(tmp_path) == 45
 
 
@@ -250,7 +254,7 @@ def test_a_slow_publisher_overtaken_by_its_successor_changes_nothing(
 
         with at_call(number, overtake, []):
             assert job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS) == directory / "iter_0000042"
-        assert load.verify(directory / "iter_0000042").step == 42
+        assert verify(directory / "iter_0000042").step == 42
         job.assert_equal(job.read(directory / "iter_0000042"))
         assert not [name for name in os.listdir(directory) if "broken" in name]
 
@@ -339,7 +343,7 @@ def test_two_publishers_of_one_attempt_in_any_interleaving_leave_one_whole_check
             second.finish()
         told = f"seed {seed}, trial {number}, stops {stops}: {first.outcome!r}, {second.outcome!r}"
         assert first.outcome == second.outcome == directory / "iter_0000042", told
-        assert load.verify(directory / "iter_0000042").step == 42, told
+        assert verify(directory / "iter_0000042").step == 42, told
         assert not [name for name in os.listdir(directory) if "broken" in name], told
         job.assert_equal(job.read(directory / "iter_0000042"))
 
@@ -362,7 +366,7 @@ def test_a_file_that_is_not_there_is_named_with_its_writer(job: Job, tmp_path: P
         CorruptCheckpoint, match=r"__1_0_0\.distcp, written by rank 1, is missing; is .* the same directory"
     ):
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
-    assert load.list_checkpoints([tmp_path]) == []
+    assert find.list_checkpoints([tmp_path]) == []
 
 
 def test_what_dead_writers_left_is_not_published(job: Job, tmp_path: Path) -> None:
@@ -383,12 +387,12 @@ def test_a_checkpoint_is_read_again_in_full_only_where_there_is_a_doubt(
         summed.append(path.name)
         return durable.sha256_of(path, advance)
 
-    monkeypatch.setattr(verify, "sha256_of", noted)
+    monkeypatch.setattr(checks, "sha256_of", noted)
     results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
     path = job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     assert job.publish(tmp_path, "iter_0000042_tmp_a", results, 42, rank=1) == path and summed == []
     assert job.save(tmp_path, 42, attempt="b", trusted={str(path)}) == path and summed == []
-    assert job.save(tmp_path, 42, attempt="c") == path and len(summed) == len(load.verify(path).files)
+    assert job.save(tmp_path, 42, attempt="c") == path and len(summed) == len(verify(path).files)
 
 
 def test_a_state_that_json_cannot_carry_is_named_and_nothing_is_touched(job: Job, tmp_path: Path) -> None:
@@ -407,23 +411,23 @@ def test_only_leftovers_of_attempts_are_cleaned(job: Job, tmp_path: Path) -> Non
     for name in [*stale[:3], *kept]:
         (tmp_path / name).mkdir()
     (tmp_path / stale[3]).write_text("x")
-    assert sorted(writer.clean_stale(tmp_path)) == sorted(stale)
+    assert sorted(clean_stale(tmp_path)) == sorted(stale)
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "iter_0000042", durable.TRACKER_NAME])
-    assert writer.clean_stale(tmp_path / "nowhere") == []
+    assert clean_stale(tmp_path / "nowhere") == []
 
 
 def test_an_unwritable_directory_is_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file in its place, and a disk that refuses any one of the acts; a good one is left empty."""
-    writer.probe_writable(tmp_path / "new" / "deep")
+    probe_writable(tmp_path / "new" / "deep")
     assert os.listdir(tmp_path / "new" / "deep") == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotWritable, match=r"checkpoint directory .*/file/below cannot be written: Not a directory"):
-        writer.probe_writable(tmp_path / "file" / "below")
+        probe_writable(tmp_path / "file" / "below")
     for name in ("mkdir", "fsync", "rename"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *args, **kwargs: refused(lambda: None))
             with pytest.raises(NotWritable, match=r"Input/output error .*choose another directory"):
-                writer.probe_writable(tmp_path / "new")
+                probe_writable(tmp_path / "new")
         assert os.listdir(tmp_path / "new") == ["deep"]
 
 

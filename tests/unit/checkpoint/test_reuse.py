@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.checkpoint.reuse import WrittenShare, WrittenShares
+from ttp.checkpoint.write import WrittenShare, WrittenShares
 from ttp.proto.messages import FileEntry, Part, ShareResult
 
 STEP = 42

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from ttp.checkpoint import dcp, keys, load, shards, share, writer
-from ttp.checkpoint.contents import read_contents
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint import write
+from ttp.checkpoint.format import dcp, keys, tiling
+from ttp.checkpoint.format.file_index import read_contents
+from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.reader import check_tensors, read_into
+from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import ShareResult
 
@@ -34,8 +38,8 @@ def test_written_by_any_number_is_read_by_any_number(job: Job, tmp_path: Path, w
 
 def test_big_boxes_and_shares_are_cut(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes beyond the limit become slabs, shares beyond the limit several files; nothing changes for the reader."""
-    monkeypatch.setattr(share, "BOX_BYTES", 64)
-    monkeypatch.setattr(share, "FILE_BYTES", 200)
+    monkeypatch.setattr(write, "BOX_BYTES", 64)
+    monkeypatch.setattr(write, "FILE_BYTES", 200)
     path = job.save(tmp_path, 42, 2)
     assert len(list(path.glob("__0_*.distcp"))) > 3
     for chunk in (
@@ -60,7 +64,7 @@ def test_every_stored_box_is_read_once(job: Job, tmp_path: Path, monkeypatch: py
     stored = [(item.storage_index.fqn, item.storage_index.offset) for item in plans[0].items]
     assert len(stored) == len(set(stored))
     one = job.held()[0]
-    load.read_into(path, [HeldTensor(one.key, one.shape, 0, torch.zeros(2))])
+    read_into(path, [HeldTensor(one.key, one.shape, 0, torch.zeros(2))])
     assert [item.storage_index.fqn for item in plans[1].items] == [one.key]
 
 
@@ -68,18 +72,18 @@ def test_replicas_share_the_writing_and_any_of_them_may_write_a_part(job: Job, t
     """Two replicas cut alike, so part 0 of one and part 1 of the other are the whole."""
     replicas = [job.shares(2), [list(part) for part in job.shares(2)]]
     results = [
-        writer.write_share(tmp_path, "iter_0000042_tmp_a", 0, replicas[0][0], {}),
-        writer.write_share(tmp_path, "iter_0000042_tmp_a", 5, replicas[1][1], {}),
+        write_share(tmp_path, "iter_0000042_tmp_a", 0, replicas[0][0], {}),
+        write_share(tmp_path, "iter_0000042_tmp_a", 5, replicas[1][1], {}),
     ]
     path = job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     job.assert_equal(job.read(path))
-    assert {file.rank for file in load.read_manifest(path).files} == {0, 5}
+    assert {file.rank for file in read_manifest(path).files} == {0, 5}
 
 
 def test_one_rank_may_be_given_more_parts_later(job: Job, tmp_path: Path) -> None:
     """A writer died: another one writes its part too, in files of its own, even under the same suffix."""
     first, second, third = job.shares(3)
-    results = [writer.write_share(tmp_path, "iter_0000042_tmp_a", 0, part, {}) for part in (first, second, third)]
+    results = [write_share(tmp_path, "iter_0000042_tmp_a", 0, part, {}) for part in (first, second, third)]
     assert len({file.name for result in results for file in result.files}) == 3
     job.assert_equal(job.read(job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)))
 
@@ -102,10 +106,10 @@ def test_parameters_that_require_grad_are_held_and_filled(job: Job, tmp_path: Pa
     """A master weight may be a leaf of the graph."""
     leaves = type(job)({"model.w": torch.nn.Parameter(torch.arange(6.0).view(2, 3))})
     held = [HeldTensor("model.w", (2, 3), 0, leaves.tensors["model.w"].view(-1))]
-    results = [writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, held, {})]
+    results = [write_share(tmp_path, "iter_0000001_tmp_a", 0, held, {})]
     path = leaves.publish(tmp_path, "iter_0000001_tmp_a", results, 1)
     other = torch.nn.Parameter(torch.zeros(2, 3))
-    load.read_into(path, [HeldTensor("model.w", (2, 3), 0, other.view(-1))])
+    read_into(path, [HeldTensor("model.w", (2, 3), 0, other.view(-1))])
     assert torch.equal(other, leaves.tensors["model.w"])
 
 
@@ -113,7 +117,7 @@ def test_dtype_is_converted_where_it_differs(job: Job, tmp_path: Path) -> None:
     """FP32 masters fill BF16 memory."""
     path = job.save(tmp_path, 42)
     half = torch.zeros(13 * 6, dtype=torch.bfloat16)
-    load.read_into(path, [HeldTensor("model.embed", (13, 6), 0, half)])
+    read_into(path, [HeldTensor("model.embed", (13, 6), 0, half)])
     assert torch.equal(half, job.tensors["model.embed"].reshape(-1).to(torch.bfloat16))
 
 
@@ -123,7 +127,7 @@ def test_two_runs_of_one_tensor_are_filled(job: Job, tmp_path: Path) -> None:
     flat = job.tensors["model.embed"].reshape(-1)
     runs = [(3, 20), (15, 16), (50, 78)]
     targets = [HeldTensor("model.embed", (13, 6), a, torch.zeros(b - a)) for a, b in runs]
-    load.read_into(path, targets)
+    read_into(path, targets)
     for (a, b), target in zip(runs, targets, strict=True):
         assert torch.equal(target.values, flat[a:b])
 
@@ -133,22 +137,22 @@ def test_another_model_is_named_by_its_first_difference(job: Job, tmp_path: Path
     path = job.save(tmp_path, 42)
     values = torch.full((78,), 5.0)
     with pytest.raises(CheckpointMismatch, match=r"no tensor 'model\.other' \(wanted, of shape \(78,\)\)"):
-        load.read_into(path, [HeldTensor("model.other", (78,), 0, values)])
+        read_into(path, [HeldTensor("model.other", (78,), 0, values)])
     with pytest.raises(CheckpointMismatch, match=r"'model\.embed' has shape \(13, 6\), wanted \(6, 13\)"):
-        load.read_into(path, [HeldTensor("model.embed", (6, 13), 0, values)])
+        read_into(path, [HeldTensor("model.embed", (6, 13), 0, values)])
     assert torch.equal(values, torch.full((78,), 5.0))
-    assert load.check_matches(path, job.shapes()).step == 42
+    check_tensors(path, read_manifest(path).tensors, job.shapes())
     with pytest.raises(CheckpointMismatch, match=r"a tensor 'model\.norm' of shape \(1, 1, 9\) that this job has not"):
-        load.check_matches(path, {k: s for k, s in job.shapes().items() if k != "model.norm"})
+        check_tensors(path, read_manifest(path).tensors, {k: s for k, s in job.shapes().items() if k != "model.norm"})
     with pytest.raises(CheckpointMismatch, match=r"no tensor 'model\.deeper'"):
-        load.check_matches(path, job.shapes() | {"model.deeper": (1,)})
+        check_tensors(path, read_manifest(path).tensors, job.shapes() | {"model.deeper": (1,)})
 
 
 def test_equal_hyperparameters_share_their_bytes(tmp_path: Path) -> None:
     """A thousand parameters' blobs cost as much as one group's."""
     fqns = [f"layers.{i}.w" for i in range(1000)]
     blobs = keys.param_group_blobs([{"lr": 1e-3, "betas": [0.9, 0.95], "fused": True, "params": fqns}])
-    result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [], blobs)
+    result = write_share(tmp_path, "iter_0000001_tmp_a", 0, [], blobs)
     entries = read_contents(tmp_path / "iter_0000001_tmp_a", [result]).blobs
     assert {entry.key for entry in entries} == blobs.keys() and len(blobs) == 3004
     assert len({entry.position for entry in entries}) == 4
@@ -158,7 +162,7 @@ def test_equal_hyperparameters_share_their_bytes(tmp_path: Path) -> None:
 def test_a_blob_that_would_run_code_is_refused(tmp_path: Path) -> None:
     """Only plain values load under weights_only."""
     with pytest.raises(CheckpointError, match=r"blob 'optim.x' is .*wanted a plain value"):
-        writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [], {"optim.x": [1, {"f": print}]})
+        write_share(tmp_path, "iter_0000001_tmp_a", 0, [], {"optim.x": [1, {"f": print}]})
 
 
 @contextmanager
@@ -185,7 +189,7 @@ def test_a_write_the_disk_refuses_says_so_and_gives_the_space_back(tmp_path: Pat
         file_size_limit(limit),
         pytest.raises(NotWritable, match=r"rank 3 cannot write into .*tmp_a: .*iB are free") as caught,
     ):
-        writer.write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
+        write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
     assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG
     assert [p.name for p in (tmp_path / "iter_0000042_tmp_a").iterdir()] == ["__7_0_0.distcp"]
 
@@ -206,7 +210,7 @@ def test_truncation_after_verification_is_found_by_the_reader(job: Job, tmp_path
 def test_a_share_is_never_written_into_a_published_directory(job: Job, tmp_path: Path, tmp_name: str) -> None:
     """Only attempts' own names are taken."""
     with pytest.raises(CheckpointError, match="invalid name of a staging directory"):
-        writer.write_share(tmp_path, tmp_name, 0, job.held(), {})
+        write_share(tmp_path, tmp_name, 0, job.held(), {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,9 +218,9 @@ def test_a_wider_stride_of_one_element_is_written(tmp_path: Path) -> None:
     """torch calls it contiguous; its bytes are not where a view of bytes would look."""
     one = torch.arange(12.0).view(3, 4)[:1, 1]
     held = HeldTensor("model.w", (1,), 0, one)
-    result = writer.write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
+    result = write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
     (entry,) = read_contents(tmp_path / "iter_0000001_tmp_a", [result]).tensors
-    assert shards.nbytes_of([held]) == 4 and entry.sizes == (1,)
+    assert tiling.nbytes_of([held]) == 4 and entry.sizes == (1,)
 
 
 class _FakeAccelerator:
@@ -254,7 +258,7 @@ def test_device_memory_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.Monk
     """The default stream may stand behind a collective for good; one stream serves all copies of a share."""
     accelerator = _FakeAccelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
-    copier = share._DeviceCopier()
+    copier = write._DeviceCopier()
     for _ in range(2):
         assert torch.equal(copier(cast(torch.Tensor, _DeviceValues(accelerator))), torch.ones(3))
     copied = ["enter", "copy to cpu", "wait for the stream", "leave"]

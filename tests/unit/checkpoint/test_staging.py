@@ -15,11 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoint.conftest import Job, make_job
-from ttp.checkpoint import prune, reuse, staging, survey, writer
-from ttp.checkpoint.durable import TRACKER_NAME
-from ttp.checkpoint.pieces import publish_piece
-from ttp.checkpoint.publish import claim_attempt
-from ttp.checkpoint.removal import remove_tree, take_away
+from ttp.checkpoint import prune, staging, write
+from ttp.checkpoint.format.durable import TRACKER_NAME
+from ttp.checkpoint.node_local.publish_part import publish_part
+from ttp.checkpoint.prune import remove_tree, take_away
+from ttp.checkpoint.publish import claim_staging, publish
+from ttp.checkpoint.staging import clean_stale
+from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, TTPError
 from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, ShareResult
 
@@ -70,32 +72,32 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def publishes(folder: Path, name: str, results: Sequence[ShareResult] = MISSING) -> None:
-    writer.publish(folder, name, step=42, results=results, cause=CAUSE, record=None, state=STATE, layout={})
+    publish(folder, name, step=42, results=results, cause=CAUSE, record=None, state=STATE, layout={})
 
 
 def publishes_a_piece(folder: Path, name: str, results: Sequence[ShareResult] = MISSING) -> None:
-    publish_piece(
+    publish_part(
         folder, name, step=42, results=results, hosts=("a",), cause=CAUSE, record=None, state=STATE, layout={}, blobs={},
         rank=0, start=1, term=1,
     )  # fmt: skip
 
 
 def reuses(folder: Path, name: str) -> None:
-    kept = reuse.WrittenShares()
+    kept = write.WrittenShares()
     part = Part("g", 0, 1)
     file = ShareResult((FileEntry("file", len("iter_0000042_tmp_b"), "00", 0),))
-    kept.add(42, reuse.WrittenShare(str(folder), "iter_0000042_tmp_b", frozenset([part]), file))
+    kept.add(42, write.WrittenShare(str(folder), "iter_0000042_tmp_b", frozenset([part]), file))
     kept.take(42, str(folder), name, [part])
 
 
 ACTS: tuple[Callable[[Path, str], object], ...] = (
-    staging.discard_attempt,
+    staging.discard_staging,
     publishes,
     publishes_a_piece,
     reuses,
-    lambda folder, name: claim_attempt(folder, name, (), folder / "iter_0000042"),
-    lambda folder, name: writer.write_share(folder, name, 0, (), {"a": 1}),
-    lambda folder, name: writer.write_share(folder, name, 0, (), {"a": 1}, make=False),
+    lambda folder, name: claim_staging(folder, name, (), lambda: False, "?"),
+    lambda folder, name: write_share(folder, name, 0, (), {"a": 1}),
+    lambda folder, name: write_share(folder, name, 0, (), {"a": 1}, make=False),
 )
 
 
@@ -211,8 +213,8 @@ def test_a_link_in_the_place_of_a_staging_directory_is_refused_by_everything(
         (folder / OWN).symlink_to(elsewhere)
     before = contents(tmp_path)
     acts: Sequence[Callable[[], object]] = (
-        lambda: staging.discard_attempt(folder, OWN),
-        lambda: claim_attempt(folder, OWN, (), folder / "iter_0000042"),
+        lambda: staging.discard_staging(folder, OWN),
+        lambda: claim_staging(folder, OWN, (), lambda: False, "?"),
         lambda: publishes(folder, OWN),
         lambda: publishes_a_piece(folder, OWN),
         lambda: job.write(folder, OWN, 2),
@@ -230,7 +232,7 @@ def test_of_a_leftover_link_a_start_removes_the_link_alone(tmp_path: Path) -> No
     (elsewhere / "file").write_text("not ours")
     (folder / OWN).symlink_to(elsewhere)
     (folder / "iter_٠٠٠٠٠٤٢_tmp_a").mkdir()
-    assert writer.clean_stale(folder) == [OWN]
+    assert clean_stale(folder) == [OWN]
     assert (elsewhere / "file").read_text() == "not ours" and os.listdir(folder) == ["iter_٠٠٠٠٠٤٢_tmp_a"]
 
 
@@ -241,7 +243,7 @@ def test_prune_leaves_a_linked_checkpoint_and_what_it_points_to_alone(job: Job, 
     job.save(folder, 42)
     (folder / path.name).symlink_to(path)
     plan = prune.plan_prune(folder, 1, lambda path: None)
-    assert [(entry.path.name, entry.error) for entry in plan.left] == [
+    assert [(entry.paths[0].name, entry.error) for entry in plan.left] == [
         (path.name, "a symbolic link, which is removed by hand")
     ]
     assert not plan.removed
@@ -249,7 +251,7 @@ def test_prune_leaves_a_linked_checkpoint_and_what_it_points_to_alone(job: Job, 
     with pytest.raises(CheckpointError, match="is a symbolic link to"):
         take_away(folder / path.name, 40)
     assert contents(tmp_path) == before
-    half = folder / f"iter_0000040{survey.PRUNED}0f"
+    half = folder / f"iter_0000040{staging.PRUNED}0f"
     half.symlink_to(path)
     remove_tree(half)
     assert contents(tmp_path) == before, "the link alone is gone"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ttp.checkpoint import keys
+from ttp.checkpoint.format import keys
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job

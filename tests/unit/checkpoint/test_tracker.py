@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.conftest import Job
-from ttp.checkpoint import durable, load
-from ttp.checkpoint.cli import main
+from ttp.checkpoint import find
+from ttp.checkpoint.cli.main import main
+from ttp.checkpoint.format import durable
+from ttp.checkpoint.verify import verify
 
 
 def a_pipe(path: Path) -> None:
@@ -74,7 +76,7 @@ def test_no_tracker_fails_a_publish_or_a_listing(job: Job, tmp_path: Path, harm:
     """Neither hangs; what can be replaced names the new step afterwards."""
     harm(tmp_path / durable.TRACKER_NAME)
     path = job.save(tmp_path, 42)
-    assert load.verify(path).step == 42
+    assert verify(path).step == 42
     if harm is not a_folder:  # it cannot be replaced by a file
         assert (tmp_path / durable.TRACKER_NAME).read_bytes() == b"42\n"
     (tmp_path / durable.TRACKER_NAME).unlink() if harm is not a_folder else (tmp_path / durable.TRACKER_NAME).rmdir()
@@ -97,5 +99,5 @@ def test_a_pipe_in_place_of_a_checkpoints_file_is_named(job: Job, tmp_path: Path
     older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
     (path / name).unlink()
     os.mkfifo(path / name)
-    found = load.find_newest_valid([tmp_path])
+    found = find.find_newest_valid([tmp_path])
     assert found is not None and found.path == older and name in found.skipped[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttp.chaos import cli, demo, kills
-from ttp.checkpoint.cli import parser as ckpt_parser
+from ttp.checkpoint.cli.main import parser as ckpt_parser
 from ttp.controller.__main__ import parse as controller_parse
 from ttp.launch.arguments import make_parser
 from ttp.launch.stores import main as stores_main

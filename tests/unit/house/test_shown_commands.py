@@ -28,7 +28,7 @@ from tests.unit.checkpoint.conftest import Job
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp import cli
 from ttp.chaos.result import write_result
-from ttp.checkpoint import keys
+from ttp.checkpoint.format import keys
 from ttp.launch.arguments import parse
 from ttp.trainer.config import ModelConfig, plain
 from ttp.trainer.model import build_model

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.launch.test_chronicle import KILLED_AT_S, ending, put, written
 from ttp import saved_alone
-from ttp.checkpoint.manifest import Manifest, write_manifest
+from ttp.checkpoint.format.manifest import Manifest, write_manifest
 from ttp.launch.chronicle import Chronicle
 from ttp.launch.fault_story import Line, fault_of
 from ttp.launch.saved_alone import lines_of

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ttp.checkpoint.contents import read_contents
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.publish import claim_attempt
-from ttp.checkpoint.share import write_share
+from ttp.checkpoint.format.file_index import read_contents
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.publish import claim_staging
+from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.mindio import local_save, publisher
 from ttp.mindio.local_save import LocalSave
@@ -169,9 +169,9 @@ def test_an_attempt_that_was_published_and_is_being_removed_is_not_called_broken
     def claimed_late(root: Path, *more: Any) -> Path | None:
         (root / NOTE).write_text("elsewhere")
         (root / NAME / bench.order.results[0].files[0].name).unlink()
-        return claim_attempt(root, *more)
+        return claim_staging(root, *more)
 
-    monkeypatch.setattr(publisher, "claim_attempt", claimed_late)
+    monkeypatch.setattr(publisher, "claim_staging", claimed_late)
     with pytest.raises(CheckpointError, match="was taken over by another publisher"):
         bench.publish()
     assert not bench.calls and bench.publish() == "elsewhere"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.share import write_share
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError
 from ttp.mindio import local_save, save_calls
 from ttp.mindio.local_save import LocalSave, Saving

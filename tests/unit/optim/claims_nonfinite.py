@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ttp
 from tests.unit.optim.claims_faults import kept_lines
 from tests.unit.optim.material import Net, everyone, job, make, make_net, tokens
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import NonFinite
 from ttp.optim.replica_optimizer import LossScale, TTPReplicaOptimizer

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.unit.optim.material import backward, everyone, job
-from ttp.checkpoint.shards import boxes_of
+from ttp.checkpoint.format.tiling import boxes_of
 from ttp.optim.replica_optimizer import ClipNorm, TTPReplicaOptimizer
 
 STEPS = 8

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ttp.checkpoint.held import HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.optim.replica_optimizer import (
     StepResult,
     TTPOddReplicaOptimizer,

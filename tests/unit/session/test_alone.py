@@ -19,7 +19,7 @@ import ttp
 from tests.waiting import until
 from ttp import saved_alone
 from ttp.alone import BoundarySave
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import CheckpointError

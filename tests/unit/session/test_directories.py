@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from ttp import directories
-from ttp.checkpoint import load, writer
+from ttp.checkpoint import find
+from ttp.checkpoint.node_local.parts import next_start
+from ttp.checkpoint.node_local.store import NodeLocalStore
+from ttp.checkpoint.staging import clean_stale
+from ttp.checkpoint.store import SharedStore, Store
 from ttp.directories import RunDirectories, why_unusable
 from ttp.errors import CheckpointError, NotWritable
 
@@ -86,14 +90,14 @@ def test_a_directory_that_fails_behind_its_lock_is_read_all_the_same(
 ) -> None:
     """Nothing can be made there any more, but nobody else writes there, and it has the newest checkpoint."""
     save_dirs, newer, older = two_directories(tmp_path)
-    clean = writer.clean_stale
+    clean = clean_stale
 
     def failing(directory: str) -> list[str]:
         if directory == save_dirs[0]:
             raise OSError(errno.EIO, "Input/output error", directory)
         return clean(directory)
 
-    monkeypatch.setattr(writer, "clean_stale", failing)
+    monkeypatch.setattr("ttp.directories.clean_stale", failing)
     run = RunDirectories(save_dirs, "job", first_start=False)
     run.claim()
     assert list(run.failing) == save_dirs[:1] and run.candidates("auto") == [newer, older]
@@ -114,20 +118,20 @@ def test_the_lock_of_a_full_disk_is_held_without_its_owners_name(
     run.release()
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("store", [SharedStore(), NodeLocalStore(("a",), 1, 0)], ids=["shared", "node-local"])
 def test_a_directory_that_cannot_be_read_is_passed_over_at_a_restart(
-    tmp_path: Path, dead: list[str], pieces: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, dead: list[str], store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other one has a checkpoint; at the job's first start somebody is there to correct it."""
     save_dirs, _, older = two_directories(tmp_path)
     dead.append(save_dirs[0])
-    run = RunDirectories(save_dirs, "job", first_start=False, pieces=pieces)
+    run = RunDirectories(save_dirs, "job", first_start=False, store=store)
     assert run.candidates("auto") == [older]
     assert f"checkpoints in {save_dirs[0]} are passed over" in caplog.text
     run.forget_superseded(99)
     with pytest.raises(OSError, match="Input/output error"):
-        RunDirectories(save_dirs, "job", first_start=True, pieces=pieces).candidates("auto")
-    assert writer.next_start(save_dirs) == 1
+        RunDirectories(save_dirs, "job", first_start=True, store=store).candidates("auto")
+    assert next_start(save_dirs) == 1
 
 
 def test_a_restart_of_which_no_directory_can_be_read_is_no_fresh_start(tmp_path: Path, dead: list[str]) -> None:
@@ -143,7 +147,7 @@ def test_the_newest_checkpoint_is_looked_for_where_directories_can_be_read(tmp_p
     save_dirs, _, older = two_directories(tmp_path)
     dead.append(save_dirs[0])
     heard: list[tuple[str, str]] = []
-    found = load.find_newest_valid(save_dirs, on_skip=lambda path, reason: heard.append((str(path), reason)))
+    found = find.find_newest_valid(save_dirs, on_skip=lambda path, reason: heard.append((str(path), reason)))
     assert found is None and [path for path, _ in heard] == [save_dirs[0], older]
 
 
@@ -221,7 +225,7 @@ def test_a_named_checkpoint_older_than_others_is_refused(tmp_path: Path) -> None
 def test_a_named_checkpoint_elsewhere_is_refused_where_nodes_have_their_own_directories(tmp_path: Path) -> None:
     """It would be renamed into the run's directory, on another file system perhaps: it is the user's, and stays."""
     named = publish(tmp_path / "elsewhere", 6)[0]
-    own = RunDirectories([str(tmp_path / "own")], "job", first_start=True, pieces=True)
+    own = RunDirectories([str(tmp_path / "own")], "job", first_start=True, store=NodeLocalStore(("a",), 1, 0))
     with pytest.raises(
         CheckpointError, match=r"TTP_SHARED_DIRS=False: wanted .*own\), got one in .*elsewhere; copy it"
     ):
@@ -229,7 +233,7 @@ def test_a_named_checkpoint_elsewhere_is_refused_where_nodes_have_their_own_dire
     (tmp_path / "own").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "own")
     named = publish(tmp_path / "own", 6)[0]
-    linked = RunDirectories([str(tmp_path / "link")], "job", first_start=True, pieces=True)
+    linked = RunDirectories([str(tmp_path / "link")], "job", first_start=True, store=NodeLocalStore(("a",), 1, 0))
     assert linked.candidates(named) == [named]
 
 
@@ -259,7 +263,7 @@ def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(NotWritable, match=f"in use by another job.*pid {other.pid}"):
             first_start(tmp_path).claim()
         with pytest.raises(NotWritable, match=r"a rank of this job, its nodes share .* TTP_SHARED_DIRS=True"):
-            RunDirectories([str(tmp_path)], "job", first_start=True, pieces=True).claim()
+            RunDirectories([str(tmp_path)], "job", first_start=True, store=NodeLocalStore(("a",), 1, 0)).claim()
         other.kill()
     run = first_start(tmp_path)
     run.claim()

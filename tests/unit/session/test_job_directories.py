@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ttp
-from ttp.checkpoint import writer
+from ttp.checkpoint.staging import probe_writable
 from ttp.config import Settings
 from ttp.errors import CheckpointError, NotWritable
 from ttp.job_directories import Failure, JobDirectories, split_directories
@@ -35,7 +35,7 @@ def ends_every_session() -> Iterator[None]:
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
     """Return what makes the probe of a directory fail from now on; 0: it works again."""
-    probe, codes = writer.probe_writable, dict[str, int]()
+    probe, codes = probe_writable, dict[str, int]()
 
     def probe_or_fail(directory: str) -> None:
         if code := codes.get(directory, 0):
@@ -43,7 +43,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
             raise NotWritable(f"{directory} cannot be written: {error.strerror}") from error
         probe(directory)
 
-    monkeypatch.setattr(writer, "probe_writable", probe_or_fail)
+    monkeypatch.setattr("ttp.job_directories.probe_writable", probe_or_fail)
     return lambda directory, code: codes.update({str(directory): code})
 
 

@@ -17,7 +17,8 @@ import torch
 
 import ttp
 from ttp import protection
-from ttp.checkpoint import load
+from ttp.checkpoint import find
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.notice import Notice
@@ -66,7 +67,7 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
     with pytest.raises(ZeroDivisionError):
         ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=6)
     session.close()
-    published = [load.read_manifest(path) for path in load.list_checkpoints([tmp_path / "hurt"])]
+    published = [read_manifest(Path(path)) for path in find.list_checkpoints([tmp_path / "hurt"])]
     assert [(manifest.step, manifest.hosts) for manifest in published] == [(6, ("node-x",)), (4, ("node-x",))]
     model, optimizer, session = new_run(tmp_path / "hurt", dataclasses.replace(own, enable=False), seed=1)
     point = session.resume()
@@ -90,10 +91,10 @@ def test_a_piece_carries_the_term_of_the_controller_that_ordered_it(tmp_path: Pa
 
     late = order(1)
     path = session.holder.publish(order(2))
-    assert load.read_manifest(path).term == 2
+    assert read_manifest(Path(path)).term == 2
     with pytest.raises(CheckpointError, match=r"published by a controller of term 2 .* is of term 1"):
         session.holder.publish(late)
-    assert load.read_manifest(path).term == 2
+    assert read_manifest(Path(path)).term == 2
 
 
 def test_a_publisher_puts_its_own_record_of_the_step_into_the_manifest(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_publisher_puts_its_own_record_of_the_step_into_the_manifest(tmp_path:
     write = WriteOrder(1, 3, str(tmp_path), "iter_0000003_tmp_1_1_1", parts)
     foreign = dataclasses.replace(own, learning_rates=(7.0,), clip_factor=0.25)
     order = PublishOrder(1, 3, str(tmp_path), write.tmp_name, (session.holder.write(write),), cause, foreign, 1)
-    assert load.read_manifest(session.holder.publish(order)).record == own
+    assert read_manifest(Path(session.holder.publish(order))).record == own
 
 
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_session_closed_on_the_way_of_an_exception_saves_first(tmp_path: Path)
             do_steps(model, optimizer, session, 9, dies_after=5)
         finally:
             session.close()
-    newest = load.find_newest_valid([tmp_path])
+    newest = find.find_newest_valid([tmp_path])
     assert newest is not None and newest.path == tmp_path / "iter_0000005"
 
 
@@ -331,21 +332,21 @@ def test_a_save_falls_through_to_the_next_directory_and_leaves_no_attempt(
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
     session = ttp.start(optimizer, save_dirs=[tmp_path / "a", tmp_path / "b"], settings=OFF)
     do_steps(model, optimizer, session, 1)
-    from ttp.checkpoint import writer
+    from ttp.checkpoint.publish import publish
 
-    publish, refused = writer.publish, [str(tmp_path / "a")]
+    publish, refused = publish, [str(tmp_path / "a")]
 
     def full(directory: str, *args: object, **kwargs: object) -> str:
         if directory in refused:
             raise NotWritable(f"{directory} is full")
         return publish(directory, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writer, "publish", full)
+    monkeypatch.setattr("ttp.checkpoint.store.publish", full)
     assert session.save() == str(tmp_path / "b" / "iter_0000001")
     refused.append(str(tmp_path / "b"))
     with pytest.raises(CheckpointError, match=r"no directory took the requested checkpoint.*a is full.*b is full"):
         session.save()
-    assert [p.name for p in load.list_checkpoints([tmp_path / "a", tmp_path / "b"])] == ["iter_0000001"]
+    assert [p.name for p in find.list_checkpoints([tmp_path / "a", tmp_path / "b"])] == ["iter_0000001"]
     assert not list(tmp_path.glob("*/*_tmp*"))
 
 
@@ -353,16 +354,16 @@ def test_a_restart_goes_on_without_a_directory_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Full, say, as the fault was that it comes from: the other one has the step. A job's first start is refused."""
-    from ttp.checkpoint import writer
+    from ttp.checkpoint.staging import probe_writable
 
-    probe, save_dirs = writer.probe_writable, [tmp_path / "a", tmp_path / "b"]
+    probe, save_dirs = probe_writable, [tmp_path / "a", tmp_path / "b"]
 
     def full(directory: str) -> None:
         if directory == str(tmp_path / "a"):
             raise NotWritable(f"{directory} is full")
         probe(directory)
 
-    monkeypatch.setattr(writer, "probe_writable", full)
+    monkeypatch.setattr("ttp.job_directories.probe_writable", full)
     model = torch.nn.Linear(8, 4)
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
     with pytest.raises(NotWritable, match="a is full"):

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer.conftest import SMALL
 from tests.unit.trainer.pairs import with_encoder_decoder
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.shards import boxes_of
+from ttp.checkpoint.format.tiling import boxes_of
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.optim.split import block_of, local_of
 from ttp.trainer import train
 from ttp.trainer.config import Config

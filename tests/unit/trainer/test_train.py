@@ -15,7 +15,7 @@ import torch
 import ttp
 from tests.lone_process import lone_process
 from tests.unit.trainer.conftest import MakeConfig
-from ttp.checkpoint.manifest import read_manifest
+from ttp.checkpoint.format.manifest import read_manifest
 from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main

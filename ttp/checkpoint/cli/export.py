@@ -22,12 +22,13 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ttp.checkpoint import dcp
-from ttp.checkpoint.answer import Answer, Status, UsageError
-from ttp.checkpoint.durable import fsync_directory, written_by_library
-from ttp.checkpoint.keys import model_key, nested_path
-from ttp.checkpoint.stored import Stored, open_stored
-from ttp.checkpoint.survey import newest_at
+from ttp.checkpoint.cli.output import Answer, Status, UsageError
+from ttp.checkpoint.cli.verify import open_given
+from ttp.checkpoint.find import all_at
+from ttp.checkpoint.format import dcp
+from ttp.checkpoint.format.durable import fsync_directory, written_by_library
+from ttp.checkpoint.format.keys import model_key, nested_path
+from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
 from ttp.wording import counted, size_text
 
@@ -41,7 +42,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     _check(given)
     if given.to == "hf":
         return _to_hugging_face(given)
-    stored = open_stored(given.path, console)
+    stored = open_given(given.path, console)
     with _appearing(given.output) as unfinished:
         count = (
             _write_safetensors(unfinished, stored, given)
@@ -52,8 +53,8 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Raise UsageError for what cannot be meant, before the work."""
-    newest_at(given.path)
+    """Raise UsageError for what cannot be meant, before the work; CheckpointError where there is nothing to export."""
+    all_at(given.path)
     if os.path.lexists(given.output):
         raise UsageError(f"{given.output} is there already: wanted a new name; an export never overwrites")
     if given.to == "hf" and given.all:
@@ -79,7 +80,7 @@ def _written(given: argparse.Namespace, step: int, source: str, what: str) -> An
     return Answer(Status.YES, told, [f"{escape(str(given.output))}: step {step}, {what}, {size_text(nbytes)}"])
 
 
-def _keys(stored: Stored, everything: bool) -> dict[str, str]:
+def _keys(stored: Reader, everything: bool) -> dict[str, str]:
     """Return the names that tensors get, by their names in the checkpoint. Raises CheckpointError when there are none."""
     names = {key: key if everything else key.removeprefix(_MODEL) for key in stored.manifest.tensors
              if everything or key.startswith(_MODEL)}  # fmt: skip
@@ -90,13 +91,13 @@ def _keys(stored: Stored, everything: bool) -> dict[str, str]:
     return names
 
 
-def _tensor(stored: Stored, key: str, dtype: str | None) -> torch.Tensor:
+def _tensor(stored: Reader, key: str, dtype: str | None) -> torch.Tensor:
     """Return a tensor whole; `dtype` is for the model's numbers with a point."""
     tensor = stored.whole(key)
     return tensor.to(dcp.dtype_of(dtype)) if dtype and key.startswith(_MODEL) and tensor.is_floating_point() else tensor
 
 
-def _write_safetensors(path: Path, stored: Stored, given: argparse.Namespace) -> int:
+def _write_safetensors(path: Path, stored: Reader, given: argparse.Namespace) -> int:
     try:
         library = importlib.import_module("safetensors.torch")
     except ImportError as error:
@@ -107,7 +108,7 @@ def _write_safetensors(path: Path, stored: Stored, given: argparse.Namespace) ->
     return len(tensors)
 
 
-def _write_torch(path: Path, stored: Stored, given: argparse.Namespace) -> int:
+def _write_torch(path: Path, stored: Reader, given: argparse.Namespace) -> int:
     keys = _keys(stored, given.all)
     values: dict[str, object] = {key: _tensor(stored, key, given.dtype) for key in keys}
     if given.all:

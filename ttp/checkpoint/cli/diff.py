@@ -16,17 +16,18 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from ttp.checkpoint.answer import Answer, Status
+from ttp.checkpoint.cli.output import Answer, Status
+from ttp.checkpoint.cli.verify import open_given
 from ttp.checkpoint.compare import Difference, Kind, Tally, compare, flattened, pairs
-from ttp.checkpoint.stored import Stored, numel_of, open_stored
+from ttp.checkpoint.reader import Reader
 from ttp.wording import counted
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """Compare two checkpoints. YES: equal, NO: different."""
-    a = open_stored(given.a, console, deep=not given.shallow)
-    b = open_stored(given.b, console, deep=not given.shallow)
-    total = sum(map(numel_of, a.manifest.tensors.values()))
+    a = open_given(given.a, console, deep=not given.shallow)
+    b = open_given(given.b, console, deep=not given.shallow)
+    total = sum(spec.numel for spec in a.manifest.tensors.values())
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("comparing", total=total)
         tallies = compare(a, b, lambda count: bar.advance(task, count))
@@ -65,7 +66,7 @@ def _different(tallies: Mapping[Kind, Tally], differences: list[Difference], lim
     return [*shown, f"[red]DIFFERENT[/]: {len(differences):,} of {counted(names, 'name')}"]
 
 
-def _side(side: Stored) -> dict[str, Any]:
+def _side(side: Reader) -> dict[str, Any]:
     cause = side.manifest.cause
     return {
         "path": str(side.path),
@@ -75,7 +76,7 @@ def _side(side: Stored) -> dict[str, Any]:
     }
 
 
-def _sides(a: Stored, b: Stored) -> Table:
+def _sides(a: Reader, b: Reader) -> Table:
     table = Table("", "checkpoint", Column("step", justify="right"), "cause")
     for name, side in (("A", a), ("B", b)):
         row = _side(side)
@@ -83,7 +84,7 @@ def _sides(a: Stored, b: Stored) -> Table:
     return table
 
 
-def _layouts(a: Stored, b: Stored) -> list[RenderableType]:
+def _layouts(a: Reader, b: Reader) -> list[RenderableType]:
     """Return a table of what differs in the layouts that wrote both; none where nothing does."""
     table = Table(Column("layout, not compared", overflow="fold"), "A", "B")
     layouts = (dict(flattened(side.manifest.layout, "layout")) for side in (a, b))

@@ -1,7 +1,7 @@
-"""Writing one rank's share of a checkpoint, durable and checksummed, without a collective.
+"""Write one rank's share of a checkpoint, durable and checksummed, without a collective.
 
-Owns the way from a holder's memory to `*.distcp` files. Runs on any thread while the training thread may be stuck;
-never changes a tensor, never publishes. `publish.py` makes the shares of all writers one checkpoint.
+Owns the way from a rank's memory to `*.distcp` files, and the memory of shares that a later staging directory of the same step links
+instead of writing them again. Runs on any thread while the training thread may be stuck; never changes a tensor, never publishes.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ import hashlib
 import io
 import math
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from ttp.checkpoint import contents
-from ttp.checkpoint.contents import BlobEntry, TensorEntry
-from ttp.checkpoint.dcp import BoxSavePlanner, HeldBox, dtype_name
-from ttp.checkpoint.durable import fsync_directory
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.shards import boxes_of
+from ttp.checkpoint.format import file_index
+from ttp.checkpoint.format.dcp import BoxSavePlanner, HeldBox, dtype_name
+from ttp.checkpoint.format.durable import fsync_directory
+from ttp.checkpoint.format.file_index import BlobEntry, TensorEntry
+from ttp.checkpoint.format.manifest import check_json_value
+from ttp.checkpoint.format.tiling import boxes_of
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import claimed, make_staging
 from ttp.errors import CheckpointError, NotWritable
-from ttp.proto.messages import FileEntry, ShareResult
+from ttp.proto.messages import FileEntry, Part, ShareResult
 from ttp.wording import size_text
 
 FILE_BYTES = 512 << 20
@@ -112,11 +115,8 @@ def _pack_blobs(blobs: Mapping[str, object]) -> tuple[dict[str, bytes], dict[str
     aliases: dict[str, list[str]] = {}
     first_of: dict[str, str] = {}
     for key, value in blobs.items():
-        if not _is_plain(value):
-            raise CheckpointError(
-                f"blob {key!r} is {value!r}: wanted a plain value (numbers, strings, booleans, None, lists, tuples, "
-                "dictionaries), which loads without running code"
-            )
+        check_json_value(value, f"blob {key!r}")
+        _ExactPickler(io.BytesIO()).dump(value)
         first = first_of.setdefault(repr(value), key)
         aliases.setdefault(first, []).append(key)
         if first == key:
@@ -126,16 +126,11 @@ def _pack_blobs(blobs: Mapping[str, object]) -> tuple[dict[str, bytes], dict[str
     return packed, aliases
 
 
-def _is_plain(value: object) -> bool:
-    match value:
-        case None | bool() | int() | float() | str():
-            return type(value) in (type(None), bool, int, float, str)  # a subclass would pickle as itself
-        case list() | tuple():
-            return type(value) in (list, tuple) and all(_is_plain(item) for item in value)
-        case dict():
-            return type(value) is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-        case _:
-            return False
+class _ExactPickler(pickle.Pickler):
+    """Refuses a subclass of a plain type: its class would be pickled by name, and loading it would run code."""
+
+    def reducer_override(self, value: object) -> Any:
+        raise CheckpointError(f"invalid blob: got a {type(value).__name__}, expected a plain value. Convert it")
 
 
 def _write_file(
@@ -183,7 +178,7 @@ def _write_file(
         dtype, shape = dtypes[key]
         size = sizes[key, offsets]
         tensors.append(TensorEntry(key, dtype, shape, offsets, size, target.name, place.offset, place.length))
-    target.seal(contents.to_bytes(tensors, blobs, all(finite)))
+    target.seal(file_index.to_bytes(tensors, blobs, all(finite)))
     return FileEntry(target.name, target.nbytes, target.sha256, rank)
 
 
@@ -350,3 +345,75 @@ class _HashedStream(io.RawIOBase):
             self._file.close()
         except OSError as error:
             self.error = self.error or error
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShare:
+    """What one write order left behind, durable: files never change, so that two names of one do no harm."""
+
+    directory: str
+    tmp_name: str
+    parts: frozenset[Part]
+    result: ShareResult
+
+
+def link_files(directory: str, share: WrittenShare, tmp_name: str) -> bool:
+    """Hard-link all files of a share into another staging directory; False, with nothing left there, where one cannot be: the directory is
+    published or gone, or on another file system."""
+    root = Path(directory)
+    linked: list[Path] = []
+    try:
+        make_staging(root, tmp_name)
+        for file in share.result.files:
+            name = root / tmp_name / file.name
+            os.link(root / share.tmp_name / file.name, name)
+            linked.append(name)
+            if name.stat().st_size != file.nbytes:
+                raise OSError(f"{name} is not what was written")
+        fsync_directory(root / tmp_name)
+    except OSError:
+        for name in linked:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        return False
+    return True
+
+
+class WrittenShares:
+    """One rank's shares of one step, in whatever staging directories. Used by one thread.
+
+    A controller that dies in the middle of a dump is replaced, and its successor orders the step to be written anew, in a directory of its
+    own: what this rank has written by then gets a second name there, and no byte is written again.
+    """
+
+    def __init__(self, link: Callable[[str, WrittenShare, str], bool] = link_files) -> None:
+        """`link(directory, share, tmp_name)`: see `link_files`; the simulation has disks of its own."""
+        self._link = link
+        self._step = -1
+        self._shares: list[WrittenShare] = []
+
+    def add(self, step: int, share: WrittenShare) -> None:
+        """Remember a share; those of every other step are forgotten."""
+        if step != self._step:
+            self._step, self._shares = step, []
+        self._shares.append(share)
+
+    def take(self, step: int, directory: str, tmp_name: str, parts: Iterable[Part]) -> tuple[ShareResult, set[Part]]:
+        """Link what is there into `directory/tmp_name`; return it, and the parts that remain to be written.
+
+        The files are durable under their new names when this returns.
+        """
+        left = set(parts)
+        result = ShareResult(())
+        for share in self._shares if step == self._step else []:
+            if share.directory != directory or not share.parts <= left:
+                continue
+            if share.tmp_name != tmp_name and self._link(directory, share, tmp_name):
+                left -= share.parts
+                result = merge_results(result, share.result)
+        return result, left
+
+
+def merge_results(first: ShareResult, second: ShareResult) -> ShareResult:
+    """Return both shares as one."""
+    return ShareResult(first.files + second.files)

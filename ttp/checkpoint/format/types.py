@@ -1,4 +1,4 @@
-"""A piece of a tensor that this rank holds, with its global address."""
+"""A run of a tensor's elements that this rank holds, with its global address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ttp.checkpoint.block import Block
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements offsets[d] <= i_d < offsets[d] + sizes[d] of a tensor: what a rank has of one that is split over ranks."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

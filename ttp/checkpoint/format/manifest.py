@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp import checked
-from ttp.checkpoint.durable import open_regular, write_durably
+from ttp.checkpoint.format.durable import open_regular, write_durably
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 
@@ -37,6 +37,10 @@ class TensorSpec:
     dtype: str
     """torch's name without the module: `float32`."""
     shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +111,9 @@ def to_bytes(manifest: Manifest) -> bytes:
     return (json.dumps({"sha256": _digest(body), **body}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def check_plain(state: object, path: str) -> None:
-    """Find out now whether a manifest can carry a trainer's state. Raises CheckpointError naming the value."""
-    _encode(state, path, 3)
+def check_json_value(value: object, path: str) -> None:
+    """Check that a manifest can carry a value within its state. Raises CheckpointError naming what it cannot."""
+    _encode(value, path, 3)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

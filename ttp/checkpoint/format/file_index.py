@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp import checked
-from ttp.checkpoint.durable import open_regular
+from ttp.checkpoint.format.durable import open_regular
 from ttp.errors import CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry, ShareResult
 

@@ -42,11 +42,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ttp import checked
-from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry
-from ttp.checkpoint.durable import open_regular, write_durably
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.keys import nested_path
-from ttp.checkpoint.shards import Box, boxes_of
+from ttp.checkpoint.format.durable import open_regular, write_durably
+from ttp.checkpoint.format.file_index import BlobEntry, Contents, TensorEntry
+from ttp.checkpoint.format.keys import nested_path
+from ttp.checkpoint.format.tiling import Box, boxes_of
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
 from ttp.proto.messages import FileEntry
 

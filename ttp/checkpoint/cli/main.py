@@ -15,18 +15,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from ttp.checkpoint.answer import Answer, Status, UsageError, print_answer, told_by_system
+from ttp.checkpoint.cli.output import Answer, Status, UsageError, print_answer, told_by_system
 from ttp.console import open_console
 from ttp.errors import TTPError
 from ttp.options import whole
 
 COMMANDS = {
-    "list": "ttp.checkpoint.look:list_folder",
-    "inspect": "ttp.checkpoint.look:inspect",
-    "verify": "ttp.checkpoint.look:verify",
-    "diff": "ttp.checkpoint.diff:run",
-    "export": "ttp.checkpoint.export:run",
-    "prune": "ttp.checkpoint.prune:run",
+    "list": "ttp.checkpoint.cli.listing:run",
+    "inspect": "ttp.checkpoint.cli.inspect:run",
+    "verify": "ttp.checkpoint.cli.verify:run",
+    "diff": "ttp.checkpoint.cli.diff:run",
+    "export": "ttp.checkpoint.cli.export:run",
+    "prune": "ttp.checkpoint.cli.prune:run",
 }
 _INTERRUPTED = 130
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     command: Callable[[argparse.Namespace, Console], Answer] = getattr(importlib.import_module(module), name)
     progress = open_console(sys.stderr)  # the answer alone is on stdout
     try:
+        _check_folders(given)
         answer = command(given, progress)
     except UsageError as error:
         answer = _refusal(given.command, Status.USAGE, str(error))
@@ -61,6 +62,16 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
         return _INTERRUPTED  # what a shell says of Ctrl-C; no command leaves anything half done that looks whole
     print_answer(answer, console, as_json=given.json)
     return int(answer.status)
+
+
+def _check_folders(given: argparse.Namespace) -> None:
+    """Raise UsageError unless every path of the command line is a folder."""
+    for argument in ("path", "a", "b"):
+        named = getattr(given, argument, [])
+        for path in named if isinstance(named, list) else [named]:
+            if not path.is_dir():
+                what = "is a file" if path.exists() else "is not there"
+                raise UsageError(f"{path} {what}: expected a checkpoint (iter_0000042) or a folder of checkpoints")
 
 
 def command_first(words: Sequence[str]) -> list[str]:

@@ -1,11 +1,11 @@
-"""Finding the newest checkpoint whose files lie on several nodes, and moving to each node what it lacks.
+"""Find the newest checkpoint whose files are on several nodes, and move to each node what it lacks.
 
-All ranks call `newest`, at a start of the job, when a process group is up. One rank of every node, its *keeper*, looks at
-the node's directories; the nodes tell each other what they have, verify it together, and take the newest checkpoint of
-which every file is found somewhere. Its tables of contents say which file holds what; a node then gets the files that its
+All ranks call `find_newest`, at a start of the job, when a process group is up. One rank of every node, its *directory leader*, lists
+the node's directories; the nodes exchange what they have, verify it together, and take the newest checkpoint of
+which every file is found somewhere. Its tables of contents say which file holds what; a node then receives the files that its
 ranks will read and that it has not, in chunks, checked on arrival, renamed into place when whole.
 
-Owns the agreement and the moving. Never changes a file that is there; a piece keeps its manifest.
+Owns the agreement and the moving. Never changes a file that is there; a part keeps its manifest.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ttp.checkpoint import dcp
-from ttp.checkpoint.contents import BlobEntry, Contents, TensorEntry, read_contents
-from ttp.checkpoint.durable import fsync_directory, sha256_of, step_directory_name, write_durably
-from ttp.checkpoint.held import HeldTensor
-from ttp.checkpoint.load import Found, check_tensors
-from ttp.checkpoint.manifest import MANIFEST_NAME, Manifest, from_bytes, read_manifest, to_bytes
-from ttp.checkpoint.pieces import pieces_behind, supersede
-from ttp.checkpoint.publish import check_complete
-from ttp.checkpoint.verify import share_of_files
+from ttp.checkpoint.format import dcp
+from ttp.checkpoint.format.durable import fsync_directory, sha256_of, step_directory_name, write_durably
+from ttp.checkpoint.format.file_index import BlobEntry, Contents, TensorEntry, read_contents
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, to_bytes
+from ttp.checkpoint.node_local.parts import Part, read_parts, supersede, write_of
+from ttp.checkpoint.reader import Reader, check_tensors
+from ttp.checkpoint.store import Peers, Request
+from ttp.checkpoint.verify import check_complete, share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry, ShareResult
 from ttp.wording import counted, size_text
@@ -40,25 +39,12 @@ CHUNK_BYTES = 4 << 20
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
 
 Key = tuple[int, int, int, str]
-"""Step, start, term and attempt of a checkpoint: the pieces of one have the same, and the higher is the better."""
-
-
-class Peers(Protocol):
-    """The job's ranks, as one of them sees them. All call `exchange` in the same order; a `send` meets a `receive`."""
-
-    index: int
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, by rank."""
-
-    def send(self, chunk: memoryview, rank: int) -> None: ...
-
-    def receive(self, chunk: memoryview, rank: int) -> None: ...
+"""Step and `write_of` of a checkpoint: the highest is the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One file's way to a node that lacks it; ranks are those nodes' keepers."""
+    """One file's way to a node that lacks it; ranks are those nodes' directory leaders."""
 
     file: FileEntry
     source: int
@@ -71,11 +57,11 @@ class Nodes:
 
     hosts: tuple[str, ...]
 
-    def keeper_of(self, rank: int) -> int:
+    def leader_of(self, rank: int) -> int:
         return self.hosts.index(self.hosts[rank])
 
-    def keepers(self) -> list[int]:
-        return sorted({self.keeper_of(rank) for rank in range(len(self.hosts))})
+    def leaders(self) -> list[int]:
+        return sorted({self.leader_of(rank) for rank in range(len(self.hosts))})
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return (i, n): the rank is the i-th of its node's n."""
@@ -86,9 +72,9 @@ class Nodes:
 def plan_moves(
     files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]], needed: Mapping[int, set[str]]
 ) -> list[Move]:
-    """Say which keeper sends which file to which (every rank computes the same). The load is spread over the owners.
+    """Say which directory leader sends which file to which (every rank computes the same). The load is spread over the owners.
 
-    owners: the keepers that have a file, by its name; needed: the names that each keeper's node reads.
+    owners: the leaders that have a file, by its name; needed: the names that each leader's node reads.
     """
     sent = dict.fromkeys(sorted({rank for ranks in owners.values() for rank in ranks}), 0)
     moves = []
@@ -111,163 +97,124 @@ def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
     return texts
 
 
-def newest(
-    paths: Sequence[str],
-    *,
-    save_dirs: Sequence[str],
-    serving: Sequence[str],
-    hosts: Sequence[str],
-    peers: Peers,
-    expected: Mapping[str, Sequence[int]],
-    targets: Sequence[HeldTensor],
-    on_skip: Callable[[Path, str], None],
-    say: Callable[[str], None],
-    check: Callable[[Manifest], None] = lambda manifest: None,
-) -> Found | None:
+def find_newest(paths: Sequence[str], nodes: Nodes, ranks: Peers, request: Request) -> Reader | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published names (`list_pieces`) in `save_dirs` that may be chosen on this node; serving: those of
-    save_dirs that take new files; expected: shape of every tensor of the job; targets:
-    what this rank will read; check: as `load.first_valid` has it. `on_skip` hears of every newer one that is not whole, `say` what was moved (every rank: the
-    same). Raises CheckpointMismatch on every rank (another model), CheckpointError (a node cannot take its files).
+    paths: the published names (`list_parts`) that may be chosen on this node. Raises CheckpointMismatch on every rank (another model),
+    CheckpointError (a node cannot take its files).
     """
-    search = _Search(Nodes(tuple(hosts)), peers, tuple(map(Path, save_dirs)), tuple(map(Path, serving)))
-    pieces = _pieces_at(paths, on_skip)
+    search = _Search(nodes, ranks, request)
+    parts: dict[Key, Part] = {}
+    for part in read_parts(paths, request.on_skip):
+        parts.setdefault((part.manifest.step, *write_of(part.manifest)), part)
     skipped: list[str] = []
-    offers = peers.exchange([list(key) for key in pieces] if search.keeps else [])
+    offers = ranks.exchange([list(key) for key in parts] if search.leads else [])
     keys = sorted({(int(s), int(start), int(term), str(name)) for offer in offers for s, start, term, name in offer})
     for key in reversed(keys):
-        path = search.save_dirs[0] / step_directory_name(key[0])
+        path = Path(request.save_dirs[0]) / step_directory_name(key[0])
         try:
-            return search.take(pieces.get(key), expected, targets, say, tuple(skipped), check)
+            return search.take(parts.get(key), tuple(skipped))
         except CorruptCheckpoint as error:  # raised by all ranks alike
             skipped.append(f"{path}: {error}")
-            on_skip(path, str(error))
+            request.on_skip(path, str(error))
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    path: Path
-    manifest: Manifest
-
-
-def _pieces_at(paths: Sequence[str], on_skip: Callable[[Path, str], None]) -> dict[Key, _Piece]:
-    pieces: dict[Key, _Piece] = {}
-    for path in pieces_behind(paths):
-        try:
-            manifest = read_manifest(path)
-        except (CorruptCheckpoint, OSError) as error:
-            on_skip(path, str(error))
-            continue
-        pieces.setdefault((manifest.step, manifest.start, manifest.term, manifest.attempt), _Piece(path, manifest))
-    return pieces
-
-
-def clean_unfinished(piece: Path) -> None:
-    """Remove what a killed keeper has taken in only in part. Raises OSError."""
-    for name in os.listdir(piece):
+def clean_unfinished(part: Path) -> None:
+    """Remove what a killed leader has received only in part. Raises OSError."""
+    for name in os.listdir(part):
         if _UNFINISHED.fullmatch(name):
-            os.unlink(piece / name)
+            os.unlink(part / name)
 
 
 class _Search:
-    """One rank's part in looking at checkpoints. Every method is called by all ranks, in the same order."""
+    """One rank's share in the search. Every method is called by all ranks, in the same order."""
 
-    def __init__(self, nodes: Nodes, peers: Peers, save_dirs: tuple[Path, ...], serving: tuple[Path, ...]) -> None:
+    def __init__(self, nodes: Nodes, peers: Peers, request: Request) -> None:
         self.nodes = nodes
         self.peers = peers
-        self.save_dirs = save_dirs
-        self.serving = serving
-        self.keeps = nodes.keeper_of(peers.index) == peers.index
+        self.request = request
+        self.save_dirs = [Path(folder) for folder in request.save_dirs]
+        self.host = nodes.hosts[peers.index]
+        self.leads = nodes.leader_of(peers.index) == peers.index
 
-    def take(
-        self,
-        piece: _Piece | None,
-        expected: Mapping[str, Sequence[int]],
-        targets: Sequence[HeldTensor],
-        say: Callable[[str], None],
-        skipped: tuple[str, ...],
-        check: Callable[[Manifest], None],
-    ) -> Found:
+    def take(self, part: Part | None, skipped: tuple[str, ...]) -> Reader:
         """Make one checkpoint readable on every node. Raises CorruptCheckpoint on all ranks when it is not whole."""
-        manifest, order = self._leading(piece)
-        check(manifest)
+        manifest, order = self._leading(part)
+        self.request.check(manifest)
         files = [file for file in manifest.files if file.name != dcp.METADATA_NAME]
-        owners = self._owners(piece, files)
-        contents = self._contents(piece, files, owners)
-        path = self._folder(piece, order) / step_directory_name(manifest.step)
-        check_tensors(path, check_complete(contents), expected)
-        work = self._prepare(piece, manifest, contents, path)
+        owners = self._owners(part, files)
+        contents = self._contents(part, files, owners)
+        path = self._folder(part, order) / step_directory_name(manifest.step)
+        check_tensors(path, check_complete(contents), self.request.expected)
+        work = self._prepare(part, manifest, contents, path)
         metadata = dcp.metadata_of(contents)
-        moves = self._moves(work, files, owners, targets, metadata)
+        moves = self._moves(work, files, owners, metadata)
         problem = ""
         for move in moves:
             if self.peers.index == move.source:
-                assert piece is not None
-                self._send(piece.path / move.file.name, move)
+                assert part is not None
+                self._send(part.path / move.file.name, move)
             elif self.peers.index == move.target:
                 problem = self._receive(work, move) or problem
-        self._agree(problem)
+        self._fail_on(self.peers.exchange(problem))
         self._finish(work, path)
         for text in moved_texts(moves, self.nodes.hosts):
-            say(text)
-        return Found(path, manifest, skipped, metadata)
+            self.request.report(text)
+        return Reader(path, manifest, skipped, metadata)
 
-    def _leading(self, piece: _Piece | None) -> tuple[Manifest, int]:
+    def _leading(self, part: Part | None) -> tuple[Manifest, int]:
         """Return the manifest of the first node that has one, and the place of its directory in the list."""
         mine: list[Any] = []
-        if piece is not None and self.keeps:
+        if part is not None and self.leads:
             parents = [Path(os.path.realpath(folder)) for folder in self.save_dirs]
-            parent = Path(os.path.realpath(piece.path.parent))
-            mine = [to_bytes(piece.manifest).decode(), parents.index(parent)]
+            parent = Path(os.path.realpath(part.path.parent))
+            mine = [to_bytes(part.manifest).decode(), parents.index(parent)]
         text, order = next(answer for answer in self.peers.exchange(mine) if answer)
         return from_bytes(text.encode(), "a node's manifest"), int(order)
 
-    def _folder(self, piece: _Piece | None, order: int) -> Path:
+    def _folder(self, part: Part | None, order: int) -> Path:
         """Return where this node has the checkpoint, or takes it in: the directory of the others' name for it, if that serves."""
-        if piece is not None:
-            return piece.path.parent
-        wanted = self.save_dirs[order]
-        return wanted if wanted in self.serving else self.serving[0]
+        if part is not None:
+            return part.path.parent
+        serving = [Path(folder) for folder in self.request.serving]
+        return self.save_dirs[order] if self.save_dirs[order] in serving else serving[0]
 
-    def _owners(self, piece: _Piece | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
-        """Return the keepers that have each file whole; ranks verify their node's files together."""
-        here = [file for file in files if piece is not None and _has(piece.path, file)]
+    def _owners(self, part: Part | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
+        """Return the leaders that have each file whole; ranks verify their node's files together."""
+        here = [file for file in files if part is not None and _has(part.path, file)]
         index, count = self.nodes.place(self.peers.index)
         good: list[str] = []
         bad: dict[str, str] = {}
         for file in share_of_files(here, index, count):
-            assert piece is not None
+            assert part is not None
             try:
-                found = sha256_of(piece.path / file.name)
+                found = sha256_of(part.path / file.name)
             except OSError as error:
                 found = str(error)
             if found == file.sha256:
                 good.append(file.name)
             else:
-                bad[file.name] = f"on node {self.nodes.hosts[self.peers.index]} it was altered (sha256 {found})"
+                bad[file.name] = f"on node {self.host} it was altered (sha256 {found})"
         owners: dict[str, list[int]] = {file.name: [] for file in files}
         altered: dict[str, str] = {}
         for rank, (names, broken) in enumerate(self.peers.exchange([good, bad])):
             for name in names:
-                owners[name].append(self.nodes.keeper_of(rank))
+                owners[name].append(self.nodes.leader_of(rank))
             altered |= broken
         for file in files:
             if not owners[file.name]:
-                why = altered.get(file.name, f"it is on none of the {len(self.nodes.keepers())} nodes that are here")
+                why = altered.get(file.name, f"it is on none of the {len(self.nodes.leaders())} nodes that are here")
                 raise CorruptCheckpoint(f"{file.name}, which rank {file.rank} wrote, is missing: {why}")
         return {name: sorted(ranks) for name, ranks in owners.items()}
 
-    def _contents(
-        self, piece: _Piece | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]
-    ) -> Contents:
+    def _contents(self, part: Part | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]) -> Contents:
         """Return what lies in all files; each one's first owner reads its table."""
         mine = [file for file in files if owners[file.name][0] == self.peers.index]
         answer: dict[str, Any] = {"tensors": [], "blobs": []}
         try:
-            if piece is not None and mine:
-                found = read_contents(piece.path, [ShareResult(tuple(mine))])
+            if part is not None and mine:
+                found = read_contents(part.path, [ShareResult(tuple(mine))])
                 answer["tensors"] = [dataclasses.astuple(entry) for entry in found.tensors]
                 answer["blobs"] = [dataclasses.astuple(entry) for entry in found.blobs]
         except (CorruptCheckpoint, OSError) as error:
@@ -279,35 +226,34 @@ class _Search:
         blobs = [BlobEntry(*fields) for other in answers for fields in other["blobs"]]
         return Contents(tuple(files), tuple(tensors), tuple(blobs))
 
-    def _prepare(self, piece: _Piece | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
-        """Return the folder in which this node's files come together: its piece, or a new one."""
+    def _prepare(self, part: Part | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
+        """Return the folder in which this node's files come together: its part, or a new one."""
         name = f"{final.name}_tmp_gather_{uuid.uuid4().hex[:12]}"
-        work, problem = piece.path if piece is not None else final.parent / name, ""
-        if self.keeps:
+        work, problem = part.path if part is not None else final.parent / name, ""
+        if self.leads:
             try:
                 work.mkdir(parents=True, exist_ok=True)
                 clean_unfinished(work)
-                if piece is None:
+                if part is None:
                     write_durably(work / MANIFEST_NAME, to_bytes(manifest))
                 dcp.write_metadata(work, contents, str(final), manifest.attempt)
             except OSError as error:
-                problem = f"node {self.nodes.hosts[self.peers.index]}: {error}"
+                problem = f"node {self.host}: {error}"
         answers = self.peers.exchange([str(work), problem])
         self._fail_on([text for _, text in answers])
-        return Path(answers[self.nodes.keeper_of(self.peers.index)][0])
+        return Path(answers[self.nodes.leader_of(self.peers.index)][0])
 
     def _moves(
         self,
         work: Path,
         files: Sequence[FileEntry],
         owners: Mapping[str, Sequence[int]],
-        targets: Sequence[HeldTensor],
         metadata: Metadata,
     ) -> list[Move]:
         needed: dict[int, set[str]] = {}
-        mine = dcp.files_of_runs(work, targets, metadata)
+        mine = dcp.files_of_runs(work, self.request.targets(), metadata)
         for rank, names in enumerate(self.peers.exchange(sorted(mine))):
-            needed.setdefault(self.nodes.keeper_of(rank), set()).update(names)
+            needed.setdefault(self.nodes.leader_of(rank), set()).update(names)
         return plan_moves(files, owners, needed)
 
     def _send(self, path: Path, move: Move) -> None:
@@ -338,7 +284,7 @@ class _Search:
             except OSError as error:
                 problem = problem or str(error)
         if not problem and digest.hexdigest() != move.file.sha256:
-            problem = f"it arrived with sha256 {digest.hexdigest()}, wanted {move.file.sha256}"
+            problem = f"it arrived with sha256 {digest.hexdigest()}, expected {move.file.sha256}"
         if not problem:
             try:
                 os.replace(unfinished, work / move.file.name)
@@ -349,9 +295,6 @@ class _Search:
             unfinished.unlink(missing_ok=True)
         return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {problem}"
 
-    def _agree(self, problem: str) -> None:
-        self._fail_on(self.peers.exchange(problem))
-
     def _fail_on(self, problems: Sequence[str]) -> None:
         if text := next((problem for problem in problems if problem), ""):
             raise CheckpointError(f"a node cannot take the files that it needs for resuming: {text}")
@@ -359,7 +302,7 @@ class _Search:
     def _finish(self, work: Path, final: Path) -> None:
         """Give the folder its published name."""
         problem = ""
-        if self.keeps:
+        if self.leads:
             try:
                 fsync_directory(work)
                 if work != final:
@@ -368,8 +311,8 @@ class _Search:
                     os.rename(work, final)
                     fsync_directory(final.parent)
             except OSError as error:
-                problem = f"node {self.nodes.hosts[self.peers.index]}: {error}"
-        self._agree(problem)
+                problem = f"node {self.host}: {error}"
+        self._fail_on(self.peers.exchange(problem))
 
 
 def _has(path: Path, file: FileEntry) -> bool:

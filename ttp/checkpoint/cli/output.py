@@ -1,18 +1,21 @@
-"""What a command of `ttp ckpt` answers: an exit status, the same for people and for machines, or why there is no answer.
+"""The answer of a `ttp ckpt` command: an exit status, the same for people and for machines, or why there is no answer.
 
 Owns the meaning of the exit statuses and the two forms of the output. Knows no checkpoint.
 """
 
 from __future__ import annotations
 
+import datetime
 import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -88,3 +91,13 @@ def told_by_system(error: OSError) -> str:
     named = f"{error.filename}: " if error.filename else ""
     advice = "; have it read by who may, or correct its permissions" if isinstance(error, PermissionError) else ""
     return f"{named}{error.strerror or error}{advice}"
+
+
+def invalid(path: Path, text: str) -> Answer:
+    """Answer that there is no valid checkpoint."""
+    return Answer(Status.NO, {"path": str(path), "valid": False, "error": text}, [f"[red]INVALID[/] {escape(text)}"])
+
+
+def time_text(unix_s: float) -> str:
+    """Return a time in this machine's zone."""
+    return datetime.datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")

@@ -1,0 +1,1 @@
+"""`ttp ckpt`: list, inspect, verify, diff, export and prune checkpoints."""

@@ -1,0 +1,101 @@
+"""`ttp ckpt verify`: check that a checkpoint, or all of a folder, is as it was written.
+
+Owns what is shown of it, and the progress bar of a check for the other commands; changes nothing on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from ttp.checkpoint import find
+from ttp.checkpoint import verify as checks
+from ttp.checkpoint.cli.output import Answer, Status, invalid, told_by_system
+from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.reader import Reader
+from ttp.errors import CheckpointError
+from ttp.wording import counted, size_text
+
+
+def run(given: argparse.Namespace, console: Console) -> Answer:
+    """Check a checkpoint, or all of a folder, with their checksums unless --shallow says otherwise."""
+    deep = not given.shallow
+    try:
+        paths = find.all_at(given.path)
+    except CheckpointError as error:
+        return invalid(given.path, str(error))
+    if find.is_checkpoint(given.path):
+        return _verified(given.path, console, "checking", deep=deep)
+    answers = [
+        _verified(path, console, f"checking {path.name}, {number} of {len(paths)}", deep=deep)
+        for number, path in enumerate(paths, 1)
+    ]
+    status = max(answer.status for answer in answers)
+    told = {"folder": str(paths[0].parent), "valid": not status, "checkpoints": [answer.told for answer in answers]}
+    if errors := [answer.told["error"] for answer in answers if answer.status]:
+        told["error"] = errors[0]
+    statuses = [answer.status for answer in answers]
+    bad = [(statuses.count(Status.NO), "broken"), (statuses.count(Status.FAILED), "unreadable")]
+    outcome = ", ".join(f"{count:,} {what}" for count, what in bad if count) or "none is broken"
+    shown = [item for answer in answers for item in answer.shown]
+    return Answer(status, told, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
+
+
+def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer:
+    try:
+        found = checked(path, console, doing, deep=deep)
+    except CheckpointError as error:
+        return invalid(path, str(error))
+    except OSError as error:
+        text = told_by_system(error)
+        return Answer(Status.FAILED, {"path": str(path), "error": text}, [f"[yellow]UNREADABLE[/] {escape(text)}"])
+    here = checks.files_here(path, found) if found.hosts else found.files
+    what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
+    told = {
+        "path": str(path),
+        "valid": True,
+        "checked": what,
+        "step": found.step,
+        "files": len(here),
+        "bytes": sum(file.nbytes for file in here),
+        "piece_of_nodes": len(set(found.hosts)),
+    }
+    if found.hosts:
+        nodes = len(set(found.hosts))
+        text = (
+            f"{'[green]VALID[/]' if deep else '[yellow]WELL-FORMED[/]'} {escape(str(path))}: step {found.step}, one node's"
+            f" piece: {len(here)} of {len(found.files)} files are here, {size_text(sum(file.nbytes for file in here))} of"
+            f" {size_text(found.nbytes)}; {nodes} nodes wrote it"
+        )
+    else:
+        text = (
+            f"{'[green]VALID[/]' if deep else '[yellow]COMPLETE[/]'} {escape(str(path))}: step {found.step},"
+            f" {counted(len(found.files), 'file')}, {size_text(found.nbytes)} (checked: {what})"
+        )
+    return Answer(Status.YES, told, [text])
+
+
+def checked(path: Path, console: Console, doing: str = "checking", *, deep: bool = True) -> Manifest:
+    """Verify a checkpoint with a progress bar on a terminal; return its manifest. Raises as `verify.verify` does."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        return checks.verify(
+            path, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+
+
+def open_given(path: Path, console: Console, *, deep: bool = True) -> Reader:
+    """Open the checkpoint at `path`, or the newest valid one of the folder `path`, with a progress bar; print what is skipped.
+
+    deep: compare checksums. Raises CheckpointError when none is valid, or for a node's part without those of the others.
+    """
+    return find.open_at(
+        path,
+        lambda each: checked(each, console, deep=deep),
+        lambda skipped, reason: console.print(f"skipped: {reason}", markup=False),
+    )

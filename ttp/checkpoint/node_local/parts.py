@@ -1,0 +1,118 @@
+"""The parts of checkpoints in one node's directories: their names, which of them belong together, and which may go.
+
+Owns the names under which parts are found. Never changes a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.checkpoint.find import OnSkip, StrPath, ignore
+from ttp.checkpoint.format.durable import step_of_directory, steps_in
+from ttp.checkpoint.format.manifest import Manifest, read_manifest
+from ttp.checkpoint.staging import SUPERSEDED
+from ttp.errors import CorruptCheckpoint
+
+logger = logging.getLogger(__name__)
+
+_ASIDE = re.compile(rf"(iter_[0-9]{{7,}}){SUPERSEDED}[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One node's directory of one write of a step."""
+
+    path: Path
+    manifest: Manifest
+
+
+def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[Part]:
+    """Yield the parts behind published names; `on_skip` is called with a directory that has no readable manifest."""
+    for path in parts_behind(names):
+        try:
+            manifest = read_manifest(path)
+        except (CorruptCheckpoint, OSError) as error:
+            on_skip(path, str(error))
+        else:
+            yield Part(path, manifest)
+
+
+def write_of(manifest: Manifest) -> tuple[int, int, str]:
+    """Return start, term and staging directory: the parts of one write of a step have the same, and the highest is the newest."""
+    return manifest.start, manifest.term, manifest.attempt
+
+
+def supersede(final: Path) -> None:
+    """Give a published part another name, under which it is found as well."""
+    for number in itertools.count(1):
+        aside = final.with_name(f"{final.name}{SUPERSEDED}{number}")
+        if not os.path.lexists(aside):
+            os.rename(final, aside)
+            return
+
+
+def next_start(save_dirs: Iterable[StrPath]) -> int:
+    """Return a number above those of all starts that have left parts in these directories, as far as they can be read."""
+    newest = 0
+    for directory in save_dirs:
+        with contextlib.suppress(OSError):  # whether the start uses it, its claim decides
+            newest = max([newest, *(part.manifest.start for part in read_parts(list_parts([directory]), ignore))])
+    return newest + 1
+
+
+def list_parts(save_dirs: Iterable[StrPath]) -> list[Path]:
+    """Return the published names of all parts of these directories, newest step first (then in the directories' order).
+
+    A name may have superseded parts only: a publisher that is killed between two renames leaves it so.
+    """
+    found: set[tuple[int, int, Path]] = set()
+    for order, folder in enumerate(map(Path, save_dirs)):
+        found |= {(-step, order, path) for step, path in steps_in(folder)}
+        for name in os.listdir(folder) if folder.is_dir() else []:
+            match = _ASIDE.fullmatch(name)
+            if match and (step := step_of_directory(Path(match.group(1)))) is not None:
+                found.add((-step, order, folder / match.group(1)))
+    return [path for _, _, path in sorted(found)]
+
+
+def parts_behind(names: Iterable[StrPath]) -> list[Path]:
+    """Return the directories of published names: each that is there, and those that a later write has superseded."""
+    found = []
+    for path in map(Path, names):
+        beside = os.listdir(path.parent) if path.parent.is_dir() else []
+        aside = re.compile(rf"{re.escape(path.name)}{SUPERSEDED}[0-9]+")
+        found += [path] if path.is_dir() else []
+        found += sorted(path.parent / name for name in beside if aside.fullmatch(name))
+    return found
+
+
+def remove_superseded(save_dirs: Iterable[StrPath], below: int) -> list[Path]:
+    """Remove the superseded parts of all steps below `below`, and return them (one rank of each node calls).
+
+    To be called when every file of the checkpoint of `below` was verified and all ranks have loaded it. A step of which only a
+    superseded part is left here keeps it. One that cannot be removed takes room, no more.
+    """
+    removed = []
+    for path in list_parts(save_dirs):
+        if not path.is_dir() or (step_of_directory(path) or 0) >= below:
+            continue
+        for aside in (behind for behind in parts_behind([path])[1:] if not behind.is_symlink()):
+            # Under a name that the next start cleans away: half a part must never pass for one.
+            going = aside.with_name(f"{path.name}_tmp_superseded_{uuid.uuid4().hex[:12]}")
+            try:
+                os.rename(aside, going)
+                shutil.rmtree(going)
+            except OSError as error:
+                logger.warning("%s, which a later write has superseded, cannot be removed: %s", aside, error)
+            else:
+                removed.append(aside)
+    return removed

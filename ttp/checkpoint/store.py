@@ -1,0 +1,114 @@
+"""Where a job keeps its checkpoints: one interface for directories that all ranks share and for nodes with directories of their own.
+
+Owns what is different between the two kinds for whoever writes, resumes or looks after directories, and the first kind
+(the second: `node_local.store`). Nothing outside this package asks which kind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttp.checkpoint.find import OnSkip, Ranks, StrPath, first_valid, ignore, list_checkpoints
+from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.publish import publish
+from ttp.checkpoint.reader import Reader, check_tensors
+from ttp.checkpoint.verify import verify
+
+
+class Peers(Ranks, Protocol):
+    """The job's ranks, which can move bytes as well: a `send` meets a `receive`."""
+
+    def send(self, chunk: memoryview, rank: int) -> None: ...
+
+    def receive(self, chunk: memoryview, rank: int) -> None: ...
+
+
+def _nothing(value: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a rank that resumes needs."""
+
+    save_dirs: Sequence[str]
+    """The job's directories, in order of preference."""
+    serving: Sequence[str]
+    """Those of them that take new files."""
+    expected: Mapping[str, Sequence[int]]
+    """Shape of every tensor of the job."""
+    targets: Callable[[], Sequence[HeldTensor]]
+    """Returns what this rank will read."""
+    check: Callable[[Manifest], None] = _nothing
+    """Raises CorruptCheckpoint for a checkpoint that the job cannot use."""
+    on_skip: OnSkip = ignore
+    """Called with every newer checkpoint that is not valid (every rank: the same)."""
+    report: Callable[[str], None] = _nothing
+    """Called with what was moved between nodes (every rank: the same)."""
+
+
+class Store(Protocol):
+    """The checkpoints of one start of a job, as one of its ranks sees them."""
+
+    leader: int
+    """The rank that looks after this rank's directories: for all ranks, or for those of its node."""
+    node: str
+    """This rank's node, where that matters for a directory; else empty."""
+    start: int
+    """The number of this start, where parts of checkpoints are told apart by it; else 0."""
+    in_use_advice: str
+    """Ends the message that another job writes into a directory."""
+
+    def list_published(self, directories: Iterable[StrPath]) -> list[Path]:
+        """Return the published names in directories of this rank's node, newest step first."""
+
+    def check_choice(self, path: Path, save_dirs: Sequence[str]) -> None:
+        """Raise CheckpointError for a checkpoint that this store cannot resume from. `save_dirs`: the job's."""
+
+    def open_newest(self, paths: Sequence[str], ranks: Peers, request: Request) -> Reader | None:
+        """Return the first of `paths` that is valid, ready to be read by this rank; None: none is. All ranks call.
+
+        Raises CheckpointMismatch on every rank (another model), CheckpointError.
+        """
+
+    def publish(self, directory: str, tmp_name: str, **fields: Any) -> str:
+        """Make a staging directory a checkpoint; return its path. `fields`: those of `Publication`."""
+
+    def remove_superseded(self, directories: Iterable[StrPath], below: int) -> list[Path]:
+        """Remove what later writes have superseded of steps below `below`, which all ranks have loaded; return it."""
+
+
+class SharedStore:
+    """Directories that all ranks share."""
+
+    leader = 0
+    node = ""
+    start = 0
+    in_use_advice = ""
+
+    def list_published(self, directories: Iterable[StrPath]) -> list[Path]:
+        return list_checkpoints(directories)
+
+    def check_choice(self, path: Path, save_dirs: Sequence[str]) -> None:
+        """Any path that all ranks see can be read."""
+
+    def open_newest(self, paths: Sequence[str], ranks: Peers, request: Request) -> Reader | None:
+        def judge(path: Path) -> Manifest:
+            manifest = verify(path, share=(ranks.index, ranks.count))
+            request.check(manifest)
+            return manifest
+
+        found = first_valid(paths, judge, ranks=ranks, on_skip=request.on_skip)
+        if found is not None:
+            check_tensors(found.path, found.manifest.tensors, request.expected)
+        return found
+
+    def publish(self, directory: str, tmp_name: str, **fields: Any) -> str:
+        return publish(directory, tmp_name, **fields)
+
+    def remove_superseded(self, directories: Iterable[StrPath], below: int) -> list[Path]:
+        return []  # a checkpoint that is there is never replaced
