@@ -107,7 +107,16 @@ NAMES = frozenset(_PARTS)
 
 # --- timing constants ---
 
-_TIMED_FOLDERS = ("controller", "processor", "proto", "ttp", "ttp/launch", "ttp/checkpoint", "ttp/mindio")
+_TIMED_FOLDERS = (
+    "controller",
+    "processor",
+    "proto",
+    "ttp",
+    "ttp/launch",
+    "ttp/checkpoint",
+    "ttp/checkpoint/format",
+    "ttp/mindio",
+)
 _TIMED = re.compile(r"_?[A-Z_]*((?<!_PER)_S|_TIMEOUT|_HEARTBEATS)$|[a-z_]+_s$")
 _LISTED = re.compile(r"^\| ([^|]*`[\w/]+\.py`[^|]*) \| ([\d.]+)[^|]* \|", re.MULTILINE)
 

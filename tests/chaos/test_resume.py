@@ -87,7 +87,7 @@ def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, sav
     output = copy_of(saved, tmp_path / "other_model", last_step=8)
     job = run_to_end(output, 2, "--model_config.hidden_size=64", status=1)
     console = job.console_tail(400)
-    assert "CheckpointMismatch" in console and "model." in console and "wanted" in console
+    assert "CheckpointMismatch" in console and "model." in console and "expected" in console
     assert "not restarting" in console and len(job.journals()) == 1
     assert "cause   exit code 2: CheckpointMismatch: " in console
     assert by_step(job.metrics()) == {}

@@ -1,6 +1,6 @@
 """Simulated disks of each host's own: a checkpoint lies there in pieces, one a host, and is whole when every file is somewhere.
 
-A root is a host and the directory's name there: `host1/a`. The rules are those of `ttp/checkpoint/pieces.py` (claim, rename,
+A root is a host and the directory's name there: `host1/a`. The rules are those of `ttp/checkpoint/node_local/publish_part.py` (claim, rename,
 supersede) and of `gather.py` (what counts as whole).
 """
 

@@ -170,10 +170,8 @@ class Publication:
         entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), self.rank)
         files = sorted((*contents.files, entry), key=lambda file: file.name)
         write_manifest(claim, replace(self.manifest, files=tuple(files), finite=contents.finite))
-        if missing := missing_file(claim, files):
-            raise CorruptCheckpoint(
-                f"{missing}, though all was there before; write the step again in a new staging directory"
-            )
+        if error := wrong_files(claim, files, "all was there before; write the step again in a new staging directory"):
+            raise error
 
     def place(self, claim: Path) -> bool:
         """Give the finished checkpoint its name. False: the name is taken."""
@@ -239,30 +237,18 @@ def claim_staging(
     that another publisher has finished. Raises CheckpointError for another name; CorruptCheckpoint, with `advice`, for missing files.
     """
     found = names_of_staging(root, tmp_name)
-    for name in found:
-        if not missing_file(root / name, files):
-            claim = claim_of(root, tmp_name)
-            try:
-                os.rename(root / name, claim)
-            except FileNotFoundError:
-                return None
-            return claim
-    # What was listed may have been renamed by another publisher before it was looked at: only what stays put is broken.
-    if not found or published() or not all((root / name).is_dir() for name in found):
-        return None
-    raise wrong_files(f"{missing_file(root / found[0], files)}; {advice} Write the step again", root / found[0], files)
-
-
-def missing_file(path: Path, files: Sequence[FileEntry]) -> str:
-    """Say which listed file is not in `path` with its size; empty: none."""
-    for file in files:
+    errors = [wrong_files(root / name, files, f"{advice} Write the step again") for name in found]
+    for name in (name for name, error in zip(found, errors, strict=True) if error is None):
+        claim = claim_of(root, tmp_name)
         try:
-            nbytes = (path / file.name).stat().st_size
+            os.rename(root / name, claim)
         except FileNotFoundError:
-            return f"{path / file.name}, written by rank {file.rank}, is missing"
-        if nbytes != file.nbytes:
-            return f"{path / file.name}, written by rank {file.rank}, has {nbytes} bytes, expected {file.nbytes}"
-    return ""
+            return None
+        return claim
+    # What was listed may have been renamed by another publisher before it was looked at: only what stays put is broken.
+    if not errors or errors[0] is None or published() or not all((root / name).is_dir() for name in found):
+        return None
+    raise errors[0]
 
 
 def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:

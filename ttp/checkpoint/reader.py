@@ -20,7 +20,7 @@ from ttp.checkpoint.format.file_index import read_contents
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, TensorSpec, read_manifest
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.verify import check_complete, files_here, metadata_entry
-from ttp.errors import CheckpointMismatch, CorruptCheckpoint
+from ttp.errors import CorruptCheckpoint
 from ttp.proto.messages import ShareResult
 
 
@@ -109,20 +109,5 @@ def check_tensors(
     Raises CheckpointMismatch naming the first difference: a sharded rank, which reads but a part, would not see a
     checkpoint of a deeper model.
     """
-    advice = "start with the configuration that wrote it, or name another checkpoint"
-    for key, shape in sorted(expected.items()):
-        if key not in tensors:
-            raise CheckpointMismatch(
-                f"{path} has no tensor {key!r} (expected, of shape {tuple(shape)}): it was written by another model or optimizer;"
-                f" {advice}"
-            )
-        if tensors[key].shape != tuple(shape):
-            raise CheckpointMismatch(
-                f"{path}: {key!r} has shape {tensors[key].shape}, expected {tuple(shape)}: it was written by another model; {advice}"
-            )
-    for key, spec in sorted(tensors.items()):
-        if key not in expected:
-            raise CheckpointMismatch(
-                f"{path} has a tensor {key!r} of shape {spec.shape} that this job has not: it was written by another model or"
-                f" optimizer; {advice}"
-            )
+    for key in sorted(tensors.keys() | expected.keys()):
+        dcp.check_shape(path, key, tensors[key].shape if key in tensors else None, expected.get(key))

@@ -44,18 +44,15 @@ def verify(
     root = Path(path)
     index, count = share
     if not 0 <= index < count:
-        raise ValueError(f"share is {share}: wanted (i, n) with 0 <= i < n")
+        raise ValueError(f"share is {share}: expected (i, n) with 0 <= i < n")
     if not root.is_dir():
         raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
     manifest = read_manifest(root)
     named = step_of_directory(root)
     if named is not None and named != manifest.step:
         raise CorruptCheckpoint(f"{root} is named for step {named}, its manifest says step {manifest.step}")
-    if manifest.hosts:
-        here = files_here(root, manifest)
-    else:
-        _check_files(root, manifest)
-        here = manifest.files
+    here = files_here(root, manifest)
+    if not manifest.hosts:
         metadata_entry(root, manifest)
         if index == 0:
             _check_completeness(root, manifest)
@@ -65,14 +62,20 @@ def verify(
 
 
 def files_here(root: Path, manifest: Manifest) -> tuple[FileEntry, ...]:
-    """Return which files of a checkpoint of several nodes this node's part has, at their full sizes."""
+    """Return which files are here, at their full sizes: all, or of a node's part those of its ranks. Raises CorruptCheckpoint."""
     found = []
     for file in manifest.files:
-        path = root / file.name
-        if not path.exists():
-            continue
-        if (nbytes := path.stat().st_size) != file.nbytes:
-            raise CorruptCheckpoint(f"{path} has {nbytes} bytes, wanted {file.nbytes}; rank {file.rank} wrote it")
+        try:
+            nbytes = (root / file.name).stat().st_size
+        except FileNotFoundError:
+            if manifest.hosts:
+                continue
+            raise CorruptCheckpoint(f"{root / file.name} is missing; rank {file.rank} wrote it") from None
+        if nbytes != file.nbytes:
+            what = "truncated" if nbytes < file.nbytes else "longer than written"
+            raise CorruptCheckpoint(
+                f"{root / file.name} is {what}: it has {nbytes} bytes, expected {file.nbytes}; rank {file.rank} wrote it"
+            )
         found.append(file)
     return tuple(found)
 
@@ -87,17 +90,6 @@ def share_of_files(files: Sequence[FileEntry], index: int, count: int) -> list[F
         if part == index:
             mine.append(file)
     return mine
-
-
-def _check_files(root: Path, manifest: Manifest) -> None:
-    for file in manifest.files:
-        try:
-            nbytes = (root / file.name).stat().st_size
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{root / file.name} is missing; rank {file.rank} wrote it") from None
-        if nbytes != file.nbytes:
-            what = "truncated" if nbytes < file.nbytes else "longer than written"
-            raise CorruptCheckpoint(f"{root / file.name} is {what}: it has {nbytes} bytes, wanted {file.nbytes}")
 
 
 def metadata_entry(root: Path, manifest: Manifest) -> FileEntry:
@@ -155,7 +147,7 @@ def _check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | Non
         found = sha256_of(root / file.name, advance)
         if found != file.sha256:
             raise CorruptCheckpoint(
-                f"{root / file.name} was altered since rank {file.rank} wrote it: sha256 {found}, wanted {file.sha256}"
+                f"{root / file.name} was altered since rank {file.rank} wrote it: sha256 {found}, expected {file.sha256}"
             )
 
 
@@ -188,7 +180,7 @@ def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | N
         if key not in specs:
             raise CorruptCheckpoint(f"{key!r} of shape {tuple(shape)} is in no share: no live holder wrote it")
         if specs[key].shape != tuple(shape):
-            raise CorruptCheckpoint(f"{key!r} has shape {specs[key].shape} in the shares, wanted {tuple(shape)}")
+            raise CorruptCheckpoint(f"{key!r} has shape {specs[key].shape} in the shares, expected {tuple(shape)}")
     for key, spec in sorted(specs.items()):
         if expected is not None and key not in expected:
             raise CorruptCheckpoint(f"{key!r} of shape {spec.shape} is in a share but belongs to no expected tensor")

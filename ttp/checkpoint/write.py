@@ -38,7 +38,7 @@ from ttp.wording import size_text
 FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""
 BOX_BYTES = 128 << 20
-"""Larger boxes are cut: a reader loads a stored box whole, however little of it is wanted."""
+"""Larger boxes are cut: a reader loads a stored box whole, however little of it is expected."""
 _BUFFER_BYTES = 1 << 20
 """Writes from this size on go to the file as they are, hashed by a second thread meanwhile."""
 
@@ -67,7 +67,7 @@ def write_share(
     space back), CheckpointError for a blob that is not plain, a name that is no attempt's, or a link in the directory's place.
     """
     if not re.fullmatch(r"[\w.-]*", suffix):
-        raise ValueError(f"suffix is {suffix!r}: wanted letters, digits, '_', '-' and '.'")
+        raise ValueError(f"suffix is {suffix!r}: expected letters, digits, '_', '-' and '.'")
     root = Path(directory)
     path = root / tmp_name if make else claimed(root, tmp_name)
     boxes = [HeldBox(held, box) for held in tensors for box in boxes_of(held, BOX_BYTES // held.values.element_size())]

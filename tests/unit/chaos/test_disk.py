@@ -56,7 +56,7 @@ def test_a_torn_write_is_found_before_anything_is_published(job: Job, tmp_path: 
     dump = dump_faults(parse_faults("torn:rank=0,step=42,point=write"))
     with dump("write", 42, f"{tmp_path}/{TMP}"):
         result = write_share(tmp_path, TMP, 0, job.shares(1)[0], {})
-    with pytest.raises(CheckpointError, match=r"written by rank 0, has \d+ bytes, wanted"):
+    with pytest.raises(CheckpointError, match=r"written by rank 0, has \d+ bytes, expected"):
         job.publish(tmp_path, TMP, [result], 42)
     found = find.find_newest_valid([tmp_path])
     assert found is not None and found.manifest.step == 41 and not found.skipped

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pickle
 import shutil
@@ -15,6 +13,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tests.unit.checkpoint.damage import (
+    DATA,
+    alter,
+    become_a_file,
+    flip_a_bit,
+    flip_a_byte_of_metadata,
+    lengthen,
+    of_version,
+    remove,
+    truncate,
+)
 from ttp.checkpoint import find
 from ttp.checkpoint.format import dcp, durable, manifest
 from ttp.checkpoint.format.manifest import read_manifest
@@ -25,103 +34,29 @@ from ttp.proto.messages import FileEntry
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
 
-DATA = "__1_0_0.distcp"
+alter_metadata = alter(".metadata", b"__1_0_0", b"__0_0_0")
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, rf"{DATA} is truncated: it has \d+ bytes, expected \d+; rank 1 wrote it"),
+    "lengthened": (lengthen, rf"{DATA} is longer than written"),
+    "flipped bit": (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: sha256 \w+, expected \w+"),
+    "no data": (remove(DATA), rf"{DATA} is missing; rank 1 wrote it"),
+    "no index": (remove(".metadata"), r"\.metadata is missing"),
+    "altered index": (alter_metadata, r"\.metadata was altered since rank \d+ wrote it"),
+    "flipped byte of index": (flip_a_byte_of_metadata, r"\.metadata was altered since rank \d wrote it"),
+    "no manifest": (remove("manifest.json"), r"manifest\.json is missing: .* was never published, or was damaged"),
+    "cut manifest": (lambda path: os.truncate(path / "manifest.json", 300), r"manifest\.json is not JSON .*: it is truncated or altered"),
+    "altered manifest": (alter("manifest.json", b'"samples": 336', b'"samples": 337'), r"manifest\.json was altered: got content of sha256 \w+, expected '\w+'"),
+    "empty manifest": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: content: got a list, expected a JSON object"),
+    "future manifest": (of_version(2), r"manifest\.json: format_version: got 2, expected 1"),
+    "another step's name": (lambda path: path.rename(path.with_name("iter_0000043")), r"is named for step 43, its manifest says step 42"),
+    "a file": (become_a_file, r"is not a directory"),
+}  # fmt: skip
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / DATA, (path / DATA).stat().st_size - 1)
-
-
-def lengthen(path: Path) -> None:
-    with open(path / DATA, "ab") as stream:
-        stream.write(b"x")
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray((path / DATA).read_bytes())
-    content[len(content) // 3] ^= 4
-    (path / DATA).write_bytes(content)
-
-
-def remove_data(path: Path) -> None:
-    (path / DATA).unlink()
-
-
-def remove_metadata(path: Path) -> None:
-    (path / ".metadata").unlink()
-
-
-def alter_metadata(path: Path) -> None:
-    """Of the same size, so that only its checksum tells."""
-    content = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(content.replace(b"__1_0_0", b"__0_0_0"))
-
-
-def flip_a_byte_of_metadata(path: Path) -> None:
-    """One without which torch reads the same tensors in the same places: only its checksum tells."""
-    metadata = path / ".metadata"
-    content, whole = metadata.read_bytes(), dcp.read_metadata(path, None)
-    for index in reversed(range(len(content))):
-        metadata.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
-        with contextlib.suppress(Exception):  # whatever torch says of it
-            found = dcp.read_metadata(path, None)
-            if (found.state_dict_metadata, found.storage_data) == (whole.state_dict_metadata, whole.storage_data):
-                return
-    raise AssertionError("every byte of .metadata is seen without its checksum")
-
-
-def remove_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def truncate_manifest(path: Path) -> None:
-    os.truncate(path / "manifest.json", 300)
-
-
-def alter_manifest(path: Path) -> None:
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"samples": 336', '"samples": 337'))
-
-
-def empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text("[]")
-
-
-def future_manifest(path: Path) -> None:
-    body = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(body | {"format_version": 2}))
-
-
-def rename_to_another_step(path: Path) -> None:
-    path.rename(path.with_name("iter_0000043"))
-
-
-def become_a_file(path: Path) -> None:
-    shutil.rmtree(path)
-    path.write_text("x")
-
-
-DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, rf"{DATA} is truncated: it has \d+ bytes, wanted \d+"),
-    (lengthen, rf"{DATA} is longer than written"),
-    (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
-    (remove_data, rf"{DATA} is missing; rank 1 wrote it"),
-    (remove_metadata, r"\.metadata is missing"),
-    (alter_metadata, r"\.metadata was altered since rank \d+ wrote it"),
-    (flip_a_byte_of_metadata, r"\.metadata was altered since rank \d wrote it"),
-    (remove_manifest, r"manifest\.json is missing: .* was never published, or was damaged"),
-    (truncate_manifest, r"manifest\.json is not JSON .*: it is truncated or altered"),
-    (alter_manifest, r"manifest\.json was altered: got content of sha256 \w+, expected '\w+'"),
-    (empty_manifest, r"manifest\.json: content: got a list, expected a JSON object"),
-    (future_manifest, r"manifest\.json: format_version: got 2, expected 1"),
-    (rename_to_another_step, r"is named for step 43, its manifest says step 42"),
-    (become_a_file, r"is not a directory"),
-]
-
-
-@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_damage_is_named_skipped_and_the_older_checkpoint_used(
-    job: Job, tmp_path: Path, damage: Callable[[Path], None], reason: str
+    job: Job, tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     """`verify` names it; the search reports it and goes on to the next older one."""
     older, path = job.later().save(tmp_path, 41), job.save(tmp_path, 42)
@@ -166,7 +101,7 @@ def test_attempts_and_broken_ones_are_no_checkpoints(job: Job, tmp_path: Path) -
     assert find.list_checkpoints([tmp_path]) == [path]
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_metadata, alter_metadata, flip_a_byte_of_metadata])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove(".metadata"), alter_metadata, flip_a_byte_of_metadata])
 def test_ranks_that_share_the_checking_find_every_damage_together(
     job: Job, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

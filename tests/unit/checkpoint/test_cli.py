@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
+from tests.unit.checkpoint.damage import DATA, flip_a_bit, of_version, remove, truncate
 from ttp.checkpoint.cli import main
 from ttp.checkpoint.cli.output import Status
 from ttp.checkpoint.cli.verify import run as verify
@@ -83,10 +84,7 @@ def test_verify_names_the_damage(job: Job, tmp_path: Path) -> None:
     """A flipped bit is found by checksums and, as promised, not by --shallow."""
     path = job.save(tmp_path, 42)
     assert run(str(path), "verify") == (0, run(str(path), "verify")[1]) and "VALID" in run(str(path), "verify")[1]
-    file = path / "__0_0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(path, "__0_0_0.distcp")
     status, text = run(str(tmp_path), "verify")
     assert status == 1 and "INVALID" in text and "__0_0_0.distcp was altered since rank 0 wrote it" in text
     status, text = run(str(path), "verify", "--shallow")
@@ -273,10 +271,10 @@ def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
         shutil.copytree(path, tmp_path / name)
     text = run("list", str(tmp_path))[1]
     for name, meaning in (
-        ("iter_0000043_tmp_a", "an unfinished attempt"),
+        ("iter_0000043_tmp_a", "a staging directory"),
         ("iter_0000041_tmp_pruned_x", "half removed"),
         ("iter_0000040_broken_1", "moved aside"),
-        ("iter_0000039_superseded_1", "superseded by a later attempt"),
+        ("iter_0000039_superseded_1", "superseded by a later write"),
     ):
         assert re.search(rf"^{name} .*{meaning}", text, re.MULTILINE), text
     told = json.loads(run("list", str(tmp_path), "--json")[1])
@@ -291,14 +289,13 @@ def test_a_nodes_piece_is_judged_as_one_and_not_compared_or_pruned_alone(job: Jo
     assert "piece of a node" in run("list", str(tmp_path / "a"))[1]
     text = run("inspect", str(path))[1]
     assert re.search(r"^ +3 +b ", text, re.MULTILINE) and "nodes          a, b" in text
-    assert "one node's piece: 3 of 5 files are here" in run("verify", str(path))[1]
+    assert "one node's part: 3 of 5 files are here" in run("verify", str(path))[1]
     for words in (("diff", str(path), str(path)), ("export", str(path), str(tmp_path / "x"), "--to", "torch")):
         status, text = run(*words)
         assert (
-            status == 3
-            and "one node's piece of a checkpoint of 2 nodes: __2_0_0.distcp is not here (node b has" in text
+            status == 3 and "one node's part of a checkpoint of 2 nodes: __2_0_0.distcp is not here (node b has" in text
         )
-        assert "nor is 1 more; copy the *.distcp files of all nodes' pieces" in text
+        assert "nor is 1 more; copy the *.distcp files of all nodes' parts" in text
     status, text = run("prune", str(tmp_path / "a"), "--keep", "1")
     assert status == 3 and "no step is whole in" in text and "name the folders of all nodes" in text
 
@@ -342,38 +339,19 @@ def take_another_worlds_files(path: Path) -> None:
         shutil.copy(file, path / file.name)
 
 
-def tear(path: Path) -> None:
-    os.truncate(path / "__1_0_0.distcp", (path / "__1_0_0.distcp").stat().st_size // 2)
-
-
-def lose_a_part(path: Path) -> None:
-    (path / "__1_0_0.distcp").unlink()
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray((path / "__1_0_0.distcp").read_bytes())
-    content[len(content) // 3] ^= 4
-    (path / "__1_0_0.distcp").write_bytes(content)
-
-
-def become_older(path: Path) -> None:
-    body = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(body | {"format_version": 0}))
-
-
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (become_empty, r"no checkpoint in .*: wanted directories like iter_0000042; name the folder that was given"),
+    (become_empty, r"no checkpoint in .*: expected directories like iter_0000042; name the folder that was given"),
     (become_foreign, r"manifest\.json is missing: .* was never published, or was damaged"),
     (become_stock, r"it has \.metadata and no manifest\.json, so torch\.distributed\.checkpoint wrote it alone"),
-    (take_another_worlds_files, r"__0_0_0\.distcp is longer than written: it has \d+ bytes, wanted \d+"),
-    (tear, r"__1_0_0\.distcp is truncated: it has \d+ bytes, wanted \d+"),
-    (lose_a_part, r"__1_0_0\.distcp is missing; rank 1 wrote it"),
-    (flip_a_bit, r"__1_0_0\.distcp was altered since rank 1 wrote it: sha256 \w+, wanted \w+"),
-    (become_older, r"format_version: got 0, expected 1\. Read it with the ttp that wrote it"),
+    (take_another_worlds_files, r"__0_0_0\.distcp is longer than written: it has \d+ bytes, expected \d+"),
+    (truncate, r"__1_0_0\.distcp is truncated: it has \d+ bytes, expected \d+"),
+    (remove(DATA), r"__1_0_0\.distcp is missing; rank 1 wrote it"),
+    (flip_a_bit, r"__1_0_0\.distcp was altered since rank 1 wrote it: sha256 \w+, expected \w+"),
+    (of_version(0), r"format_version: got 0, expected 1\. Read it with the ttp that wrote it"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=range(len(DAMAGE)))
 def test_every_command_names_the_damage(job: Job, tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     """1 from those that judge, 3 from those that cannot do their work; in text and as JSON; nothing is written or removed."""
     folder = tmp_path / "folder"
@@ -405,7 +383,7 @@ def test_a_path_that_is_no_folder_is_wrong_usage(tmp_path: Path, words: list[str
     for name, what in (("file", "is a file"), ("nothing", "is not there")):
         path = str(tmp_path / name)
         status, text = run(words[0], path, *(word.format(path) for word in words[1:]))
-        assert status == 2 and f"{path} {what}: wanted a checkpoint (iter_0000042) or a folder" in text
+        assert status == 2 and f"{path} {what}: expected a checkpoint (iter_0000042) or a folder" in text
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_a_file_that_ended_short_is_told_with_its_writers(job: Job, tmp_path: Pa
     for rank in (1, 3):
         file = tmp_path / "iter_0000042_tmp_a" / f"__{rank}_0_0.distcp"
         os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(TornShare, match=r"__1_0_0\.distcp, written by rank 1, has \d+ bytes, wanted") as caught:
+    with pytest.raises(TornShare, match=r"__1_0_0\.distcp, written by rank 1, has \d+ bytes, expected") as caught:
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     assert caught.value.ranks == (1, 3)
 

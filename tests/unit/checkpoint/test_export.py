@@ -146,10 +146,10 @@ def test_what_cannot_be_meant_is_wrong_usage(job: Job, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("mine")
     for words, told in (
-        ((taken, "--to", "torch"), "taken is there already: wanted a new name"),
-        ((tmp_path / "no" / "w", "--to", "torch"), "no is not there: wanted an output in a folder that exists"),
+        ((taken, "--to", "torch"), "taken is there already: expected a new name"),
+        ((tmp_path / "no" / "w", "--to", "torch"), "no is not there: expected an output in a folder that exists"),
         ((tmp_path / "w", "--to", "hf", "--all"), "transformers has no optimizer state"),
-        ((tmp_path / "w", "--to", "torch", "--tokenizer", "bytes"), "--tokenizer with --to torch: wanted --to hf"),
+        ((tmp_path / "w", "--to", "torch", "--tokenizer", "bytes"), "--tokenizer with --to torch: expected --to hf"),
     ):
         status, text = export(tmp_path / "c", *words)
         assert status == 2 and told in text, text

@@ -84,7 +84,7 @@ def test_nan_comes_back_and_tuples_come_back_as_lists() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": [1, {2: 3}]}, r"state\.a\[1\] has the key 2: wanted strings"),
+        ({"a": [1, {2: 3}]}, r"state\.a\[1\] has the key 2: expected strings"),
         ({"a": {"b": {1, 2}}}, r"state\.a\.b is a set"),
         ({"__float__": "nan"}, r"state has the key '__float__'"),
     ],

@@ -12,6 +12,7 @@ import torch
 
 from tests.unit.checkpoint.cluster import HOSTS, Cluster
 from tests.unit.checkpoint.conftest import Job
+from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint import publish
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.checkpoint.node_local import publish_part
@@ -94,20 +95,14 @@ def test_an_altered_copy_is_replaced_by_a_sound_one_or_its_step_is_skipped(clust
     name = next(file.name for file in read_manifest(cluster.root / "b" / "iter_0000005").files if file.rank == 2)
     copies = [cluster.root / host / "iter_0000005" / name for host in "ab"]
     assert all(copy.exists() for copy in copies)
-    _flip(copies[1])
+    flip_a_bit(copies[1].parent, name)
     found = cluster.gather(job, hosts=HOSTS)
     assert steps(found) == {5}
     job.assert_equal(cluster.read(job, found))
     for copy in copies:
-        _flip(copy)
+        flip_a_bit(copy.parent, name)
     assert steps(cluster.gather(job)) == {None}
     assert "was altered" in cluster.skipped[-1] and name in cluster.skipped[-1]
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(bytes(content))
 
 
 def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) -> None:
@@ -380,7 +375,7 @@ def test_a_piece_is_valid_by_what_it_has(cluster: Cluster, job: Job) -> None:
     cluster.save(job, 7)
     piece = cluster.root / "a" / "iter_0000007"
     assert verify(piece).hosts == HOSTS
-    _flip(next(piece.glob("__0_*.distcp")))
+    flip_a_bit(piece, "__0_0_0.distcp")
     with pytest.raises(CorruptCheckpoint, match="altered"):
         verify(piece)
 

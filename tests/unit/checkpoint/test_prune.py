@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
 from ttp.checkpoint.format.durable import step_of_directory
@@ -38,12 +39,6 @@ def size(*paths: Path) -> int:
     return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray((path / "__0_0_0.distcp").read_bytes())
-    content[len(content) // 3] ^= 4
-    (path / "__0_0_0.distcp").write_bytes(content)
-
-
 def test_nothing_is_removed_before_one_says_yes(job: Job, tmp_path: Path) -> None:
     """Shown: what stays, what would go, and how much room that is; then the same with --yes happens."""
     paths = [job.save(tmp_path, step) for step in (10, 20, 30)]
@@ -62,7 +57,7 @@ def test_nothing_is_removed_before_one_says_yes(job: Job, tmp_path: Path) -> Non
 def test_the_newest_valid_one_stays_though_newer_ones_are_there(job: Job, tmp_path: Path) -> None:
     """Damage that only checksums show counts, too; what is broken is named and left alone."""
     paths = {step: job.save(tmp_path, step) for step in (10, 20, 30, 40)}
-    flip_a_bit(paths[40])
+    flip_a_bit(paths[40], "__0_0_0.distcp")
     (paths[30] / ".metadata").unlink()
     status, text = prune(tmp_path, "--keep", 1, "--yes")
     assert status == 0 and steps(tmp_path) == [20, 30, 40]
@@ -74,7 +69,7 @@ def test_the_newest_valid_one_stays_though_newer_ones_are_there(job: Job, tmp_pa
 def test_broken_ones_do_not_count_as_kept(job: Job, tmp_path: Path) -> None:
     """--keep 2 means two that a restart could load."""
     paths = {step: job.save(tmp_path, step) for step in (10, 20, 30, 40)}
-    flip_a_bit(paths[30])
+    flip_a_bit(paths[30], "__0_0_0.distcp")
     assert prune(tmp_path, "--keep", 2, "--yes")[0] == 0
     assert steps(tmp_path) == [20, 30, 40]
     assert json.loads(prune(tmp_path, "--keep", 2, "--json")[1])["kept"] == [str(paths[40]), str(paths[20])]
@@ -83,7 +78,7 @@ def test_broken_ones_do_not_count_as_kept(job: Job, tmp_path: Path) -> None:
 def test_where_none_is_valid_nothing_goes(job: Job, tmp_path: Path) -> None:
     """Status 3, with what is wrong with each."""
     for step in (10, 20):
-        flip_a_bit(job.save(tmp_path, step))
+        flip_a_bit(job.save(tmp_path, step), "__0_0_0.distcp")
     status, text = prune(tmp_path, "--keep", 1, "--yes")
     assert status == 3 and "holds no valid checkpoint, so nothing is removed" in text
     assert steps(tmp_path) == [10, 20]
@@ -199,7 +194,7 @@ def test_a_start_that_cleans_at_the_same_time_does_no_harm(
         real(path)
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.setattr("ttp.checkpoint.format.durable.shutil.rmtree", beaten)
+    monkeypatch.setattr("ttp.checkpoint.prune.shutil.rmtree", beaten)
     assert prune(tmp_path, "--keep", 1, "--yes")[0] == 0 and steps(tmp_path) == [20]
     with pytest.raises(CorruptCheckpoint):
         verify(tmp_path / "iter_0000010")

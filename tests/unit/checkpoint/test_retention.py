@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.checkpoint.test_prune import flip_a_bit, steps
+from tests.unit.checkpoint.damage import flip_a_bit
+from tests.unit.checkpoint.test_prune import steps
 from ttp.checkpoint import verify
 from ttp.errors import ConfigError
 from ttp.retention import Retention, check_keep

@@ -16,10 +16,6 @@ from ttp.checkpoint.format import durable
 from ttp.checkpoint.verify import verify
 
 
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         here = os.getcwd()
@@ -30,56 +26,31 @@ def a_socket(path: Path) -> None:
             os.chdir(here)
 
 
-def a_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def a_loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def many_digits(path: Path) -> None:
-    path.write_text("4" * 4300)
-
-
-def too_many_digits(path: Path) -> None:
-    path.write_text("4" * 5000)
-
-
-def a_step_past_64_bits(path: Path) -> None:
-    path.write_text("9" * 32)
-
-
-def no_digits(path: Path) -> None:
-    path.write_bytes(b"\xff\x00\xc2\xb2")
-
-
-def other_digits(path: Path) -> None:
-    path.write_text("\u0664\u0662")
-
-
-def nothing(path: Path) -> None:
-    path.touch()
-
-
-HARM = [a_pipe, a_socket, a_folder, a_loop, a_device, many_digits, too_many_digits, a_step_past_64_bits, no_digits]
-HARM += [other_digits, nothing]
+HARM: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": a_socket,
+    "folder": os.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "many digits": lambda path: path.write_text("4" * 4300),
+    "too many digits": lambda path: path.write_text("4" * 5000),
+    "a step past 64 bits": lambda path: path.write_text("9" * 32),
+    "no digits": lambda path: path.write_bytes(b"\xff\x00\xc2\xb2"),
+    "other digits": lambda path: path.write_text("\u0664\u0662"),
+    "nothing": Path.touch,
+}
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("harm", HARM, ids=[harm.__name__ for harm in HARM])
-def test_no_tracker_fails_a_publish_or_a_listing(job: Job, tmp_path: Path, harm: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
+def test_no_tracker_fails_a_publish_or_a_listing(job: Job, tmp_path: Path, harm: Callable[[Path], object]) -> None:
     """Neither hangs; what can be replaced names the new step afterwards."""
     harm(tmp_path / durable.TRACKER_NAME)
     path = job.save(tmp_path, 42)
     assert verify(path).step == 42
-    if harm is not a_folder:  # it cannot be replaced by a file
+    if harm is not os.mkdir:  # it cannot be replaced by a file
         assert (tmp_path / durable.TRACKER_NAME).read_bytes() == b"42\n"
-    (tmp_path / durable.TRACKER_NAME).unlink() if harm is not a_folder else (tmp_path / durable.TRACKER_NAME).rmdir()
+    (tmp_path / durable.TRACKER_NAME).unlink() if harm is not os.mkdir else (tmp_path / durable.TRACKER_NAME).rmdir()
     harm(tmp_path / durable.TRACKER_NAME)
     assert main(["list", str(tmp_path)]) == 0
 

@@ -57,16 +57,16 @@ def test_a_broken_newer_one_is_skipped_and_named_and_refused_when_it_is_meant(tr
 
 def test_where_there_is_none_it_says_so(trained: Job, tmp_path: Path) -> None:
     """No directory, an empty one."""
-    with pytest.raises(CheckpointError, match="is no directory: name a checkpoint"):
+    with pytest.raises(CheckpointError, match="is no directory: expected a checkpoint"):
         ttp.open_checkpoint(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match=r"holds no valid checkpoint \(no iter_\* is there\)"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*: expected directories like iter_0000042"):
         ttp.open_checkpoint(tmp_path)
 
 
 def test_a_nodes_piece_is_refused_until_those_of_the_others_are_beside_it(trained: Job, tmp_path: Path) -> None:
     """The message says what to copy; then all parameters are there, bit for bit."""
     Cluster(tmp_path).save(trained, 3)
-    with pytest.raises(CorruptCheckpoint, match=r"piece of a checkpoint of 2 nodes: .* copy the"):
+    with pytest.raises(CorruptCheckpoint, match=r"part of a checkpoint of 2 nodes: .* copy the"):
         ttp.open_checkpoint(tmp_path / "a")
     for file in (tmp_path / "b" / "iter_0000003").glob("*.distcp"):
         shutil.copy(file, tmp_path / "a" / "iter_0000003")

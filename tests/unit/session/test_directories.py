@@ -227,7 +227,7 @@ def test_a_named_checkpoint_elsewhere_is_refused_where_nodes_have_their_own_dire
     named = publish(tmp_path / "elsewhere", 6)[0]
     own = RunDirectories([str(tmp_path / "own")], "job", first_start=True, store=NodeLocalStore(("a",), 1, 0))
     with pytest.raises(
-        CheckpointError, match=r"TTP_SHARED_DIRS=False: wanted .*own\), got one in .*elsewhere; copy it"
+        CheckpointError, match=r"TTP_SHARED_DIRS=False: expected .*own\), got one in .*elsewhere; copy it"
     ):
         own.candidates(named)
     (tmp_path / "own").mkdir()

@@ -56,14 +56,14 @@ def _check(given: argparse.Namespace) -> None:
     """Raise UsageError for what cannot be meant, before the work; CheckpointError where there is nothing to export."""
     all_at(given.path)
     if os.path.lexists(given.output):
-        raise UsageError(f"{given.output} is there already: wanted a new name; an export never overwrites")
+        raise UsageError(f"{given.output} is there already: expected a new name; an export never overwrites")
     if given.to == "hf" and given.all:
-        raise UsageError("--all with --to hf: transformers has no optimizer state; wanted --to safetensors or torch")
+        raise UsageError("--all with --to hf: transformers has no optimizer state; expected --to safetensors or torch")
     if given.to != "hf" and given.tokenizer is not None:
-        raise UsageError(f"--tokenizer with --to {given.to}: wanted --to hf; a file of tensors has no tokenizer")
+        raise UsageError(f"--tokenizer with --to {given.to}: expected --to hf; a file of tensors has no tokenizer")
     if not given.output.absolute().parent.is_dir():
         raise UsageError(
-            f"{given.output.absolute().parent} is not there: wanted an output in a folder that exists; make it"
+            f"{given.output.absolute().parent} is not there: expected an output in a folder that exists; make it"
         )
 
 
@@ -86,7 +86,7 @@ def _keys(stored: Reader, everything: bool) -> dict[str, str]:
              if everything or key.startswith(_MODEL)}  # fmt: skip
     if not names:
         raise CheckpointError(
-            f"{stored.path} has no tensor named {_MODEL}*: wanted a model's; --all exports what there is"
+            f"{stored.path} has no tensor named {_MODEL}*: expected a model's; --all exports what there is"
         )
     return names
 

@@ -68,7 +68,7 @@ def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer
         nodes = len(set(found.hosts))
         text = (
             f"{'[green]VALID[/]' if deep else '[yellow]WELL-FORMED[/]'} {escape(str(path))}: step {found.step}, one node's"
-            f" piece: {len(here)} of {len(found.files)} files are here, {size_text(sum(file.nbytes for file in here))} of"
+            f" part: {len(here)} of {len(found.files)} files are here, {size_text(sum(file.nbytes for file in here))} of"
             f" {size_text(found.nbytes)}; {nodes} nodes wrote it"
         )
     else:

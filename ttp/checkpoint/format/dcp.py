@@ -237,7 +237,7 @@ def _exactly(stream: io.FileIO, file: Path, entry: FileEntry) -> bytes:
     digest = hashlib.sha256(content).hexdigest()
     if digest != entry.sha256:
         raise CorruptCheckpoint(
-            f"{file} was altered since rank {entry.rank} wrote it: sha256 {digest}, wanted {entry.sha256}"
+            f"{file} was altered since rank {entry.rank} wrote it: sha256 {digest}, expected {entry.sha256}"
         )
     return bytes(content)
 
@@ -265,6 +265,21 @@ def _check_structure(metadata: Metadata) -> None:
             raise ValueError(f"{where} is said to lie in {checked.shown(name)}, outside the checkpoint")
         if not checked.are_naturals((place.offset, place.length)):
             raise checked.Invalid(where, [place.offset, place.length], "two integers >= 0")
+
+
+def check_shape(where: object, key: str, found: Sequence[int] | None, expected: Sequence[int] | None) -> None:
+    """Compare a tensor of a checkpoint with the job's; None: one has no such tensor. Raises CheckpointMismatch."""
+    if found is not None and expected is not None and tuple(found) == tuple(expected):
+        return
+    if found is None:
+        text = f"{where} has no tensor {key!r} (expected, of shape {tuple(expected or ())})"
+    elif expected is None:
+        text = f"{where} has a tensor {key!r} of shape {tuple(found)} that this job has not"
+    else:
+        text = f"{where}: {key!r} has shape {tuple(found)}, expected {tuple(expected)}"
+    raise CheckpointMismatch(
+        f"{text}: it was written by another model or optimizer; start with the configuration that wrote it, or name another checkpoint"
+    )
 
 
 class RunLoadPlanner(LoadPlanner):
@@ -306,16 +321,9 @@ class RunLoadPlanner(LoadPlanner):
     def _described(self, target: HeldTensor) -> TensorStorageMetadata:
         assert self._metadata is not None
         description = self._metadata.state_dict_metadata.get(target.key)
-        if not isinstance(description, TensorStorageMetadata):
-            raise CheckpointMismatch(
-                f"{self._where} has no tensor {target.key!r} (wanted, of shape {tuple(target.shape)}): it was written by "
-                "another model or optimizer; start with the configuration that wrote it, or name another checkpoint"
-            )
-        if tuple(description.size) != tuple(target.shape):
-            raise CheckpointMismatch(
-                f"{self._where}: {target.key!r} has shape {tuple(description.size)}, wanted {tuple(target.shape)}: it was "
-                "written by another model; start with the configuration that wrote it, or name another checkpoint"
-            )
+        found = tuple(description.size) if isinstance(description, TensorStorageMetadata) else None
+        check_shape(self._where, target.key, found, target.shape)
+        assert isinstance(description, TensorStorageMetadata)
         return description
 
     @staticmethod

@@ -15,7 +15,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,37 +96,47 @@ def read_contents(
     FileNotFoundError for a file that is gone.
     """
     files = [file for result in results for file in result.files]
+    return parse_tables(files, read_tables(directory, files), advance)
+
+
+def parse_tables(
+    files: Sequence[FileEntry], tables: Iterable[bytes], advance: Callable[[int], None] = lambda count: None
+) -> Contents:
+    """Return what the tables of these files say. Raises CorruptCheckpoint."""
     tensors: list[TensorEntry] = []
     blobs: list[BlobEntry] = []
-    told: list[bool | None] = []
-    for file, body in zip(files, _read_tables(directory, files), strict=True):
-        told.append(_parse(body, directory / file.name, file, tensors, blobs))
+    finite: list[bool | None] = []
+    for file, body in zip(files, tables, strict=True):
+        finite.append(_parse(body, file, tensors, blobs))
         advance(1)
-    return Contents(tuple(files), tuple(tensors), tuple(blobs), all_finite(told))
+    return Contents(tuple(files), tuple(tensors), tuple(blobs), all_finite(finite))
 
 
-def all_finite(told: Sequence[bool | None]) -> bool | None:
+def all_finite(parts: Sequence[bool | None]) -> bool | None:
     """Join what is known of parts: one that is not finite decides; else one of which nothing is known does."""
-    return False if False in told else None if None in told else True
+    return False if False in parts else None if None in parts else True
 
 
-def wrong_files(text: str, folder: Path, files: Sequence[FileEntry]) -> CorruptCheckpoint:
-    """Return the error for files of an attempt that are not what was told.
+def wrong_files(folder: Path, files: Sequence[FileEntry], advice: str) -> CorruptCheckpoint | None:
+    """Return the error for files of a staging directory that are not what was reported; None: all are.
 
     TornShare, with their writers, where all are there and some have another size: then it is not the directory that is wrong.
     """
-    torn = set()
+    text, torn = "", set()
     for file in files:
+        name = f"{folder / file.name}, written by rank {file.rank},"
         try:
-            if (folder / file.name).stat().st_size != file.nbytes:
-                torn.add(file.rank)
+            nbytes = (folder / file.name).stat().st_size
         except FileNotFoundError:
-            return CorruptCheckpoint(text)
-    return TornShare(text, tuple(sorted(torn))) if torn else CorruptCheckpoint(text)
+            return CorruptCheckpoint(f"{name} is missing; {advice}")
+        if nbytes != file.nbytes:
+            text = text or f"{name} has {nbytes} bytes, expected {file.nbytes}; {advice}"
+            torn.add(file.rank)
+    return TornShare(text, tuple(sorted(torn))) if torn else None
 
 
-def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]:
-    """Yield the tables in the files' order, a few files ahead of the one that is asked for."""
+def read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]:
+    """Yield the tables in the files' order, a few files ahead of the one that is asked for. Raises as `read_contents`."""
     for begin in range(0, len(files), _READ_AHEAD):
         some = files[begin : begin + _READ_AHEAD]
         if len(some) < _READERS:  # threads would cost more than they save
@@ -138,24 +148,24 @@ def _read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]
 
 def _read_table(path: Path, file: FileEntry) -> bytes:
     """Return the checked table of one file. Raises TornShare, OSError."""
-    told = f"{path}, written by rank {file.rank}"
+    name = f"{path}, written by rank {file.rank}"
     with open_regular(path) as raw, io.BufferedReader(raw) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         if nbytes != file.nbytes:
-            raise TornShare(f"{told}, has {nbytes} bytes, wanted {file.nbytes}", (file.rank,))
+            raise TornShare(f"{name}, has {nbytes} bytes, expected {file.nbytes}", (file.rank,))
         stream.seek(max(0, nbytes - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES)
         length = int.from_bytes(tail[32:40], "little")
         if len(tail) < _TAIL_BYTES or tail[40:] != MAGIC or length > nbytes - _TAIL_BYTES:
-            raise TornShare(f"{told}, has no table of contents at its end", (file.rank,))
+            raise TornShare(f"{name}, has no table of contents at its end", (file.rank,))
         stream.seek(nbytes - _TAIL_BYTES - length)
         body = stream.read(length)
     if hashlib.sha256(body).digest() != tail[:32]:
-        raise TornShare(f"{told}: its table of contents was altered", (file.rank,))
+        raise TornShare(f"{name}: its table of contents was altered", (file.rank,))
     return body
 
 
-def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> bool | None:
+def _parse(body: bytes, file: FileEntry, tensors: list[TensorEntry], blobs: list[BlobEntry]) -> bool | None:
     """Add a file's entries; return whether its values are finite, as far as its writer knows."""
     try:
         table = checked.mapping(json.loads(body), "table")
@@ -175,6 +185,6 @@ def _parse(body: bytes, path: Path, file: FileEntry, tensors: list[TensorEntry],
         return checked.optional_boolean(table.get("finite"), "table.finite")
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptCheckpoint(
-            f"{path}, written by rank {file.rank}: its table of contents cannot be read ({error}); was it written by "
+            f"{file.name}, written by rank {file.rank}: its table of contents cannot be read ({error}); was it written by "
             "another version?"
         ) from None

@@ -38,7 +38,7 @@ def param_group_blobs(groups: Sequence[Mapping[str, object]]) -> dict[str, objec
     for i, group in enumerate(groups):
         fqns = group["params"]
         if not isinstance(fqns, Sequence) or not all(isinstance(fqn, str) for fqn in fqns):
-            raise TypeError(f"param group {i}: params is {fqns!r}, wanted a list of parameter names")
+            raise TypeError(f"param group {i}: params is {fqns!r}, expected a list of parameter names")
         for name, value in group.items():
             value = tuple(value) if name == "betas" and isinstance(value, list) else value
             by_group[f"optim.param_groups.{i}.{name}"] = list(fqns) if name == "params" else value

@@ -305,7 +305,9 @@ def _encode(value: object, path: str, depth: int = 2) -> JSON:
         case Mapping():
             for key in value:
                 if not isinstance(key, str) or key == _NON_FINITE:
-                    raise CheckpointError(f"{path} has the key {key!r}: wanted strings (JSON), and not {_NON_FINITE!r}")
+                    raise CheckpointError(
+                        f"{path} has the key {key!r}: expected strings (JSON), and not {_NON_FINITE!r}"
+                    )
             return {key: _encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         case int():
             raise CheckpointError(
@@ -313,8 +315,8 @@ def _encode(value: object, path: str, depth: int = 2) -> JSON:
             )
         case _:
             raise CheckpointError(
-                f"{path} is a {type(value).__name__}: a manifest carries numbers, strings, booleans, None, lists and "
-                "dictionaries. Put tensors among the held tensors"
+                f"{path} is a {type(value).__name__}: expected a plain value: numbers, strings, booleans, None, lists and dictionaries."
+                " Put tensors among the held tensors"
             )
 
 

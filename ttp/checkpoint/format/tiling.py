@@ -120,7 +120,7 @@ def split_parts(tensors: Sequence[HeldTensor], count: int) -> list[list[HeldTens
     the part that the bytes before them have reached. Parts may be empty when there are fewer elements than parts.
     """
     if count < 1:
-        raise ValueError(f"cannot cut a shard group into {count} parts: wanted at least 1")
+        raise ValueError(f"cannot cut a shard group into {count} parts: expected at least 1")
     ordered = sorted(tensors, key=lambda held: (held.key, held.origin, held.start))
     total = nbytes_of(ordered)
     bounds = [total * i // count for i in range(1, count)] + [total]

@@ -11,13 +11,13 @@ Owns the agreement and the moving. Never changes a file that is there; a part ke
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import fsync_directory, sha256_of, step_directory_name, write_durably
-from ttp.checkpoint.format.file_index import BlobEntry, Contents, TensorEntry, read_contents
+from ttp.checkpoint.format.file_index import Contents, parse_tables, read_tables
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, to_bytes
 from ttp.checkpoint.node_local.parts import Part, read_parts, supersede, write_of
 from ttp.checkpoint.reader import Reader, check_tensors
 from ttp.checkpoint.store import Peers, Request
 from ttp.checkpoint.verify import check_complete, share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import FileEntry, ShareResult
+from ttp.proto.messages import FileEntry
 from ttp.wording import counted, size_text
 
 CHUNK_BYTES = 4 << 20
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
-
-Key = tuple[int, int, int, str]
-"""Step and `write_of` of a checkpoint: the highest is the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ def find_newest(paths: Sequence[str], nodes: Nodes, ranks: Peers, request: Reque
     CheckpointError (a node cannot take its files).
     """
     search = _Search(nodes, ranks, request)
-    parts: dict[Key, Part] = {}
+    parts: dict[tuple[int, int, int, str], Part] = {}
     for part in read_parts(paths, request.on_skip):
         parts.setdefault((part.manifest.step, *write_of(part.manifest)), part)
     skipped: list[str] = []
@@ -209,22 +206,21 @@ class _Search:
         return {name: sorted(ranks) for name, ranks in owners.items()}
 
     def _contents(self, part: Part | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]) -> Contents:
-        """Return what lies in all files; each one's first owner reads its table."""
+        """Return what is in all files; each one's first owner reads its table."""
         mine = [file for file in files if owners[file.name][0] == self.peers.index]
-        answer: dict[str, Any] = {"tensors": [], "blobs": []}
-        try:
-            if part is not None and mine:
-                found = read_contents(part.path, [ShareResult(tuple(mine))])
-                answer["tensors"] = [dataclasses.astuple(entry) for entry in found.tensors]
-                answer["blobs"] = [dataclasses.astuple(entry) for entry in found.blobs]
-        except (CorruptCheckpoint, OSError) as error:
-            answer["error"] = str(error)
-        answers = self.peers.exchange(answer)
-        if error_text := next((other["error"] for other in answers if "error" in other), ""):
-            raise CorruptCheckpoint(error_text)
-        tensors = [_tensor_entry(fields) for other in answers for fields in other["tensors"]]
-        blobs = [BlobEntry(*fields) for other in answers for fields in other["blobs"]]
-        return Contents(tuple(files), tuple(tensors), tuple(blobs))
+        tables: dict[str, str] = {}
+        error = ""
+        if part is not None and mine:
+            try:
+                read = [body.decode() for body in read_tables(part.path, mine)]
+                tables = {file.name: body for file, body in zip(mine, read, strict=True)}
+            except (CorruptCheckpoint, OSError, ValueError) as problem:
+                error = str(problem)
+        answers = self.peers.exchange([tables, error])
+        if error := next((text for _, text in answers if text), ""):
+            raise CorruptCheckpoint(error)
+        every = {name: body for some, _ in answers for name, body in some.items()}
+        return parse_tables(files, (every[file.name].encode() for file in files))
 
     def _prepare(self, part: Part | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
         """Return the folder in which this node's files come together: its part, or a new one."""
@@ -244,11 +240,7 @@ class _Search:
         return Path(answers[self.nodes.leader_of(self.peers.index)][0])
 
     def _moves(
-        self,
-        work: Path,
-        files: Sequence[FileEntry],
-        owners: Mapping[str, Sequence[int]],
-        metadata: Metadata,
+        self, work: Path, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]], metadata: Metadata
     ) -> list[Move]:
         needed: dict[int, set[str]] = {}
         mine = dcp.files_of_runs(work, self.request.targets(), metadata)
@@ -257,43 +249,34 @@ class _Search:
         return plan_moves(files, owners, needed)
 
     def _send(self, path: Path, move: Move) -> None:
-        """Send all bytes, whatever happens here: the other side finds out what is wrong by the checksum."""
-        for size, chunk in _chunks(path, move.file.nbytes):
-            self.peers.send(chunk[:size], move.target)
+        """Send all bytes, whatever fails here: the other side finds out what is wrong by the checksum."""
+        failure = _Failure()
+        stream = failure.keep(open, path, "rb")
+        for chunk in _chunks(move.file):
+            failure.keep(methodcaller("readinto", chunk), stream)
+            self.peers.send(chunk, move.target)
+        failure.close(stream)
 
     def _receive(self, work: Path, move: Move) -> str:
-        """Take a file in; return what went wrong."""
+        """Receive all bytes, whatever fails here; return what went wrong."""
         unfinished = work / f".{move.file.name}.{uuid.uuid4().hex[:12]}"
-        digest, problem = hashlib.sha256(), ""
-        try:
-            stream = open(unfinished, "xb")  # noqa: SIM115 - closed below, and receiving goes on without it
-        except OSError as error:
-            stream, problem = open(os.devnull, "wb"), str(error)  # noqa: SIM115
-        with stream:
-            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, move.file.nbytes))))
-            for size in _sizes(move.file.nbytes):
-                self.peers.receive(buffer[:size], move.source)
-                digest.update(buffer[:size])
-                try:
-                    stream.write(buffer[:size])
-                except OSError as error:
-                    problem = problem or str(error)
-            try:
-                stream.flush()
-                os.fsync(stream.fileno())
-            except OSError as error:
-                problem = problem or str(error)
-        if not problem and digest.hexdigest() != move.file.sha256:
-            problem = f"it arrived with sha256 {digest.hexdigest()}, expected {move.file.sha256}"
-        if not problem:
-            try:
-                os.replace(unfinished, work / move.file.name)
-                return ""
-            except OSError as error:
-                problem = str(error)
+        digest, failure = hashlib.sha256(), _Failure()
+        stream = failure.keep(open, unfinished, "xb")
+        for chunk in _chunks(move.file):
+            self.peers.receive(chunk, move.source)
+            digest.update(chunk)
+            failure.keep(methodcaller("write", chunk), stream)
+        failure.keep(methodcaller("flush"), stream)
+        failure.keep(lambda: os.fsync(stream.fileno()))
+        failure.close(stream)
+        if not failure.text and digest.hexdigest() != move.file.sha256:
+            failure.text = f"it arrived with sha256 {digest.hexdigest()}, expected {move.file.sha256}"
+        failure.keep(os.replace, unfinished, work / move.file.name)
+        if not failure.text:
+            return ""
         with contextlib.suppress(OSError):  # `clean_unfinished` removes it later
             unfinished.unlink(missing_ok=True)
-        return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {problem}"
+        return f"{move.file.name} to node {self.nodes.hosts[move.target]}: {failure.text}"
 
     def _fail_on(self, problems: Sequence[str]) -> None:
         if text := next((problem for problem in problems if problem), ""):
@@ -322,30 +305,27 @@ def _has(path: Path, file: FileEntry) -> bool:
         return False
 
 
-def _sizes(nbytes: int) -> Iterator[int]:
-    while nbytes > 0:
-        yield min(CHUNK_BYTES, nbytes)
-        nbytes -= CHUNK_BYTES
+def _chunks(file: FileEntry) -> Iterator[memoryview]:
+    """Yield memory of the size of each of the file's chunks, the same again and again."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, file.nbytes)))
+    for begin in range(0, file.nbytes, CHUNK_BYTES):
+        yield buffer[: min(CHUNK_BYTES, file.nbytes - begin)]
 
 
-def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the file in chunks; where it cannot be read, what the buffer happens to hold."""
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, nbytes))))
-    try:
-        stream = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below, and sending goes on without it
-    except OSError:
-        stream = open(os.devnull, "rb", buffering=0)  # noqa: SIM115
-    with stream:
-        for size in _sizes(nbytes):
-            done = 0
-            try:
-                while done < size and (count := stream.readinto(buffer[done:size])):
-                    done += count
-            except OSError:
-                pass
-            yield size, buffer
+class _Failure:
+    """The first refusal of the file system. Nothing is tried after it, and the bytes move on: the other node counts on them."""
 
+    def __init__(self) -> None:
+        self.text = ""
 
-def _tensor_entry(fields: Sequence[Any]) -> TensorEntry:
-    key, dtype, shape, offsets, sizes, *place = fields
-    return TensorEntry(key, dtype, tuple(shape), tuple(offsets), tuple(sizes), *place)
+    def keep(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Do it, unless something has failed."""
+        try:
+            return None if self.text else act(*arguments)
+        except OSError as error:
+            self.text = str(error)
+
+    def close(self, stream: Any) -> None:
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import sha256_of
-from ttp.checkpoint.format.file_index import Contents, read_contents
+from ttp.checkpoint.format.file_index import parse_tables, read_tables
 from ttp.checkpoint.node_local.parts import Part, list_parts, read_parts, write_of
 from ttp.checkpoint.prune import Plan, Step, choose
 from ttp.checkpoint.verify import check_complete
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import FileEntry, ShareResult
+from ttp.proto.messages import FileEntry
 
 Write = tuple[int, int, str]
 """What `write_of` returns."""
@@ -81,10 +81,8 @@ def _check_write(parts: Sequence[Part], advance: Callable[[int], None], *, deep:
     for file in files.values():
         owners.setdefault(_owner(file, parts, advance, deep=deep), []).append(file)
     if deep:
-        found = [read_contents(path, [ShareResult(tuple(mine))]) for path, mine in owners.items()]
-        tensors = tuple(entry for each in found for entry in each.tensors)
-        blobs = tuple(entry for each in found for entry in each.blobs)
-        check_complete(Contents(tuple(files.values()), tensors, blobs))
+        mine = [file for some in owners.values() for file in some]
+        check_complete(parse_tables(mine, (body for path, some in owners.items() for body in read_tables(path, some))))
 
 
 def _owner(file: FileEntry, parts: Sequence[Part], advance: Callable[[int], None], *, deep: bool) -> Path:
