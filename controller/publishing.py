@@ -99,10 +99,7 @@ def _written_anew(
 
 def _places(state: ControllerState) -> tuple[str, ...]:
     """Return where the files of this attempt are: somewhere at least, because every shard was written."""
-    assert state.dump is not None
-    if not state.settings.local_dirs:
-        return ("",)
-    return tuple(sorted({_place_of(state, rank) for rank in _writers(state)}))
+    return tuple(sorted({_place_of(state, rank) for rank in _writers(state)})) or ("",)
 
 
 def _writers(state: ControllerState) -> tuple[int, ...]:

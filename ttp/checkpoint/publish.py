@@ -10,7 +10,6 @@ claims the staging directory by renaming it; whoever loses the claim fails on a 
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import time
@@ -26,7 +25,7 @@ from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import advance_tracker, fsync_directory, sha256_of, step_directory_name
 from ttp.checkpoint.format.file_index import Contents, read_contents, wrong_files
 from ttp.checkpoint.format.manifest import Manifest, to_bytes, write_manifest
-from ttp.checkpoint.staging import check_files, check_name, claim_of, discard_staging, names_of_staging
+from ttp.checkpoint.staging import check_files, check_name, claim_of, discard_staging, free_name, names_of_staging
 from ttp.checkpoint.verify import check_complete, verify
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
@@ -252,18 +251,14 @@ def claim_staging(
 
 
 def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
-    for number in itertools.count(1):
-        aside = final.with_name(f"{final.name}_broken_{number}")
-        if os.path.lexists(aside):
-            continue
-        try:
-            os.rename(final, aside)
-        except FileNotFoundError:
-            return
-        now = os.lstat(aside)
-        if (now.st_dev, now.st_ino) != judged:  # another publisher replaced it since it was judged: put it back
-            os.rename(aside, final)
-            return
-        fsync_directory(final.parent)
-        logger.error("%s is broken and was moved to %s: %s", final, aside, reason)
+    aside = free_name(final, "_broken_")
+    try:
+        os.rename(final, aside)
+    except FileNotFoundError:
         return
+    now = os.lstat(aside)
+    if (now.st_dev, now.st_ino) != judged:  # another publisher replaced it since it was judged: put it back
+        os.rename(aside, final)
+        return
+    fsync_directory(final.parent)
+    logger.error("%s is broken and was moved to %s: %s", final, aside, reason)

@@ -8,6 +8,7 @@ same kind.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -84,6 +85,12 @@ def names_of_staging(root: Path, tmp_name: str) -> list[str]:
     for name in names:
         _check_real(root / name)
     return names
+
+
+def free_name(final: Path, mark: str) -> Path:
+    """Return a name beside a published checkpoint that is free: `iter_0000042_broken_1`."""
+    names = (final.with_name(f"{final.name}{mark}{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def discard_staging(directory: str | os.PathLike[str], tmp_name: str) -> None:

@@ -207,7 +207,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_piece(
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("ttp.checkpoint.node_local.parts.shutil.rmtree", killed)
+        patch.setattr("ttp.checkpoint.prune.shutil.rmtree", killed)
         remove_superseded([str(cluster.root / "a")], below=9)
     names = {path.name for path in (cluster.root / "a").iterdir() if path.name.startswith("iter")}
     assert len(names) == 2 and "iter_0000007" in names and "iter_0000007_superseded_1" not in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def shares(tmp_path: Path) -> WrittenShares:
     return made
 
 
-def test_a_later_attempt_of_the_step_links_what_is_durable(shares: WrittenShares, tmp_path: Path) -> None:
+def test_a_later_write_of_the_step_links_what_is_durable(shares: WrittenShares, tmp_path: Path) -> None:
     """The same files under a second name; nothing remains to be written."""
     result, left = shares.take(STEP, str(tmp_path), SECOND, PARTS)
     assert left == set() and [file.name for file in result.files] == names(tmp_path / SECOND) == names(tmp_path / FIRST)
@@ -46,11 +47,43 @@ def test_a_later_attempt_of_the_step_links_what_is_durable(shares: WrittenShares
         assert (tmp_path / SECOND / name).samefile(tmp_path / FIRST / name)
 
 
-def test_only_the_ordered_parts_are_linked(shares: WrittenShares, tmp_path: Path) -> None:
-    """The others were ordered of another rank this time: a file of them here would store them twice."""
-    result, left = shares.take(STEP, str(tmp_path), SECOND, [PARTS[1], Part("other", 0, 1)])
-    assert left == {Part("other", 0, 1)}
-    assert [file.name for file in result.files] == names(tmp_path / SECOND) == ["rank_0_1.2.distcp"]
+def publish(folder: Path) -> None:
+    (folder / FIRST).rename(folder / f"iter_{STEP:07d}")
+
+
+def shorten(folder: Path) -> None:
+    victim = folder / FIRST / "rank_0_0.2.distcp"
+    victim.write_bytes(victim.read_bytes()[:-1])
+
+
+CUT = tuple(Part("group", index, 3) for index in range(3))
+OTHER = Part("other", 0, 1)
+TAKEN: dict[str, tuple[int, str, str, Sequence[Part], Sequence[Part], Callable[[Path], None]]] = {
+    "parts that another rank writes this time": (STEP, "", SECOND, (PARTS[1], OTHER), (PARTS[1],), lambda folder: None),
+    "another step of the same parts": (STEP - 1, "", f"iter_{STEP - 1:07d}_tmp_older", PARTS, (), lambda folder: None),
+    "another directory, with a file of that name": (STEP, "other", SECOND, PARTS, (), lambda folder: None),
+    "parts of another cut: a holder has died": (STEP, "", SECOND, CUT, (), lambda folder: None),
+    "a file that is shorter now": (STEP, "", SECOND, PARTS, (PARTS[1],), shorten),
+    "a published directory, which has another name": (STEP, "", SECOND, PARTS, (), publish),
+    "the same directory: nothing onto itself": (STEP, "", FIRST, (PARTS[0],), (), lambda folder: None),
+}
+
+
+@pytest.mark.parametrize(("step", "below", "tmp_name", "ordered", "linked", "before"), TAKEN.values(), ids=TAKEN.keys())
+def test_only_ordered_parts_of_the_step_that_are_whole_in_that_directory_are_linked(
+    shares: WrittenShares, tmp_path: Path, step: int, below: str, tmp_name: str, ordered: Sequence[Part], linked: Sequence[Part],
+    before: Callable[[Path], None],
+) -> None:  # fmt: skip
+    """What is not linked remains to be written."""
+    written(tmp_path / "other", FIRST, PARTS[0])
+    before(tmp_path)
+    there = set(names(tmp_path / below / tmp_name))
+    result, left = shares.take(step, str(tmp_path / below), tmp_name, ordered)
+    assert left == set(ordered) - set(linked)
+    new = set(names(tmp_path / below / tmp_name)) - there
+    assert (
+        new == {file.name for file in result.files} == {f"rank_0_{part.index}.{part.count}.distcp" for part in linked}
+    )
 
 
 def test_a_share_with_more_than_the_ordered_parts_is_not_linked(tmp_path: Path) -> None:
@@ -60,49 +93,9 @@ def test_a_share_with_more_than_the_ordered_parts_is_not_linked(tmp_path: Path) 
     assert names(tmp_path / SECOND) == []
 
 
-def test_shares_of_another_step_are_never_linked(shares: WrittenShares, tmp_path: Path) -> None:
-    """The older step of a dump for which no directory takes the newer one: same parts, other numbers."""
-    attempt = f"iter_{STEP - 1:07d}_tmp_older"
-    assert shares.take(STEP - 1, str(tmp_path), attempt, PARTS) == (ShareResult(()), set(PARTS))
-    assert names(tmp_path / attempt) == []
-    shares.add(STEP - 1, written(tmp_path, attempt, PARTS[0]))
-    result, left = shares.take(STEP - 1, str(tmp_path), f"{attempt}_again", PARTS)
+def test_shares_are_forgotten_when_another_step_is_written(shares: WrittenShares, tmp_path: Path) -> None:
+    older = f"iter_{STEP - 1:07d}_tmp_older"
+    shares.add(STEP - 1, written(tmp_path, older, PARTS[0]))
+    result, left = shares.take(STEP - 1, str(tmp_path), f"{older}_again", PARTS)
     assert left == {PARTS[1]} and len(result.files) == 1
-    assert shares.take(STEP, str(tmp_path), SECOND, PARTS) == (ShareResult(()), set(PARTS)), "they were forgotten"
-
-
-def test_shares_in_another_directory_are_never_linked(shares: WrittenShares, tmp_path: Path) -> None:
-    """The first directory refused the step, and the next is tried: the publisher looks for the files there. Not even where a directory
-    has a file of that name in an attempt of that name."""
-    other = tmp_path / "other"
-    written(other, FIRST, PARTS[0])
-    assert shares.take(STEP, str(other), SECOND, PARTS) == (ShareResult(()), set(PARTS))
-    assert names(other / SECOND) == []
-
-
-def test_parts_of_another_cut_are_never_linked(shares: WrittenShares, tmp_path: Path) -> None:
-    """A holder has died since: the group is cut into three parts instead of two, and part 0 is other elements."""
-    cut = tuple(Part("group", index, 3) for index in range(3))
-    assert shares.take(STEP, str(tmp_path), SECOND, cut) == (ShareResult(()), set(cut))
-    assert names(tmp_path / SECOND) == []
-
-
-def test_a_file_that_changed_its_size_is_not_linked(shares: WrittenShares, tmp_path: Path) -> None:
-    """It is written again, with the others of its share; the share that is whole is linked."""
-    victim = tmp_path / FIRST / "rank_0_0.2.distcp"
-    victim.write_bytes(victim.read_bytes()[:-1])
-    result, left = shares.take(STEP, str(tmp_path), SECOND, PARTS)
-    assert left == {PARTS[0]} and [file.name for file in result.files] == names(tmp_path / SECOND)
-
-
-def test_a_published_attempt_gives_nothing(shares: WrittenShares, tmp_path: Path) -> None:
-    """Its directory has another name now."""
-    (tmp_path / FIRST).rename(tmp_path / f"iter_{STEP:07d}")
     assert shares.take(STEP, str(tmp_path), SECOND, PARTS) == (ShareResult(()), set(PARTS))
-    assert names(tmp_path / SECOND) == []
-
-
-def test_what_is_in_the_attempt_already_is_not_linked_onto_itself(shares: WrittenShares, tmp_path: Path) -> None:
-    """A second order for more parts of the same attempt."""
-    assert shares.take(STEP, str(tmp_path), FIRST, [PARTS[0]]) == (ShareResult(()), {PARTS[0]})
-    assert len(names(tmp_path / FIRST)) == 2

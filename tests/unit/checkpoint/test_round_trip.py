@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import resource
 import threading
@@ -159,12 +160,21 @@ def test_equal_hyperparameters_share_their_bytes(tmp_path: Path) -> None:
     assert blobs["optim.param_groups.layers.7.w.betas"] == (0.9, 0.95)
 
 
-def test_a_blob_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    """Only plain values load under weights_only."""
-    with pytest.raises(
-        CheckpointError, match=r"blob 'optim.x'.* is a builtin_function_or_method: expected a plain value"
-    ):
-        write_share(tmp_path, "iter_0000001_tmp_a", 0, [], {"optim.x": [1, {"f": print}]})
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, {"f": print}], r"blob 'optim.x'\[1\].f is a builtin_function_or_method: expected a plain value"),
+        ({"colour": [Colour.RED]}, r"invalid blob: got a Colour, expected a plain value"),
+    ],
+)
+def test_a_blob_that_would_run_code_is_refused(tmp_path: Path, value: object, text: str) -> None:
+    """Only plain values load under weights_only: a subclass of one would name its class."""
+    with pytest.raises(CheckpointError, match=text):
+        write_share(tmp_path, "iter_0000001_tmp_a", 0, [], {"optim.x": value})
 
 
 @contextmanager

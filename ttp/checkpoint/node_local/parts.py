@@ -6,20 +6,18 @@ Owns the names under which parts are found. Never changes a part.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.checkpoint.find import OnSkip, StrPath, ignore
+from ttp.checkpoint.find import OnSkip, StrPath, ignore, step_of
 from ttp.checkpoint.format.durable import step_of_directory, steps_in
 from ttp.checkpoint.format.manifest import Manifest, read_manifest
-from ttp.checkpoint.staging import SUPERSEDED
+from ttp.checkpoint.prune import take_away
+from ttp.checkpoint.staging import SUPERSEDED, free_name
 from ttp.errors import CorruptCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -53,11 +51,7 @@ def write_of(manifest: Manifest) -> tuple[int, int, str]:
 
 def supersede(final: Path) -> None:
     """Give a published part another name, under which it is found as well."""
-    for number in itertools.count(1):
-        aside = final.with_name(f"{final.name}{SUPERSEDED}{number}")
-        if not os.path.lexists(aside):
-            os.rename(final, aside)
-            return
+    os.rename(final, free_name(final, SUPERSEDED))
 
 
 def next_start(save_dirs: Iterable[StrPath]) -> int:
@@ -103,14 +97,11 @@ def remove_superseded(save_dirs: Iterable[StrPath], below: int) -> list[Path]:
     """
     removed = []
     for path in list_parts(save_dirs):
-        if not path.is_dir() or (step_of_directory(path) or 0) >= below:
+        if not path.is_dir() or step_of(path) >= below:
             continue
         for aside in (behind for behind in parts_behind([path])[1:] if not behind.is_symlink()):
-            # Under a name that the next start cleans away: half a part must never pass for one.
-            going = aside.with_name(f"{path.name}_tmp_superseded_{uuid.uuid4().hex[:12]}")
             try:
-                os.rename(aside, going)
-                shutil.rmtree(going)
+                take_away(aside, step_of(path))
             except OSError as error:
                 logger.warning("%s, which a later write has superseded, cannot be removed: %s", aside, error)
             else:
