@@ -31,7 +31,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One name that differs. `a`, `b`: what stands there, in words; the first element's, where elements differ."""
+    """One name that differs. `a`, `b`: the value there; the first element's, where elements differ."""
 
     kind: Kind
     name: str
@@ -65,7 +65,7 @@ class Tally:
 
 
 def compare(a: Reader, b: Reader, advance: Callable[[int], None] = lambda count: None) -> dict[Kind, Tally]:
-    """Compare all tensors and plain values; `advance` is told of elements. Raises CorruptCheckpoint."""
+    """Compare all tensors and plain values; `advance` is called with elements. Raises CorruptCheckpoint."""
     tallies = {kind: Tally() for kind in Kind}
     for key in sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys(), key=_natural):
         tally = tallies[kind_of(key)]
@@ -158,13 +158,13 @@ def _texts(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]:
 
 
 def _plain(side: Reader) -> dict[str, str]:
-    """Return the plain values and the host state by name, each as text that tells all its bits."""
+    """Return the plain values and the host state by name, each as a string with all its bits."""
     found = {key: repr(value) for key, value in side.blobs().items()}
     return found | dict(flattened(side.manifest.state, "state"))
 
 
 def flattened(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Yield what stands at each place of nested mappings, as text that tells all its bits."""
+    """Yield the value at each place of nested mappings, as a string with all its bits."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flattened(item, f"{name}.{key}")
@@ -173,6 +173,6 @@ def flattened(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def pairs(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield every name with what stands on both sides."""
+    """Yield every name with both sides' values."""
     for name in sorted(one.keys() | other.keys(), key=_natural):
         yield name, one.get(name, "not there"), other.get(name, "not there")

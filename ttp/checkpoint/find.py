@@ -1,4 +1,4 @@
-"""Find checkpoints: list the published ones, tell which are valid, open the newest valid one.
+"""Find checkpoints: list the published ones, verify them, open the newest valid one.
 
 Owns the search and the cheap judgement of what is in a folder; changes nothing on disk. The tracker file is a hint for people and other
 tools: the search looks at the directories themselves.
@@ -210,7 +210,7 @@ _BESIDE = re.compile(r"iter_\d{7,}_\w.*")
 _MEANINGS = (
     (PRUNED, "half removed; the next prune or start removes it"),
     ("_tmp", "a staging directory; it is being written, or the next start removes it"),
-    ("_broken_", "was broken and moved aside; remove it when nobody needs it"),
+    ("_broken_", "was broken and moved aside; remove it when it is not needed"),
     (SUPERSEDED, "superseded by a later write of that step; goes when all ranks have loaded a newer step"),
 )
 
@@ -218,7 +218,7 @@ _MEANINGS = (
 class State(enum.Enum):
     COMPLETE = "complete"
     """Names, sizes and completeness are right; the checksums were not compared."""
-    PIECE = "piece of a node"
+    PART = "part of a node"
     BROKEN = "broken"
     UNREADABLE = "unreadable"
     """The system did not let us look."""
@@ -260,7 +260,7 @@ def judged(path: Path) -> Listed:
         return Listed(path, State.BROKEN, None, str(error))
     except OSError as error:
         return Listed(path, State.UNREADABLE, None, f"{error.filename or path}: {error.strerror or error}")
-    return Listed(path, State.PIECE if manifest.hosts else State.COMPLETE, manifest, "")
+    return Listed(path, State.PART if manifest.hosts else State.COMPLETE, manifest, "")
 
 
 def list_leftovers(folder: Path) -> list[Leftover]:

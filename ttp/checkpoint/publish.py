@@ -133,7 +133,7 @@ class Publication:
     """Where a file is missing."""
 
     def make_manifest(self) -> Manifest:
-        """Return the manifest without what only the files tell."""
+        """Return the manifest without what only the files have."""
         return Manifest(
             step=self.step,
             cause=self.cause,

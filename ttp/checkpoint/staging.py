@@ -116,7 +116,7 @@ def _check_real(path: Path) -> None:
 
 
 def clean_stale(directory: str | os.PathLike[str]) -> list[str]:
-    """Remove stale staging directories, claims, probes and half-removed checkpoints; return the names. The caller ensures that nobody
+    """Remove stale staging directories, claims, probes and half-removed checkpoints; return the names. The caller ensures that no process
     writes. Never touches published checkpoints and those moved aside as broken."""
     root = Path(directory)
     removed = []

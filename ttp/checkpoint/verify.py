@@ -129,7 +129,7 @@ def _check_place(root: Path, metadata: Metadata, index: MetadataIndex, sizes: di
         raise CorruptCheckpoint(f"{root}: {index.fqn!r} at {index.offset} is stored nowhere")
     if not 0 <= place.offset < place.offset + place.length <= sizes.get(place.relative_path, -1):
         raise CorruptCheckpoint(
-            f"{root}: {index.fqn!r} is said to lie at bytes {place.offset} to {place.offset + place.length} of "
+            f"{root}: {index.fqn!r} is recorded at bytes {place.offset} to {place.offset + place.length} of "
             f"{place.relative_path}, which has {sizes.get(place.relative_path, 'no')} bytes"
         )
 
@@ -174,7 +174,7 @@ def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | N
         places.setdefault(entry.file, []).append((entry.position, entry.length, entry.key))
     for blob in contents.blobs:
         if blob.file not in files or not 0 <= blob.position <= blob.position + blob.length <= files[blob.file].nbytes:
-            raise CorruptCheckpoint(f"blob {blob.key!r} is said to lie outside the file {blob.file}")
+            raise CorruptCheckpoint(f"blob {blob.key!r} is recorded outside the file {blob.file}")
     _check_places(places, files)
     for key, shape in sorted((expected or {}).items()):
         if key not in specs:
@@ -195,12 +195,12 @@ def _check_places(places: Mapping[str, list[tuple[int, int, str]]], files: Mappi
     """Every box has bytes of its own within a listed file."""
     for name, spans in sorted(places.items()):
         if name not in files:
-            raise CorruptCheckpoint(f"{spans[0][2]!r} is said to lie in {name}, which no share lists")
+            raise CorruptCheckpoint(f"{spans[0][2]!r} is recorded in {name}, which no share lists")
         end = 0
         for position, length, key in sorted(spans):
             if position < end or length <= 0 or position + length > files[name].nbytes:
                 raise CorruptCheckpoint(
-                    f"{key!r} is said to lie at bytes {position} to {position + length} of {name}, which has "
+                    f"{key!r} is recorded at bytes {position} to {position + length} of {name}, which has "
                     f"{files[name].nbytes} bytes and whose last box ended at {end}"
                 )
             end = position + length

@@ -56,15 +56,15 @@ def write_share(
 ) -> ShareResult:
     """Write tensors and blobs into `directory/tmp_name/__<rank>_<suffix>_<n>.distcp`; durable on return.
 
-    tmp_name: the attempt's own directory (`iter_0000042_tmp_<attempt>`), made if it is not there; other ranks write into
+    tmp_name: the staging directory (`iter_0000042_tmp_NAME`), made if it is not there; other ranks write into
     it at the same time. An existing file is never touched: `n` is the first free number.
-    advance: told of bytes written, on the calling thread.
+    advance: called with bytes written, on the calling thread.
     make: False for a publisher, which must find the directory that it claimed or fail.
     blobs: plain values (numbers, strings, booleans, None, and lists, tuples and dictionaries of them) by key.
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
     a stream of their own, which never waits for a stuck collective.
     Raises NotWritable when the file system refuses (the share's files are removed again, so that a full disk gets its
-    space back), CheckpointError for a blob that is not plain, a name that is no attempt's, or a link in the directory's place.
+    space back), CheckpointError for a blob that is not plain, a name that is no staging directory's, or a link in the directory's place.
     """
     if not re.fullmatch(r"[\w.-]*", suffix):
         raise ValueError(f"suffix is {suffix!r}: expected letters, digits, '_', '-' and '.'")
@@ -202,7 +202,7 @@ def _refusal(rank: int, path: Path, error: OSError) -> str:
 
 
 class _DeviceCopier:
-    """Brings elements to the host. Device memory is read on a stream of this writer's own: the default stream may stand
+    """Brings elements to the host. Device memory is read on a stream of this writer's own: the default stream may wait
     behind a collective that will never end."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _DeviceCopier:
 class _Target(FileSystem):
     """The one file that DCP's writer writes next: names it, hashes it on the way, and keeps the disk's first refusal.
 
-    torch's archive writer turns an OSError of its stream into words about positions; so the stream never raises: it
+    torch's archive writer turns an OSError of its stream into a message about positions; so the stream never raises: it
     keeps the error, drops what follows, and `raise_error` raises it.
     """
 

@@ -185,7 +185,7 @@ def test_metadata_of_files_outside_the_checkpoint_is_refused(job: Job, tmp_path:
     (path / "manifest.json").unlink()  # as torch alone writes it: without a checksum
     next(iter(metadata.storage_data.values())).relative_path = "../../etc/passwd"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CorruptCheckpoint, match=r"is said to lie in '\.\./\.\./etc/passwd', outside"):
+    with pytest.raises(CorruptCheckpoint, match=r"is recorded in '\.\./\.\./etc/passwd', outside"):
         job.read(path)
 
 

@@ -47,7 +47,7 @@ def forget_finite(path: Path) -> None:
 
 def column(text: str) -> dict[int, str]:
     """Return what the table says of each step."""
-    rows = re.findall(r"^ *(\d+) +exited .* (yes|no|unknown) +(?:complete|piece)", text, re.M)
+    rows = re.findall(r"^ *(\d+) +exited .* (yes|no|unknown) +(?:complete|part)", text, re.M)
     return {int(step): said for step, said in rows}
 
 

@@ -454,3 +454,19 @@ def test_a_checkpoint_put_in_place_while_the_broken_one_was_judged_is_put_back(j
     judged = (0, 0)  # another directory than the one that is there now
     publish._move_aside(final, judged, "broken")
     job.assert_equal(job.read(final))
+
+
+def test_a_checkpoint_that_appears_while_one_is_published_is_judged(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's takes the name between look and rename: that is not this publisher's success."""
+    results, real = job.write(tmp_path, "iter_0000042_tmp_a", 2), publish.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(publish, "write_manifest", real)
+        type(job)({"model.other": torch.zeros(3)}).save(tmp_path, 42, attempt="b")
+        real(*arguments)
+
+    monkeypatch.setattr(publish, "write_manifest", interrupted)
+    with pytest.raises(CheckpointMismatch, match="belongs to another model"):
+        job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)

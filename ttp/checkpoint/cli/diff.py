@@ -1,6 +1,6 @@
 """`ttp ckpt diff A B`: whether two checkpoints hold the same bits, and where the first difference is.
 
-Owns what is shown of a comparison. Step, cause, layout and time of writing are told and not compared: they are no part of what is
+Owns what is shown of a comparison. Step, cause, layout and time of writing are shown and not compared: they are no part of what is
 trained on.
 """
 
@@ -32,7 +32,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         task = bar.add_task("comparing", total=total)
         tallies = compare(a, b, lambda count: bar.advance(task, count))
     differences = [each for tally in tallies.values() for each in tally.differences]
-    told = {
+    fields = {
         "a": _side(a),
         "b": _side(b),
         "equal": not differences,
@@ -41,8 +41,8 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     }
     shown: list[RenderableType] = [_sides(a, b), *_layouts(a, b), _kinds(tallies)]
     if not differences:
-        return Answer(Status.YES, told, [*shown, "[green]EQUAL[/]: the same bits in all of it"])
-    return Answer(Status.NO, told, [*shown, *_different(tallies, differences, given.limit)])
+        return Answer(Status.YES, fields, [*shown, "[green]EQUAL[/]: the same bits in all of it"])
+    return Answer(Status.NO, fields, [*shown, *_different(tallies, differences, given.limit)])
 
 
 def _different(tallies: Mapping[Kind, Tally], differences: list[Difference], limit: int) -> list[RenderableType]:

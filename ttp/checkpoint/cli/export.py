@@ -76,8 +76,8 @@ def _to_hugging_face(given: argparse.Namespace) -> Answer:
 def _written(given: argparse.Namespace, step: int, source: str, what: str) -> Answer:
     files = [given.output] if given.output.is_file() else sorted(given.output.iterdir())
     nbytes = sum(file.stat().st_size for file in files)
-    told = {"output": str(given.output), "format": given.to, "step": step, "source": source, "bytes": nbytes}
-    return Answer(Status.YES, told, [f"{escape(str(given.output))}: step {step}, {what}, {size_text(nbytes)}"])
+    fields = {"output": str(given.output), "format": given.to, "step": step, "source": source, "bytes": nbytes}
+    return Answer(Status.YES, fields, [f"{escape(str(given.output))}: step {step}, {what}, {size_text(nbytes)}"])
 
 
 def _keys(stored: Reader, everything: bool) -> dict[str, str]:

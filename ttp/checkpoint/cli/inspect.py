@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         return invalid(given.path, str(error))
     written = _written(path, found)
     trouble = written.trouble or judged(path).error
-    told = {
+    fields = {
         "path": str(path),
         "step": found.step,
         "cause": {"kind": found.cause.kind.value, "ranks": list(found.cause.ranks), "text": found.cause.text},
@@ -64,8 +64,8 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     }
     shown = [_summary(path, found), _writers(found, written), _files(found), _tensors(found, written)]
     if trouble:
-        return Answer(Status.NO, told, [*shown, f"[red]INVALID[/] {escape(trouble)}"])
-    return Answer(Status.YES, told, shown)
+        return Answer(Status.NO, fields, [*shown, f"[red]INVALID[/] {escape(trouble)}"])
+    return Answer(Status.YES, fields, shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _cause_text(cause: Cause) -> str:
 
 
 def _record_rows(record: CommitRecord) -> list[tuple[str, object]]:
-    """The step's numbers; nobody has taken a norm that is 0, which is so in `barrier` mode."""
+    """The step's numbers; a norm of 0 was not taken, as in `barrier` mode."""
     clipped = f", clipped by the factor {record.clip_factor:.6g}" if record.clip_factor != 1 else ""
     rows: list[tuple[str, object]] = [
         (
@@ -168,8 +168,8 @@ def _entry_rows(name: str, entries: Mapping[str, Any]) -> list[tuple[str, object
             plain[key] = value
     if not plain and not below:
         return []
-    told = ", ".join(f"{key} {value}" for key, value in plain.items())
-    return [(name, told), *((f"  {key}", value) for key, value in below)]
+    fields = ", ".join(f"{key} {value}" for key, value in plain.items())
+    return [(name, fields), *((f"  {key}", value) for key, value in below)]
 
 
 def _writers(found: Manifest, written: _Written) -> Table:

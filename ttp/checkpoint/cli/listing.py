@@ -20,14 +20,14 @@ from ttp.proto.messages import CauseKind
 from ttp.wording import size_text
 
 _FINITE = {True: "yes", False: "[red]no[/]", None: "unknown"}
-_COLOURS = {State.COMPLETE: "green", State.PIECE: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
+_COLOURS = {State.COMPLETE: "green", State.PART: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """List each checkpoint of a folder, newest first, and what else takes room there."""
     folder = folder_at(given.path)
     listed, leftovers, tracker = list_published(folder), list_leftovers(folder), read_tracker(folder)
-    told = {
+    fields = {
         "folder": str(folder),
         "checkpoints": [_listed_fields(entry) for entry in listed],
         "tracker": tracker,
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     }
     if not listed:
         error = str(nothing_in(folder))
-        return Answer(Status.NO, {**told, "error": error}, [f"[red]{escape(error)}[/]", *_leftover_tables(leftovers)])
+        return Answer(Status.NO, {**fields, "error": error}, [f"[red]{escape(error)}[/]", *_leftover_tables(leftovers)])
     table = Table(Column("step", justify="right"), "cause", "ranks lost", Column("size", justify="right"), "written",
                   "finite", Column("state", overflow="fold"), title=escape(str(folder)), title_justify="left")  # fmt: skip
     for entry in listed:
@@ -45,11 +45,11 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     if newest := _newest_finite(listed):
         shown.append(newest)
     states = {entry.state for entry in listed}
-    if states & {State.COMPLETE, State.PIECE}:
+    if states & {State.COMPLETE, State.PART}:
         shown.append("complete: names, sizes and completeness were checked; `verify` compares the checksums, too")
     if State.UNREADABLE in states:
-        return Answer(Status.FAILED, told, shown)
-    return Answer(Status.NO if State.BROKEN in states else Status.YES, told, shown)
+        return Answer(Status.FAILED, fields, shown)
+    return Answer(Status.NO if State.BROKEN in states else Status.YES, fields, shown)
 
 
 def _newest_finite(listed: Sequence[Listed]) -> str:
@@ -82,7 +82,7 @@ def _listed_row(entry: Listed) -> tuple[str, ...]:
     found = entry.manifest
     if found is None:
         return str(entry.step), "", "", "", "", "", f"{state}: {escape(entry.error)}"
-    left = found.cause.kind is CauseKind.PREEMPTED  # when all was saved, and told to
+    left = found.cause.kind is CauseKind.PREEMPTED  # all was saved
     lost = "-" if left else ", ".join(map(str, found.cause.ranks)) or "-"
     return (
         str(entry.step),

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from ttp.checkpoint.cli.output import Answer, Status, UsageError, print_answer, told_by_system
+from ttp.checkpoint.cli.output import Answer, Status, UsageError, print_answer, system_error_text
 from ttp.console import open_console
 from ttp.errors import TTPError
 from ttp.options import whole
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     except TTPError as error:
         answer = _refusal(given.command, Status.FAILED, str(error))
     except OSError as error:
-        answer = _refusal(given.command, Status.FAILED, told_by_system(error))
+        answer = _refusal(given.command, Status.FAILED, system_error_text(error))
     except KeyboardInterrupt:
         return _INTERRUPTED  # what a shell says of Ctrl-C; no command leaves anything half done that looks whole
     print_answer(answer, console, as_json=given.json)
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
         "--keep", type=whole(1), required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
     )
     prune.add_argument(
-        "--partial", action="store_true", help="pieces of older steps that are not whole in these folders go as well"
+        "--partial", action="store_true", help="parts of older steps that are not whole in these folders go as well"
     )
     prune.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
     return root

@@ -41,7 +41,7 @@ class Answer:
     """What a command found out or did."""
 
     status: Status
-    told: Mapping[str, Any]
+    fields: Mapping[str, Any]
     """Plain values, for --json."""
     shown: Sequence[RenderableType]
     """The same for people."""
@@ -50,7 +50,7 @@ class Answer:
 def print_answer(answer: Answer, console: Console, *, as_json: bool) -> None:
     """Print it: tables with lines on a terminal, aligned columns without any elsewhere, or one JSON object."""
     if as_json:
-        text = json.dumps(_finite({"status": int(answer.status), **answer.told}), indent=1, allow_nan=False)
+        text = json.dumps(_finite({"status": int(answer.status), **answer.fields}), indent=1, allow_nan=False)
         console.print(text, markup=False, soft_wrap=True)
         return
     for number, item in enumerate(answer.shown):
@@ -86,7 +86,7 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def told_by_system(error: OSError) -> str:
+def system_error_text(error: OSError) -> str:
     """Say what could not be read or written, and what to do."""
     named = f"{error.filename}: " if error.filename else ""
     advice = "; have it read by who may, or correct its permissions" if isinstance(error, PermissionError) else ""

@@ -26,10 +26,10 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     folders = list(
         dict.fromkeys(folder_at(path).resolve() for path in given.path)
     )  # one folder may come under two names
-    parts = any(entry.state is State.PIECE for folder in folders for entry in list_published(folder))
+    parts = any(entry.state is State.PART for folder in folders for entry in list_published(folder))
     plan = _plan_parts(folders, given, console) if parts else _plan_whole(folders, given, console)
     where = {"folders": [str(folder) for folder in folders]} if parts else {"folder": str(folders[0])}
-    told = {
+    fields = {
         **where,
         "kept": [str(path) for step in plan.kept for path in step.paths],
         "left": [{"path": str(path), "error": step.error} for step in plan.left for path in step.paths],
@@ -39,11 +39,11 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     table, count = _table(plan, parts=parts), len(plan.going)
     text = f"{count:,} {'directory' if count == 1 else 'directories'}, {size_text(plan.nbytes)}"
     if not count:
-        return Answer(Status.YES, told, [table, "nothing to remove"])
+        return Answer(Status.YES, fields, [table, "nothing to remove"])
     if not given.yes:
-        return Answer(Status.YES, told, [table, f"would remove {text}; nothing was changed: --yes removes"])
+        return Answer(Status.YES, fields, [table, f"would remove {text}; nothing was changed: --yes removes"])
     prune.remove(plan)
-    return Answer(Status.YES, told, [table, f"removed {text}"])
+    return Answer(Status.YES, fields, [table, f"removed {text}"])
 
 
 def _plan_whole(folders: list[Path], given: argparse.Namespace, console: Console) -> prune.Plan:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from ttp.checkpoint import find
 from ttp.checkpoint import verify as checks
-from ttp.checkpoint.cli.output import Answer, Status, invalid, told_by_system
+from ttp.checkpoint.cli.output import Answer, Status, invalid, system_error_text
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
@@ -35,14 +35,14 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         for number, path in enumerate(paths, 1)
     ]
     status = max(answer.status for answer in answers)
-    told = {"folder": str(paths[0].parent), "valid": not status, "checkpoints": [answer.told for answer in answers]}
-    if errors := [answer.told["error"] for answer in answers if answer.status]:
-        told["error"] = errors[0]
+    fields = {"folder": str(paths[0].parent), "valid": not status, "checkpoints": [answer.fields for answer in answers]}
+    if errors := [answer.fields["error"] for answer in answers if answer.status]:
+        fields["error"] = errors[0]
     statuses = [answer.status for answer in answers]
     bad = [(statuses.count(Status.NO), "broken"), (statuses.count(Status.FAILED), "unreadable")]
     outcome = ", ".join(f"{count:,} {what}" for count, what in bad if count) or "none is broken"
     shown = [item for answer in answers for item in answer.shown]
-    return Answer(status, told, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
+    return Answer(status, fields, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
 
 
 def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer:
@@ -51,18 +51,18 @@ def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer
     except CheckpointError as error:
         return invalid(path, str(error))
     except OSError as error:
-        text = told_by_system(error)
+        text = system_error_text(error)
         return Answer(Status.FAILED, {"path": str(path), "error": text}, [f"[yellow]UNREADABLE[/] {escape(text)}"])
     here = checks.files_here(path, found) if found.hosts else found.files
     what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
-    told = {
+    fields = {
         "path": str(path),
         "valid": True,
         "checked": what,
         "step": found.step,
         "files": len(here),
         "bytes": sum(file.nbytes for file in here),
-        "piece_of_nodes": len(set(found.hosts)),
+        "part_of_nodes": len(set(found.hosts)),
     }
     if found.hosts:
         nodes = len(set(found.hosts))
@@ -76,7 +76,7 @@ def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer
             f"{'[green]VALID[/]' if deep else '[yellow]COMPLETE[/]'} {escape(str(path))}: step {found.step},"
             f" {counted(len(found.files), 'file')}, {size_text(found.nbytes)} (checked: {what})"
         )
-    return Answer(Status.YES, told, [text])
+    return Answer(Status.YES, fields, [text])
 
 
 def checked(path: Path, console: Console, doing: str = "checking", *, deep: bool = True) -> Manifest:

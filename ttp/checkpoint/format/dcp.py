@@ -262,7 +262,7 @@ def _check_structure(metadata: Metadata) -> None:
         where = checked.string(index.fqn, "place")
         name = checked.string(place.relative_path, where)
         if name in ("", ".", "..") or "/" in name:
-            raise ValueError(f"{where} is said to lie in {checked.shown(name)}, outside the checkpoint")
+            raise ValueError(f"{where} is recorded in {checked.shown(name)}, outside the checkpoint")
         if not checked.are_naturals((place.offset, place.length)):
             raise checked.Invalid(where, [place.offset, place.length], "two integers >= 0")
 

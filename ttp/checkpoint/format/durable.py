@@ -109,7 +109,7 @@ def open_regular(path: Path) -> io.FileIO:
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """Hash a file; `progress` is told each block's bytes."""
+    """Hash a file; `progress` is called with each block's bytes."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(1 << 20))
     with open_regular(path) as stream:

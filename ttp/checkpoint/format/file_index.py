@@ -1,7 +1,7 @@
-"""What lies where in a share's files: a table at the end of each file, so that it need not cross the wire.
+"""Where a share's files keep what: a table at the end of each file, so that it need not cross the wire.
 
-Owns the table's form, its writing and its checked reading. A writer tells the controller its files' names, sizes and
-checksums; which box of which tensor lies at which byte, the publisher reads from the files themselves. At 10,000 writers
+Owns the table's form, its writing and its checked reading. A writer reports to the controller its files' names, sizes and
+checksums; which box of which tensor is at which byte, the publisher reads from the files themselves. At 10,000 writers
 with hundreds of boxes each the tables are hundreds of MB: as messages they would stop the controller for a minute.
 
     torch's archives, one a box | JSON table | SHA-256 of the table (32 bytes) | its length (8, little endian) | MAGIC (8)
@@ -64,7 +64,7 @@ class BlobEntry:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Files and all that lies in them."""
+    """Files and all that is in them."""
 
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
@@ -90,7 +90,7 @@ def to_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry], finite:
 def read_contents(
     directory: Path, results: Sequence[ShareResult], advance: Callable[[int], None] = lambda count: None
 ) -> Contents:
-    """Read the tables of all files of these shares; `advance` is told of each file (one reader's thread at a time).
+    """Read the tables of all files of these shares; `advance` is called for each file (one reader's thread at a time).
 
     Raises TornShare for a file without a sound table, CorruptCheckpoint for a table that cannot be understood,
     FileNotFoundError for a file that is gone.

@@ -30,7 +30,7 @@ def param_group_blobs(groups: Sequence[Mapping[str, object]]) -> dict[str, objec
     """Return the non-tensor entries that let stock torch restore `groups` (hyperparameters and `params`: fqns, each).
 
     Both forms that torch knows are there: by group number, and by parameter. Where the two collide (a parameter whose
-    whole name is a number) the form by group number stands. Every group must have at least the hyperparameters of the
+    whole name is a number) the form by group number counts. Every group must have at least the hyperparameters of the
     optimizer that will load them: pass the base optimizer's own `param_groups`. `betas` becomes a tuple, as torch has it.
     """
     by_group: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """`manifest.json`: what a checkpoint holds, why it was written, and the trainer's host state.
 
 Owns the manifest's format and its schema: what is read is checked in full, once, here. Never touches tensors. The file carries a SHA-256 of its own content,
-so that an altered manifest is told from a true one; floats survive exactly (shortest repr, or hex in the commit record).
+so that an altered manifest is found; floats survive exactly (shortest repr, or hex in the commit record).
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Manifest:
     record: CommitRecord | None
     created_unix_s: float
     attempt: str
-    """Name of the temporary directory that it was written in: the attempt, for the logs."""
+    """Name of the staging directory that it was written in."""
     term: int
     versions: Mapping[str, str]
     """Of torch and ttp, at writing."""
     hosts: tuple[str, ...] = ()
     """Every rank's node, where each node has directories of its own: this one then holds the files of its ranks (a
-    *piece*), and `tensors` is what lies in those. Empty: the directory holds all files."""
+    *part*), and `tensors` is what is in those. Empty: the directory holds all files."""
     start: int = 0
-    """Of a piece: which start of a job wrote it. Rises from start to start, over all jobs of these directories."""
+    """Of a part: which start of a job wrote it. Rises from start to start, over all jobs of these directories."""
     finite: bool | None = None
     """No saved tensor holds NaN or infinity; None: not known (an older version's checkpoint)."""
     format_version: int = FORMAT_VERSION
@@ -147,9 +147,11 @@ def from_bytes(content: bytes, where: str) -> Manifest:
             f"{where}: format_version: got {checked.shown(version)}, expected {FORMAT_VERSION}. Read it with the ttp that"
             " wrote it (see `versions` in the file)"
         )
-    said, digest = body.pop("sha256", None), _digest({"format_version": version, **body})
-    if said != digest:
-        raise CorruptCheckpoint(f"{where} was altered: got content of sha256 {digest}, expected {checked.shown(said)}")
+    recorded, digest = body.pop("sha256", None), _digest({"format_version": version, **body})
+    if recorded != digest:
+        raise CorruptCheckpoint(
+            f"{where} was altered: got content of sha256 {digest}, expected {checked.shown(recorded)}"
+        )
     try:
         return _parse(body)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Addresses of pieces of tensors: flat runs, the boxes they cover, and cuts of them that every holder computes alike.
+"""Addresses of runs of tensors: flat runs, the boxes they cover, and cuts of them that every holder computes alike.
 
 Owns integer arithmetic only (it slices tensors but never reads, copies or changes an element). Never does I/O.
 

@@ -85,7 +85,7 @@ def plan_moves(
 
 
 def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
-    """Say in words what was moved, a line for each pair of nodes."""
+    """Describe what was moved, a line for each pair of nodes."""
     texts = []
     for source, target in sorted({(move.source, move.target) for move in moves}):
         files = [move.file for move in moves if (move.source, move.target) == (source, target)]
