@@ -1,4 +1,5 @@
-"""`ttp ckpt prune`: what stays, what goes, and what a removal that is cut short anywhere leaves."""
+"""`ttp ckpt prune`: what stays, what goes, and what a removal that is cut short anywhere leaves: in a directory that all ranks share, and
+over the directories of nodes with their own."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
 from ttp.checkpoint.format.durable import step_of_directory
+from ttp.checkpoint.node_local.parts import list_parts
 from ttp.checkpoint.staging import clean_stale
 from ttp.checkpoint.verify import verify
 from ttp.errors import CorruptCheckpoint
@@ -39,60 +42,122 @@ def size(*paths: Path) -> int:
     return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
 
 
-def test_nothing_is_removed_before_one_says_yes(job: Job, tmp_path: Path) -> None:
+class Shared:
+    """A directory that all ranks share."""
+
+    def __init__(self, root: Path, job: Job) -> None:
+        self.job, self.root = job, root
+        self.folders = [root / "shared"]
+
+    def save(self, step: int) -> None:
+        self.job.save(self.folders[0], step)
+
+    def newest(self) -> int | None:
+        """Return the step that a start of the job finds."""
+        found = find.find_newest_valid(self.folders)
+        return None if found is None else found.manifest.step
+
+    def prune(self, *words: object) -> tuple[int, str]:
+        return prune(*self.folders, *words)
+
+    def steps(self) -> list[int]:
+        """Return the steps, which are the same in all folders."""
+        first, *others = [steps(folder) for folder in self.folders]
+        assert all(other == first for other in others)
+        return first
+
+    def paths(self, step: int) -> list[str]:
+        return [str(folder / f"iter_{step:07d}") for folder in self.folders]
+
+    def copy(self, name: str) -> Shared:
+        """Return the same in another place."""
+        twin = type(self)(self.root / name, self.job)
+        for folder, other in zip(self.folders, twin.folders, strict=True):
+            shutil.copytree(folder, other)
+        return twin
+
+
+class NodeLocal(Shared):
+    """Two nodes, each with a directory of its own."""
+
+    def __init__(self, root: Path, job: Job) -> None:
+        self.job, self.root, self.cluster = job, root, Cluster(root)
+        self.folders = [root / "a", root / "b"]
+
+    def save(self, step: int) -> None:
+        self.cluster.save(self.job, step)
+
+    def newest(self) -> int | None:
+        found = self.cluster.gather(self.job)
+        return None if found[0] is None else found[0].manifest.step
+
+
+@pytest.fixture(params=[Shared, NodeLocal])
+def disks(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Shared:
+    made: Shared = request.param(tmp_path, job)
+    return made
+
+
+def test_nothing_is_removed_before_one_says_yes(disks: Shared) -> None:
     """Shown: what stays, what would go, and how much room that is; then the same with --yes happens."""
-    paths = [job.save(tmp_path, step) for step in (10, 20, 30)]
-    status, text = prune(tmp_path, "--keep", 1)
-    assert status == 0 and "would remove 2 directories" in text and "nothing was changed: --yes removes" in text
+    for step in (10, 20, 30):
+        disks.save(step)
+    count = 2 * len(disks.folders)
+    status, text = disks.prune("--keep", 1)
+    assert status == 0 and f"would remove {count} directories" in text and "nothing was changed: --yes removes" in text
     assert [line.split()[0] for line in text.splitlines() if " goes " in line] == ["20", "10"]
-    told = json.loads(prune(tmp_path, "--keep", 1, "--json")[1])
-    assert told["would_remove"] == [str(paths[1]), str(paths[0])] and told["bytes"] == size(*paths[:2])
-    assert steps(tmp_path) == [10, 20, 30]
-    status, text = prune(tmp_path, "--keep", 1, "--yes")
-    assert status == 0 and "removed 2 directories" in text and steps(tmp_path) == [30]
-    assert verify(paths[2]).step == 30
-    assert prune(tmp_path, "--keep", 1, "--yes") == (0, prune(tmp_path, "--keep", 1)[1])
+    told = json.loads(disks.prune("--keep", 1, "--json")[1])
+    assert told["would_remove"] == [*disks.paths(20), *disks.paths(10)]
+    assert told["bytes"] == size(*map(Path, told["would_remove"])) and told["kept"] == disks.paths(30)
+    assert disks.steps() == [10, 20, 30]
+    status, text = disks.prune("--keep", 1, "--yes")
+    assert status == 0 and f"removed {count} directories" in text and disks.steps() == [30] and disks.newest() == 30
+    assert disks.prune("--keep", 1, "--yes") == (0, disks.prune("--keep", 1)[1])
 
 
-def test_the_newest_valid_one_stays_though_newer_ones_are_there(job: Job, tmp_path: Path) -> None:
-    """Damage that only checksums show counts, too; what is broken is named and left alone."""
-    paths = {step: job.save(tmp_path, step) for step in (10, 20, 30, 40)}
-    flip_a_bit(paths[40], "__0_0_0.distcp")
-    (paths[30] / ".metadata").unlink()
-    status, text = prune(tmp_path, "--keep", 1, "--yes")
-    assert status == 0 and steps(tmp_path) == [20, 30, 40]
-    assert "was altered since rank 0 wrote it" in text and ".metadata is missing" in text and "left alone" in text
-    found = find.find_newest_valid([tmp_path])
-    assert found is not None and found.path == paths[20]
+def test_damaged_ones_do_not_count_as_kept_and_are_left_alone(disks: Shared) -> None:
+    """--keep 1 means one that a restart could load; damage that only checksums show counts, and so does an unreadable manifest."""
+    for step in (10, 20, 30, 40):
+        disks.save(step)
+    flip_a_bit(Path(disks.paths(40)[-1]), f"__{len(disks.folders)}_0_0.distcp")
+    (Path(disks.paths(30)[0]) / "manifest.json").write_text("{")
+    status, text = disks.prune("--keep", 1, "--yes")
+    assert status == 0 and "was altered since rank" in text and "manifest" in text and "left alone" in text
+    assert disks.steps() == [20, 30, 40] and disks.newest() == 20
+    assert json.loads(disks.prune("--keep", 2, "--json")[1])["kept"] == disks.paths(20)
 
 
-def test_broken_ones_do_not_count_as_kept(job: Job, tmp_path: Path) -> None:
-    """--keep 2 means two that a restart could load."""
-    paths = {step: job.save(tmp_path, step) for step in (10, 20, 30, 40)}
-    flip_a_bit(paths[30], "__0_0_0.distcp")
-    assert prune(tmp_path, "--keep", 2, "--yes")[0] == 0
-    assert steps(tmp_path) == [20, 30, 40]
-    assert json.loads(prune(tmp_path, "--keep", 2, "--json")[1])["kept"] == [str(paths[40]), str(paths[20])]
-
-
-def test_where_none_is_valid_nothing_goes(job: Job, tmp_path: Path) -> None:
+def test_where_none_is_valid_nothing_goes(disks: Shared) -> None:
     """Status 3, with what is wrong with each."""
     for step in (10, 20):
-        flip_a_bit(job.save(tmp_path, step), "__0_0_0.distcp")
-    status, text = prune(tmp_path, "--keep", 1, "--yes")
-    assert status == 3 and "holds no valid checkpoint, so nothing is removed" in text
-    assert steps(tmp_path) == [10, 20]
+        disks.save(step)
+        flip_a_bit(Path(disks.paths(step)[0]), "__0_0_0.distcp")
+    status, text = disks.prune("--keep", 1, "--yes")
+    assert status == 3 and "so nothing is removed" in text and "was altered" in text and disks.steps() == [10, 20]
 
 
-def test_what_is_no_checkpoint_is_never_touched(job: Job, tmp_path: Path) -> None:
-    """The tracker, an attempt that is being written, one moved aside, a stranger's files."""
+def test_what_is_no_checkpoint_is_never_touched(disks: Shared) -> None:
+    """The tracker, a staging directory, one moved aside, a stranger's files."""
     for step in (10, 20):
-        job.save(tmp_path, step)
-    for name in ("iter_0000030_tmp_x", "iter_0000005_broken_1", "iter_0000006_superseded_1", "mine", "iter_7"):
-        shutil.copytree(tmp_path / "iter_0000020", tmp_path / name)
-    others = sorted(name for name in os.listdir(tmp_path) if name != "iter_0000010")
-    assert prune(tmp_path, "--keep", 1, "--yes")[0] == 0
-    assert sorted(os.listdir(tmp_path)) == others
+        disks.save(step)
+    for folder in disks.folders:
+        for name in ("iter_0000030_tmp_x", "iter_0000005_broken_1", "mine", "iter_7"):
+            shutil.copytree(folder / "iter_0000020", folder / name)
+    others = [sorted(name for name in os.listdir(folder) if name != "iter_0000010") for folder in disks.folders]
+    assert disks.prune("--keep", 1, "--yes")[0] == 0
+    assert [sorted(os.listdir(folder)) for folder in disks.folders] == others
+
+
+@pytest.mark.parametrize("partial", [(), ("--partial",)])
+def test_a_linked_one_is_left_and_keeps_no_other_step_from_going(disks: Shared, partial: tuple[str, ...]) -> None:
+    for step in (10, 20, 30):
+        disks.save(step)
+    linked = Path(disks.paths(10)[0])
+    shutil.move(linked, disks.root / "elsewhere")
+    linked.symlink_to(disks.root / "elsewhere")
+    status, text = disks.prune("--keep", 1, "--yes", *(partial if len(disks.folders) > 1 else ()))
+    assert status == 0 and "a symbolic link, which is removed by hand" in " ".join(text.split())
+    assert disks.steps() == [10, 30]
 
 
 class Cut(BaseException):
@@ -121,34 +186,35 @@ def cut_at(patch: pytest.MonkeyPatch, count: int) -> list[int]:
 
 
 def test_an_interruption_anywhere_leaves_nothing_that_looks_whole_and_is_not(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disks: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut before each single act: every published name is valid, the newest is there, and the next prune ends the work."""
-    first = tmp_path / "original"
-    for step in (10, 20, 30):
-        job.save(first, step, holders=1)
+    """Cut before each single act: the newest step is whole, and the next prune ends the work, with --partial for a step of which one node's
+    part has gone."""
+    for step in (10, 20):
+        disks.save(step)
     with monkeypatch.context() as patch:
         acts = cut_at(patch, 0)
-        shutil.copytree(first, tmp_path / "counted")
-        prune(tmp_path / "counted", "--keep", 1, "--yes")
-    assert acts[0] >= 12
+        disks.copy("counted").prune("--keep", 1, "--yes")
+    assert acts[0] >= 8
     for count in range(1, acts[0] + 1):
-        folder = tmp_path / f"cut_{count}"
-        shutil.copytree(first, folder)
+        cut = disks.copy(f"cut_{count}")
         with monkeypatch.context() as patch, pytest.raises(Cut):
             cut_at(patch, count)
-            prune(folder, "--keep", 1, "--yes")
-        assert 30 in steps(folder)
-        for step in steps(folder):
-            assert verify(folder / f"iter_{step:07d}").step == step
-        again = shutil.copytree(folder, tmp_path / f"again_{count}")
-        assert prune(again, "--keep", 1, "--yes")[0] == 0
-        assert [name for name in os.listdir(again) if name.startswith("iter_")] == ["iter_0000030"]
-        clean_stale(folder)  # what a start of the job does
-        assert [name for name in os.listdir(folder) if "pruned" in name] == []
+            cut.prune("--keep", 1, "--yes")
+        for folder in cut.folders:
+            assert 20 in steps(folder)
+            for step in steps(folder):
+                assert verify(folder / f"iter_{step:07d}").step == step
+        again = cut.copy(f"again_{count}")
+        assert again.prune("--keep", 1, "--yes", *(["--partial"] if len(disks.folders) > 1 else []))[0] == 0
+        for folder in again.folders:
+            assert [name for name in os.listdir(folder) if name.startswith("iter_")] == ["iter_0000020"]
+        for folder in cut.folders:
+            clean_stale(folder)  # what a start of the job does
+            assert [name for name in os.listdir(folder) if "pruned" in name] == []
 
 
-def test_what_is_about_pieces_is_refused_without_any(job: Job, tmp_path: Path) -> None:
+def test_what_is_about_parts_is_refused_without_any(job: Job, tmp_path: Path) -> None:
     """Several folders, or --partial, of whole checkpoints: status 2, and nothing is changed."""
     for name in "ab":
         job.save(tmp_path / name, 10)
@@ -198,3 +264,71 @@ def test_a_start_that_cleans_at_the_same_time_does_no_harm(
     assert prune(tmp_path, "--keep", 1, "--yes")[0] == 0 and steps(tmp_path) == [20]
     with pytest.raises(CorruptCheckpoint):
         verify(tmp_path / "iter_0000010")
+
+
+# --- nodes with directories of their own ---
+
+
+@pytest.fixture
+def nodes(job: Job, tmp_path: Path) -> NodeLocal:
+    return NodeLocal(tmp_path / "disks", job)
+
+
+def test_a_folder_under_two_names_is_one(nodes: NodeLocal, tmp_path: Path) -> None:
+    """A link beside its folder: every piece goes once, and is counted once."""
+    for step in (10, 20):
+        nodes.save(step)
+    first, second = nodes.folders
+    (tmp_path / "link").symlink_to(first)
+    told = json.loads(prune(first, tmp_path / "link", second, "--keep", 1, "--json")[1])
+    assert sorted(told["would_remove"]) == [str(disk / "iter_0000010") for disk in (first, second)]
+    assert prune(first, tmp_path / "link", second, "--keep", 1, "--yes")[0] == 0
+    assert [steps(disk) for disk in (first, second)] == [[20], [20]]
+
+
+def test_one_nodes_folder_alone_says_what_it_lacks(nodes: NodeLocal) -> None:
+    """Nothing is whole there, so nothing goes, whatever is asked for."""
+    for step in (10, 20):
+        nodes.save(step)
+    status, text = prune(nodes.folders[0], "--keep", 1, "--partial", "--yes")
+    assert status == 3 and "wrote on node b, is in none of the folders" in text and "all nodes" in text
+    assert steps(nodes.folders[0]) == [10, 20]
+
+
+def test_a_step_that_is_not_whole_here_is_kept_unless_asked_for(nodes: NodeLocal) -> None:
+    """A third node may have the rest. One that is newer than all that stay is never removed."""
+    for step in (10, 20, 30, 40):
+        nodes.save(step)
+    for step in (10, 40):
+        shutil.rmtree(nodes.folders[1] / f"iter_{step:07d}")
+    status, text = nodes.prune("--keep", 1, "--yes")
+    assert status == 0 and "__2_0_0.distcp, which rank 2 wrote on node b, is in none of the folders" in text
+    assert steps(nodes.folders[0]) == [10, 30, 40]
+    assert nodes.prune("--keep", 2, "--partial", "--yes")[0] == 0
+    assert steps(nodes.folders[0]) == [10, 30, 40], "two whole ones were to stay, there is one"
+    assert nodes.prune("--keep", 1, "--partial", "--yes")[0] == 0
+    assert steps(nodes.folders[0]) == [30, 40] and nodes.newest() == 30
+
+
+def test_parts_of_two_writes_are_not_mixed(nodes: NodeLocal) -> None:
+    """Node a has the later attempt's piece alone, and behind it the earlier one's: the step is whole by the earlier, and stays with both."""
+    nodes.cluster.save(nodes.job, 10)
+    nodes.cluster.save(nodes.job, 20, "x", start=1)
+    nodes.cluster.save(nodes.job.later(), 20, "y", start=2, publishers=(0,))
+    assert any("superseded" in name for name in os.listdir(nodes.folders[0]))
+    before = sorted(os.listdir(nodes.folders[0]))
+    assert nodes.prune("--keep", 1, "--yes")[0] == 0
+    left = sorted(os.listdir(nodes.folders[0]))
+    assert left == [name for name in before if name != "iter_0000010"]
+    assert nodes.newest() == 20
+    nodes.cluster.save(nodes.job, 30)
+    assert nodes.prune("--keep", 1, "--yes")[0] == 0
+    assert [path.name for path in list_parts(nodes.folders)] == ["iter_0000030"] * 2
+
+
+def test_whole_checkpoints_among_parts_are_refused(nodes: NodeLocal) -> None:
+    """Which of the two kinds a start would load, the command cannot know."""
+    nodes.cluster.save(nodes.job, 10)
+    nodes.job.save(nodes.folders[0], 20)
+    status, text = nodes.prune("--keep", 1, "--yes")
+    assert status == 3 and "was TTP_SHARED_DIRS changed" in text and steps(nodes.folders[0]) == [10, 20]

@@ -20,6 +20,7 @@ import torch
 from ttp.checkpoint import find, publish
 from ttp.checkpoint import verify as checks
 from ttp.checkpoint.format import durable
+from ttp.checkpoint.format.manifest import write_manifest
 from ttp.checkpoint.staging import clean_stale, probe_writable
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
@@ -460,13 +461,13 @@ def test_a_checkpoint_that_appears_while_one_is_published_is_judged(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another model's takes the name between look and rename: that is not this publisher's success."""
-    results, real = job.write(tmp_path, "iter_0000042_tmp_a", 2), publish.write_manifest
+    results, real = job.write(tmp_path, "iter_0000042_tmp_a", 2), write_manifest
 
     def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(publish, "write_manifest", real)
+        monkeypatch.setattr("ttp.checkpoint.publish.write_manifest", real)
         type(job)({"model.other": torch.zeros(3)}).save(tmp_path, 42, attempt="b")
         real(*arguments)
 
-    monkeypatch.setattr(publish, "write_manifest", interrupted)
+    monkeypatch.setattr("ttp.checkpoint.publish.write_manifest", interrupted)
     with pytest.raises(CheckpointMismatch, match="belongs to another model"):
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
