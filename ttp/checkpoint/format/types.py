@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # pure modules use the addresses
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
