@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from ttp.adopt.averages import Average, Averages
 from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.block import Block
 from ttp.checkpoint.format.keys import model_key, optim_state_key
-from ttp.checkpoint.format.types import Block, HeldTensor
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import ConfigError, LayoutError
 from ttp.exchange import exchange_json
 from ttp.optim.base_state import make_state

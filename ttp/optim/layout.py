@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ttp.checkpoint.format.types import Block
+from ttp.checkpoint.format.block import Block
 from ttp.errors import LayoutError
 from ttp.optim.placement import cycle, grid
 

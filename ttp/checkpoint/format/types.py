@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # pure modules use the addresses
-    import torch
+import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Elements offsets[d] <= i_d < offsets[d] + sizes[d] of a tensor: what a rank has of one that is split over ranks."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+from ttp.checkpoint.format.block import Block
 
 
 @dataclass(frozen=True, slots=True)
