@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,22 @@ def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^node node-x: resume is 'nonsense'"):
         directories.candidates("nonsense")
     directories.release()
+
+
+@pytest.mark.parametrize(("rank", "leader"), [(0, 0), (1, 0), (2, 2)])
+def test_nodes_with_their_own_directories_agree_on_the_highest_start_and_each_has_a_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, leader: int
+) -> None:
+    """A node that is new has seen no start: its number would take parts of an earlier start for newer ones."""
+    settings = replace(FIRST, shared_dirs=False, host="ab"[rank // 2])
+    others = [[False, "a", 3], [False, "a", 7], [False, "b", 1]]
+
+    def exchange(value: Any, device: torch.device) -> list[Any]:
+        return others if len(value) == 3 and isinstance(value[0], bool) else [value] * 3
+
+    monkeypatch.setattr("ttp.job_directories.exchange_json", exchange)
+    monkeypatch.setattr("ttp.job_directories.check_same", lambda *arguments: None)
+    directories = JobDirectories([str(tmp_path)], settings, rank, CPU)
+    directories.release()
+    assert (directories.store.start, directories.store.leader, directories.store.node) == (7, leader, settings.host)
+    assert directories.keeps == (rank == leader) and directories.node == f"node {settings.host}: "
