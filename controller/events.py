@@ -116,9 +116,9 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """One line of the job's story. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
+    """One line of the job's event log. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
     moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, write_sent, written,
-    publish_sent, published, refused, thawed, exit_sent, finished, standby_asked, standby_started, standby_failed, standby_lost."""
+    publish_sent, published, refused, thawed, exit_sent, incident, finished, standby_asked, standby_started, standby_failed, standby_lost."""
 
     event: str
     fields: Mapping[str, JSONValue]

@@ -10,6 +10,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Heartbeat, StateReport
 
 from .events import Beats, Effect, Fields, Journal
+from .incident import no_hang, signs_of
 from .progress import advance, outlived, rested, standstill, suspects
 from .rounds import begin_fault
 from .state import ControllerState, Stage
@@ -56,7 +57,7 @@ def look(state: ControllerState, now: float, out: list[Effect]) -> ControllerSta
         return replace(state, pace=replace(pace, noted=True))
     out.append(Journal("hung", fields))
     cause = Cause(CauseKind.HUNG, named, text)
-    state = begin_fault(state, (), cause, now, out)
+    state = begin_fault(signs_of(state, cause, now), (), cause, now, out)
     assert state.fault is not None
     return replace(state, fault=replace(state.fault, unproven=cause))
 
@@ -75,7 +76,7 @@ def _disproved(
         return state
     out.append(Journal("not_hung", {"rank": rank, "step": order[0]}))
     pace = outlived(state.pace, now, state.settings)  # else the next one of its kind would be taken for a hang again
-    return replace(state, pace=pace, fault=replace(fault, unproven=None))
+    return replace(no_hang(state), pace=pace, fault=replace(fault, unproven=None))
 
 
 def rest(state: ControllerState, now: float) -> ControllerState:

@@ -12,18 +12,23 @@ from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
 
 from .decision import Refusal
 from .events import Effect, Fields, Finish, Journal, Send
+from .incident import Outcome, report
 from .membership import reachable
 from .state import EXIT_WAIT_S, ControllerState, Stage
 
 
-def leave(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
-    """Tell every rank with a stream to exit, silent ones included, and wait for the streams to close."""
+def leave(
+    state: ControllerState, reason: str, now: float, out: list[Effect], outcome: Outcome | None = None
+) -> ControllerState:
+    """Order every rank with a stream to exit, silent ones included, and wait for the streams to close. `outcome`: of the fault that ends
+    so; None: nothing was decided, for that reason."""
     members = state.members
     told = reachable(members)
     untold = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
     if told or state.agents:  # the launchers overhear it: they say why when no rank is left that could
         out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
     out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
+    state = report(state, outcome or Outcome(not_saved=reason), now, out)
     return replace(
         state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)
     )
@@ -35,7 +40,8 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
     newest = newest_checkpoint(state)
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
     after = f"the job goes on from {newest}" if newest else "no older checkpoint is known to the ranks that are left"
-    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out)
+    outcome = Outcome(None, refusal.reason, newest, max(0, step_of(newest)))
+    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
 
 
 def newest_checkpoint(state: ControllerState) -> str:
@@ -59,10 +65,12 @@ def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
     return over(state, "all ranks have finished", out)
 
 
-def orphaned(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
+def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
     """Nobody is there to be told anything; a fault that was going on ends without a checkpoint."""
     if state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
+        newest = newest_checkpoint(state)
+        state = report(state, Outcome(None, reason, newest, max(0, step_of(newest))), now, out)
     return over(state, reason, out)
 
 

@@ -242,7 +242,7 @@ def _expire(state: ControllerState, now: float, out: list[Effect]) -> Controller
     if state.stage is Stage.EXITING:
         return over(state, state.reason, out) if now >= state.deadline else state
     if now >= state.members.empty_since + settings.orphan_timeout_s:
-        return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", out)
+        return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", now, out)
     if state.stage in _UNLED:
         return state  # `settle` looks at the deadline
     if state.stage is Stage.ASSEMBLING and now >= state.deadline:

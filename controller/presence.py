@@ -30,6 +30,7 @@ from ttp.proto.messages import (
 
 from .coverage import coverage_of, overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
+from .incident import EXITING_TEXT, death_named, sign_of_death, sign_of_report
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update, vouch
 from .progress import learn
@@ -40,8 +41,6 @@ from .standbys import spread
 from .state import MOST_KEPT, ControllerState, Stage
 from .writing import replace_writers
 
-EXITING_TEXT = "exiting"
-"""WorkerExit's text while the kernel still frees the process and nobody knows its status."""
 CLEAN_EXIT_TEXT = "exit code 0"
 
 
@@ -218,6 +217,7 @@ def die(state: ControllerState, rank: int, cause: Cause, gone: bool, now: float,
     if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat, so long ago
         fields |= {"phase": place.phase.name, "step": place.step, "heard_s": round(now - member.heard, 3)}
     out.append(Journal("death_seen", fields))
+    state = sign_of_death(state, rank, cause, now)
     members = bury(state.members, rank, cause, gone, now)
     state = forget(replace(state, members=members, untold=state.untold - {rank}), rank)
     if state.stage is Stage.ASSEMBLING:
@@ -250,6 +250,7 @@ def _name_death(
     if says_more(member.dead.text, cause.text):
         out.append(Journal("death_named", {"rank": rank, "text": cause.text}))
         gone = replace(gone, dead=cause)
+        state = death_named(state, rank, member.dead, cause)
         if state.fault is not None:
             causes = tuple(cause if known is member.dead else known for known in state.fault.causes)
             state = replace(state, fault=replace(state.fault, causes=causes))
@@ -274,6 +275,7 @@ def _left_in_peace(state: ControllerState, rank: int, member: Member, now: float
 def early_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
     """A rank failed before the job had assembled: nothing is committed, all start again."""
     out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
     return leave(state, f"rank {message.rank} failed before the job had assembled: {message.cause.text}", now, out)
 
 
@@ -282,6 +284,7 @@ def fault_report(state: ControllerState, message: FaultReport, now: float, out: 
     if state.fault is not None and message.cause in state.fault.causes:
         return state  # said again after a reconnect
     out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
     if state.stage is Stage.RUNNING:
         return begin_fault(state, (message.cause,), message.cause, now, out)
     return add_cause(state, message.cause, now)

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from ttp.proto.frozen import replace
+from ttp.proto.incident import Saved
 from ttp.proto.messages import Published, PublishOrder, StepFailed
 
 from .coverage import named
 from .events import Effect, Fields, Journal, Send
+from .incident import Outcome, stage_ended
 from .leaving import leave
 from .rolling import is_holder
 from .rounds import cause_fields, half_of_the_rest, next_round, root_cause
@@ -157,7 +159,11 @@ def published(state: ControllerState, answer: Published, now: float, out: list[E
         out.append(Journal("place_published", {**fields, "host": place}))
         return _advance(state, now, out)
     out.append(Journal("published", fields))
-    return leave(state, f"step {answer.step} is saved in {answer.path}", now, out)
+    nbytes = sum(file.nbytes for result in results(dump) for file in result.files)
+    saved = Saved(step=answer.step, path=answer.path, bytes=nbytes, ranks=_writers(state))
+    outcome = Outcome(saved, "", saved.path, saved.step)
+    state = stage_ended(state, "published", now)
+    return leave(state, f"step {answer.step} is saved in {answer.path}", now, out, outcome)
 
 
 def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:

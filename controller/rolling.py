@@ -15,6 +15,7 @@ from ttp.proto.messages import RollForward, StateReport
 from .coverage import Group, named
 from .decision import Decision, Refusal, decide
 from .events import Effect, Fields, Journal, Send
+from .incident import stage_ended
 from .leaving import newest_checkpoint, refuse, step_of
 from .membership import SUSPECT_AFTER, alive_at, silent_since
 from .progress import has_started
@@ -34,6 +35,7 @@ def start_dump(state: ControllerState, now: float, out: list[Effect]) -> Control
     if _is_less(verdict, fault) and now < (known_at := _known_at(state, fault, now)):
         return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
     out.append(Journal("frozen", frozen_fields(state)))
+    state = stage_ended(state, "frozen", now)
     if isinstance(verdict, Refusal):
         return refuse(state, _with_what_failed(fault, verdict), now, out)
     return _order_rolls(state, verdict, now, out)
@@ -143,6 +145,7 @@ def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: lis
     """Note the decision and have the ranks that are one step behind roll forward."""
     fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
     out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
+    state = stage_ended(state, "decided", now)
     rolling = RankTable.filled(state.settings.world_size, False)
     if verdict.roll_forward:
         assert verdict.record is not None

@@ -15,10 +15,11 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw
 
 from .events import Effect, Fields, Journal, Send
+from .incident import asked
 from .membership import reachable, revive, was_only_silent
 from .progress import rested
 from .rank_table import RankTable
-from .state import MOST_KEPT, ControllerState, Fault, Stage
+from .state import MOST_KEPT, ControllerState, Fault, Notes, Stage
 
 _KEPT_RECORDS = 4
 _NAMED = 8
@@ -65,20 +66,20 @@ def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) ->
     lease_s = state.settings.lease_s
     for rank in state.members.table.ranks(lambda member: was_only_silent(member) and now < member.heard + lease_s):
         state = _revived(state, rank, now, out)  # it came back while others were at work
-    asked = awaited(state)
+    waited_for = awaited(state)
     told = reachable(state.members)
     out.append(Send(told, Freeze(freeze_id, cause)))
     out.append(Journal("freeze_sent", {"freeze_id": freeze_id, "ranks": told, **cause_fields(cause)}))
     fault = replace(
         fault,
         round_deadline=now + state.settings.freeze_timeout_s,
-        awaiting=len(asked),
+        awaiting=len(waited_for),
         reports=RankTable.filled(state.settings.world_size, None),
         updating=(),
         update_by=inf,
         asked_late_until=-inf,
     )
-    return replace(state, stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
+    return replace(asked(state, cause, now), stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
 
 
 def awaited(state: ControllerState) -> tuple[int, ...]:
@@ -251,7 +252,7 @@ def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerSta
     told = reachable(state.members)
     out.append(Send(told, Thaw(state.freeze_id)))
     out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
-    return replace(state, stage=Stage.RUNNING, fault=None, pace=rested(state.pace, now))
+    return replace(state, stage=Stage.RUNNING, fault=None, notes=Notes(), pace=rested(state.pace, now))
 
 
 def frozen_fields(state: ControllerState) -> Fields:

@@ -9,7 +9,7 @@ import enum
 from math import inf
 
 from ttp.proto.frozen import dataclass
-from ttp.proto.messages import Cause, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
 
 from .coverage import Coverage
 from .decision import Decision
@@ -149,6 +149,41 @@ class Restoring:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """What happened to one rank, for the report of the fault."""
+
+    rank: int
+    kind: CauseKind
+    text: str
+    seen: float
+    trace: tuple[str, ...] = ()
+    """The last lines of its traceback."""
+    host: str = ""
+    pid: int = 0
+    """Its process then; 0: it had not registered."""
+    phase: str = ""
+    """Where it was by its last heartbeat; empty: not known."""
+    step: int = 0
+    heard_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is noted of a fault for its report, from its first sign on. Nothing is decided by it: see `incident.py`."""
+
+    began: float = inf
+    """When the first sign came; inf: nothing is wrong."""
+    signs: tuple[Sign, ...] = ()
+    """In the order seen."""
+    asked: Cause | None = None
+    """Why the newest freeze was sent."""
+    stages: tuple[tuple[str, float], ...] = ()
+    """When each stage of the fault ended."""
+    reports: RankTable[StateReport | None] | None = None
+    """Where the ranks were when they were frozen first."""
+
+
+@dataclass(frozen=True)
 class ControllerState:
     """The machine's whole state."""
 
@@ -184,5 +219,6 @@ class ControllerState:
     restoring: Restoring = Restoring()
     seen: float = -inf
     """When this machine last took an event: its process may have been stopped."""
+    notes: Notes = Notes()
     job_groups: int = 0
     """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""

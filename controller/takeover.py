@@ -15,9 +15,10 @@ from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, Work
 
 from .coverage import coverage_of, named, survives, warnings
 from .events import Effect, Fields, Journal, Supersede
+from .incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
 from .leaving import finish_job, leave, over
 from .membership import SUSPECT_AFTER, bury, forgive, update
-from .presence import CLEAN_EXIT_TEXT, EXITING_TEXT, fault_line, register, says_more
+from .presence import CLEAN_EXIT_TEXT, fault_line, register, says_more
 from .rounds import add_cause, begin_fault
 from .state import ControllerState, Fault, Stage
 
@@ -36,7 +37,7 @@ def first_rank_came(state: ControllerState, message: Registration, now: float, o
     settings = state.settings
     gather_by = now + settings.orphan_timeout_s
     state = replace(state, stage=Stage.GATHERING, deadline=now + settings.lease_s, gather_by=gather_by)
-    return register(state, message, now, out)
+    return register(began(state, now), message, now, out)
 
 
 def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
@@ -56,8 +57,11 @@ def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list
         fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": "", "pid": message.pid}
         out.append(Journal("left" if in_peace else "death_seen", fields))
         members = bury(members, rank, cause, True, now)
+        state = state if in_peace else sign_of_death(state, rank, cause, now)
     elif not says_more(member.dead.text, cause.text):
         return state
+    else:
+        state = death_named(state, rank, member.dead, cause)
     finished = member.finished or in_peace
     members = update(members, rank, replace(members.table[rank], dead=cause, finished=finished))
     return replace(state, members=members)
@@ -68,6 +72,7 @@ def note_fault(state: ControllerState, message: FaultReport, now: float, out: li
     if message.cause in state.early:
         return state
     out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
     return replace(state, early=(*state.early, message.cause))
 
 
@@ -94,6 +99,7 @@ def gather(state: ControllerState, now: float, out: list[Effect]) -> ControllerS
     for rank in absent:
         cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")
         out.append(Journal("death_seen", {"rank": rank, "kind": cause.kind.value, "text": cause.text}))
+        state = signs_of(state, cause, now)
         members = bury(members, rank, cause, False, now)
     registrations = [member.registration for member in members.table if member.registration is not None]
     coverage = coverage_of(registrations, settings.world_size)
@@ -164,6 +170,7 @@ def judge(state: ControllerState, fault: Fault, now: float, out: list[Effect]) -
     final = tuple(report.rank for report in fault.reports if report is not None and report.final)
     if mute:
         cause = Cause(CauseKind.SILENT, mute, f"{named('rank', mute)} did not answer the new controller's freeze")
+        state = signs_of(state, cause, now)
     elif final:
         text = f"{named('rank', final)} had begun a dump for the controller that was lost"
         cause = Cause(CauseKind.CONTROLLER_LOST, final, text)

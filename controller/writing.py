@@ -12,6 +12,7 @@ from ttp.proto.names import StagingName
 
 from .decision import Refusal
 from .events import Effect, Fields, Journal, Send
+from .incident import stage_ended
 from .leaving import refuse
 from .planning import Plan, hand_over, share_out
 from .rank_table import RankTable
@@ -98,7 +99,7 @@ def written(state: ControllerState, answer: Written, now: float, out: list[Effec
         pending=dump.pending - 1,
         progress_by=max(dump.progress_by, now + state.settings.progress_timeout_s),
     )
-    return replace(state, dump=dump)
+    return replace(stage_ended(state, "written", now), dump=dump)
 
 
 def write_failed(

@@ -8,7 +8,7 @@ from ttp.controller.membership import Membership
 from ttp.controller.progress import unknown
 from ttp.controller.rank_table import RankTable
 from ttp.controller.rounds import has_culprit
-from ttp.controller.state import ControllerState, Fault, Stage
+from ttp.controller.state import ControllerState, Fault, Notes, Stage
 from ttp.processor.state import ProcessorState
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
@@ -50,7 +50,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
 
     What nothing reads any more is dropped: the reports of a round once it is decided (the next round begins without
     any), a fault's particulars once the ranks are leaving, the order in which causes became known, which only texts show,
-    and the pace, for which these jobs are too short.
+    what is noted of a fault for its report, and the pace, for which these jobs are too short.
     """
     fault, dump = state.fault, state.dump
     if fault is not None and state.stage is Stage.EXITING:
@@ -80,6 +80,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
         seen=ago(state.seen, seconds),
         fault=fault,
         dump=dump,
+        notes=Notes(),
     )
 
 

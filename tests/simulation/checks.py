@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.simulation.contents import wrong_parts, wrong_record, wrong_step
 from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
+from tests.simulation.incident_checks import misreported
 from tests.simulation.job import Job, content_of
 from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
@@ -43,6 +44,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     if job.own is None:
         found += _older_and_newest(job)
     found += _lost_steps(job)
+    found += misreported(job)
     found += _vetoed(job)
     found += _outcome(scenario)
     return found

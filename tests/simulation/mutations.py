@@ -232,6 +232,9 @@ MUTATIONS = (
     Mutation("ranks that save alone obey a controller", unled.ranks_that_save_alone_obey_a_controller, ("I14",), unled.comes_back, base=180, within=20),
     Mutation("a save without a controller is waited for for ever", unled.a_save_alone_has_no_bound, ("I11",), unled.a_rank_stops_in_the_save, within=20),
     Mutation("ranks that save alone are led by a controller that is back", unled.ranks_that_save_alone_turn_to_controllers, ("I14",), unled.comes_back, within=100),
+    # The report of a fault.
+    Mutation("faults that are refused are not reported", memories.refused_faults_are_not_reported, ("I15",), within=60),
+    Mutation("a report counts steps as lost that were saved", memories.steps_before_the_saved_one_count_as_lost, ("I15",), within=60),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
     Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),

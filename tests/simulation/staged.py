@@ -166,6 +166,8 @@ def _fields(fields: Any) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return f"({_fields(value).strip()})"
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ",".join(_value(each) if isinstance(each, dict) else str(each) for each in value)
     return repr(value) if isinstance(value, str) and " " in value else str(value)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.simulation.wrong_controllers import Reports, Verdict, with_decide
-from ttp.controller import patience, presence, publishing, rolling, rounds, settling, takeover, writing
+from ttp.controller import leaving, patience, presence, publishing, rolling, rounds, settling, takeover, writing
 from ttp.controller import transitions as controller_tables
 from ttp.controller.decision import decide
+from ttp.controller.incident import report
 from ttp.controller.state import Stage
 from ttp.processor import transitions as rank_tables
 from ttp.processor.state import Standing
@@ -154,3 +155,26 @@ def a_dump_is_gone_on_with_when_all_had_begun_it(patch: Patch) -> None:
         return state if begun and len(begun[0].ranks) < len(alive) else changed
 
     patch.setattr(settling, "judge", wrong)
+
+
+# --- what is reported of a fault ---
+
+
+def refused_faults_are_not_reported(patch: Patch) -> None:
+    """Only a fault that was saved has an incident."""
+
+    def wrong(state: Any, outcome: Any, now: float, out: Any) -> Any:
+        return report(state, outcome, now, out) if outcome.saved is not None else state
+
+    patch.setattr(leaving, "report", wrong)
+
+
+def steps_before_the_saved_one_count_as_lost(patch: Patch) -> None:
+    """The report counts from the step before the one that was saved."""
+
+    def wrong(state: Any, outcome: Any, now: float, out: Any) -> Any:
+        if outcome.saved is not None:
+            outcome = replace(outcome, kept_step=outcome.saved.step - 1)
+        return report(state, outcome, now, out)
+
+    patch.setattr(leaving, "report", wrong)

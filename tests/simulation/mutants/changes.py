@@ -32,6 +32,8 @@ LEFT_OUT = {
     "controller.events": "fields, whose defaults are settings that every job overrides",
     "processor.events": "fields, whose defaults are settings that every job overrides",
     "proto.messages": "fields",
+    "proto.incident": "fields",
+    "controller.incident": "what is reported of a fault, by which nothing is decided: I15 judges it",
     "proto.frozen": "dataclasses, made faster",
     "proto.codec": "not of the machines: the simulation uses its envelopes only",
 }

@@ -79,7 +79,7 @@ def test_the_journal_tells_the_faults_stages_in_order() -> None:
     job.say(Published(rank, 1, 6, "/a/iter_0000006"))
     told = [line.event for line in job.story if line.event not in ("registered", "written")]
     assert told == [
-        "assembled", "death_seen", "freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published", "exit_sent",
+        "assembled", "death_seen", "freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published", "exit_sent", "incident",
     ]  # fmt: skip
     (frozen,) = job.told("frozen")
     assert frozen["ranks"] == (0, 1, 2) and frozen["phases"] == ("COMPUTE",) * 3 and frozen["state_steps"] == (6, 6, 6)

@@ -103,3 +103,13 @@ def test_a_journal_without_inputs_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "journal_0.jsonl.inputs").write_text("")
     assert main([str(tmp_path / "journal_0.jsonl")]) == 2
     assert "journal_0.jsonl.inputs" in capsys.readouterr().err
+
+
+def test_a_journal_of_a_controller_that_wrote_no_incidents_replays(tmp_path: Path) -> None:
+    """They are decided as they were before."""
+    path = tmp_path / "journal_0.jsonl"
+    record(path, [*EVENTS, Received(WorkerExit(0, 10, "signal SIGKILL", 0.0))])
+    lines = path.read_text().splitlines(keepends=True)
+    assert sum('"event": "incident"' in line for line in lines) == 1 and compare(path).difference == ""
+    path.write_text("".join(line for line in lines if '"event": "incident"' not in line))
+    assert compare(path).difference == ""

@@ -1,0 +1,73 @@
+"""I15: each fault that a controller ends is reported once, and as it was."""
+
+from __future__ import annotations
+
+from tests.simulation.controllers import Controller
+from tests.simulation.job import Job
+from tests.simulation.pieces import OwnDisks
+from ttp.proto.incident import Incident, read_incident
+from ttp.proto.messages import CauseKind
+
+_SIGNS = ("suspect", "death_seen", "fault_reported", "hung", "takeover_began")
+
+
+def misreported(job: Job) -> list[str]:
+    """Return what is wrong in the incidents of a finished job, by what was done to it and by what is on its disks."""
+    return [f"I15: c{each.place} {text}" for each in job.controllers for text in _of_controller(job, each)]
+
+
+def _of_controller(job: Job, controller: Controller) -> list[str]:
+    events = [line.event for _, line in controller.story]
+    incidents = [(at, read_incident(line.fields)) for at, line in controller.story if line.event == "incident"]
+    end = next((place for place, event in enumerate(events) if event in ("exit_sent", "refused")), None)
+    due = 1 if end is not None and any(event in _SIGNS for event in events[_since_thaw(events) : end]) else 0
+    if len(incidents) != due:
+        return [f"has reported {len(incidents)} incidents, expected {due}: {events[-4:]}"]
+    return [text for at, incident in incidents for text in _wrong(job, controller, incident, at)]
+
+
+def _since_thaw(events: list[str]) -> int:
+    return max((place + 1 for place, event in enumerate(events) if event == "thawed"), default=0)
+
+
+def _wrong(job: Job, controller: Controller, incident: Incident, at_s: float) -> list[str]:
+    found = _wrong_outcome(job, controller, incident)
+    for culprit in incident.culprits:
+        rank = job.ranks[culprit.rank]
+        if culprit.kind == CauseKind.EXITED.value and not incident.suspected and rank.ended_s > at_s + job.slowest_s:
+            found.append(f"reports an exit of rank {culprit.rank}, which runs at {at_s:.3f} s")
+    places = [rank for place in incident.survivors for rank in place.ranks]
+    if named := {culprit.rank for culprit in incident.culprits} & set(places) or len(places) != len(set(places)):
+        found.append(f"reports ranks as survivors twice, or culprits: {named}")
+    killed = {rank for rank, killed_s in job.killed.items() if killed_s <= at_s}
+    if incident.kind == CauseKind.EXITED.value and not killed & {culprit.rank for culprit in incident.culprits}:
+        ends = {rank.rank for rank in job.ranks if rank.ended_s <= at_s and rank.ended != "exit code 0"}
+        if not ends & {culprit.rank for culprit in incident.culprits}:
+            found.append(f"reports an exit, of {[c.rank for c in incident.culprits]}, but ended are {sorted(ends)}")
+    return found
+
+
+def _wrong_outcome(job: Job, controller: Controller, incident: Incident) -> list[str]:
+    """What it says is saved is on disk, by those that wrote it, and the steps that it says are lost were finished."""
+    published = [line.fields for _, line in controller.story if line.event == "published"]
+    saved = incident.saved
+    if saved is None:
+        return [] if incident.not_saved and not published else [f"reports nothing saved: {incident.not_saved!r}"]
+    if not published or (saved.step, saved.path) != (published[-1]["step"], published[-1]["path"]):
+        return [f"reports {saved}, published was {published}"]
+    found = []
+    if not isinstance(job.disk, OwnDisks):
+        root, _, name = saved.path.rpartition("/")
+        directory = job.disk.directories.get((root, name))
+        manifest = directory.manifest if directory is not None else None
+        if directory is None or manifest is None or (root, saved.step) not in job.disk.published:
+            return [f"reports {saved}, which is not on disk"]
+        if manifest.term == controller.term:  # else another controller's attempt was there first
+            nbytes = sum(directory.files[file].nbytes for file in manifest.files)
+            if saved.bytes != nbytes:
+                found.append(f"reports {saved.bytes} bytes, on disk are {nbytes}")
+    if incident.steps_lost is not None and saved.step + incident.steps_lost > job.committed():
+        found.append(
+            f"reports {incident.steps_lost} steps lost after {saved.step}: {job.committed()} was the last committed"
+        )
+    return found
