@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import inf
 
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.incident import EVENT, STAGES, Culprit, Incident, Place, Saved, incident_fields
+from ttp.proto.incident import EVENT, STAGES, Culprit, Incident, Place, Saved, incident_fields, trace_end
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Phase, StateReport
 
 from .events import Effect, Journal
@@ -17,7 +17,6 @@ from .state import MOST_KEPT, ControllerState, Notes, Sign
 
 EXITING_TEXT = "exiting"
 """WorkerExit's text while the kernel still frees the process and nobody knows its status."""
-TRACE_LINES = 3
 _GONE = (CauseKind.EXITED, CauseKind.SILENT)
 
 
@@ -103,12 +102,6 @@ def stage_ended(state: ControllerState, stage: str, now: float) -> ControllerSta
     if stage == "frozen" and reports is None and state.fault is not None:
         reports = state.fault.reports
     return replace(state, notes=replace(notes, stages=stages, reports=reports))
-
-
-def trace_end(detail: str) -> tuple[str, ...]:
-    """Return the last lines of a traceback without the marks under the code."""
-    lines = [line.strip() for line in detail.splitlines()]
-    return tuple(line for line in lines if line.strip("^~ "))[-TRACE_LINES:]
 
 
 # --- the event ---

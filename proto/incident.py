@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 EVENT = "incident"
+TRACE_LINES = 3
 STAGES = ("seen", "frozen", "decided", "written", "published")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
 
@@ -79,6 +80,12 @@ class Incident:
     """The standby that ended the fault; 0: none had to."""
     took_ms: Mapping[str, float] | None = None
     """Milliseconds of each of STAGES that there was, and `total`."""
+
+
+def trace_end(detail: str) -> tuple[str, ...]:
+    """Return the last lines of a traceback without the marks under the code."""
+    lines = [line.strip() for line in detail.splitlines()]
+    return tuple(line for line in lines if line.strip("^~ "))[-TRACE_LINES:]
 
 
 def incident_fields(incident: Incident) -> dict[str, Any]:

@@ -113,6 +113,7 @@ _TIMED_FOLDERS = (
     "proto",
     "ttp",
     "ttp/launch",
+    "ttp/launch/report",
     "ttp/checkpoint",
     "ttp/checkpoint/format",
     "ttp/mindio",

@@ -19,10 +19,9 @@ from tests.fuzz.test_files import changed, one_line
 from ttp import controller_file, last_step, saved_alone
 from ttp.controller_file import Controllers
 from ttp.last_step import LastStep
-from ttp.launch.fault_story import fault_of
-from ttp.launch.losses import Losses, lost_text
-from ttp.launch.saved_alone import lines_of
-from ttp.launch.story_text import fault_lines
+from ttp.launch.report.render import fault_lines
+from ttp.launch.report.summary import Summary, lost_text
+from ttp.launch.saved_alone import report_of_save
 from ttp.saved_alone import SavedAlone
 
 ACCOUNT = dataclasses.asdict(SavedAlone(10.0, 11.0, 7, "/a/iter_0000007", "", (1,), 3, "/a/iter_0000005"))
@@ -33,15 +32,15 @@ KNOWN = dataclasses.asdict(Controllers(("a:8000", "b:8001"), 12, "/logs"))
 def report_account(folder: Path) -> None:
     account = saved_alone.read(folder, 0, 9.0)
     if account is not None and account.world_size < 10_000:
-        story = fault_of(0, lines_of(account, []), {})
-        assert story is not None and fault_lines(story)
+        assert fault_lines(report_of_save(0, account))
 
 
 def report_last_step(folder: Path) -> None:
     last = last_step.read(folder, 0, 9.0)
     assert last is None or isinstance(last, LastStep)
-    known: dict[str, Any] = dict.fromkeys(("faults", "notices", "steps_lost", "steps_again", "unknown_losses"), 0)
-    assert lost_text(Losses(**known, protected=True, untold_starts=(), ended_in_fault=False, last=last))
+    counts = ("starts", "faults", "notices", "false_alarms", "steps_lost", "unknown_losses", "lost_s", "lasted_s")
+    known: dict[str, Any] = dict.fromkeys(counts, 0)
+    assert lost_text(Summary(**known, result="succeeded", saved_steps=(), ended_in_fault=False, last=last))
 
 
 def read_controllers(folder: Path) -> None:

@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from ttp.config import start_name
 from ttp.launch.attempt_directory import AttemptDirectory
 from ttp.launch.controllers import START_VARIABLE
-from ttp.launch.futility import FutileStarts
+from ttp.launch.crash_loop import FutileStarts
 from ttp.launch.launching import Launching
 from ttp.launch.processes import children_leading_sessions, end_workers
 from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.report.exit_status import exception_text, recorded_by, root_cause_first, traceback_text
 from ttp.launch.round import SHUTDOWN_S, Round
 from ttp.launch.signals import Notices
 from ttp.launch.stores import ROUND_S
-from ttp.launch.story import exception_text, recorded_by, root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.progress import progress_key

@@ -13,8 +13,8 @@ from torch.distributed.run import get_args_parser
 
 from ttp.config import MOST_S, enabled
 from ttp.launch import msrun
+from ttp.launch.crash_loop import FUTILE_STARTS
 from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
-from ttp.launch.futility import FUTILE_STARTS
 from ttp.options import above_zero, whole
 
 LEAST_POLL_S = 1e-4

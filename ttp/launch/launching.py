@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ttp.launch.chronicle import Chronicle
 from ttp.launch.controllers import RequestShutdown
 from ttp.launch.courier import Link
-from ttp.launch.futility import FUTILE_STARTS
+from ttp.launch.crash_loop import FUTILE_STARTS
+from ttp.launch.report.reporter import Reporter
 
 Running = Callable[[], Mapping[int, int]]
 
@@ -34,5 +34,5 @@ class Launching:
     """The file that Python is to run; empty: a module, a program, or what comes on stdin."""
     quotes_traces: bool = False
     """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
-    chronicle: Chronicle | None = None
-    """Tells the job's starts and faults; None: nobody wants to know."""
+    reporter: Reporter | None = None
+    """Reports the job's attempts and faults; None: nothing is reported."""

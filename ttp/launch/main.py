@@ -34,14 +34,14 @@ from ttp.errors import ConfigError
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
-from ttp.launch.chronicle import Chronicle
 from ttp.launch.courier import Link
 from ttp.launch.handlers import make_rendezvous, plain_endpoint
 from ttp.launch.launching import Launching, Running
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.report.exit_status import briefly
+from ttp.launch.report.reporter import Reporter
 from ttp.launch.signals import without_ignored
-from ttp.launch.story import briefly
 from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.nccl import set_nccl
 
@@ -133,7 +133,7 @@ def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launchin
         futile_starts=args.ttp_futile_starts,
         script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
         quotes_traces=hides_stderr(args),
-        chronicle=Chronicle(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
+        reporter=Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
     )
 
 
@@ -200,8 +200,8 @@ def launch(
         raise
     finally:
         try:
-            if launching.chronicle is not None:
-                launching.chronicle.finish(ended, reason)
+            if launching.reporter is not None:
+                launching.reporter.finish(ended, reason)
         finally:  # a signal may have come there
             if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
                 handler.shutdown(why)

@@ -15,21 +15,20 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.launch.chronicle import Ending, Start
 from ttp.launch.controllers import end_controllers, is_controller
 from ttp.launch.courier import Courier
+from ttp.launch.crash_loop import SHORT_START_S, USAGE_ERROR, refusal
 from ttp.launch.deathwatch import Death, DeathWatch
-from ttp.launch.futility import SHORT_START_S
-from ttp.launch.hindsight import AtOnce
 from ttp.launch.launching import Launching
 from ttp.launch.memory import OutOfMemory
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
-from ttp.launch.refusals import USAGE_ERROR, refusal
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.report.exit_status import Fault, Recorded, describe, first_failure, outcome_text
+from ttp.launch.report.incident import AtOnce, Ending
+from ttp.launch.report.reporter import Start
 from ttp.launch.shells import BehindShells
 from ttp.launch.signals import signal_name, signals_held_back
-from ttp.launch.story import Fault, Recorded, describe, first_failure, outcome_text
 from ttp.launch.stragglers import Stragglers
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
 from ttp.wording import ranks_text
@@ -98,9 +97,9 @@ class Round:
         self._fault: Fault | None = None
         self._ended: set[int] = set()
         self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
-        self._chronicle = launching.chronicle
-        if self._chronicle is not None:
-            self._chronicle.begin(hosts_rank_zero, self._start.number)
+        self._reporter = launching.reporter
+        if self._reporter is not None:
+            self._reporter.begin(hosts_rank_zero, self._start.number)
         self._told_to_end = ""
         """The signal after which nothing follows this start here."""
         self._told_by: str | None = None
@@ -118,7 +117,7 @@ class Round:
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks, lambda: self._watch.running()),
             attempt_dir=attempt_dir,
-            watch_log_dir=partial(self._chronicle.watch, self._start) if self._chronicle and hosts_rank_zero else None,
+            watch_log_dir=partial(self._reporter.watch, self._start) if self._reporter and hosts_rank_zero else None,
             processes_known=self._follow,
         )
         self._memory = OutOfMemory(pids.values())
@@ -284,15 +283,15 @@ class Round:
         """Wait for the survivors, and have the beginning and the end of it in the story for machines. Return why not all have ended,
         or empty."""
         number, begun_s, left_s = self._start.number, time.monotonic(), self._patience_s(fault)
-        if self._chronicle is not None:
-            self._chronicle.hold(number, fault.cause, sorted(self.living()), left_s)
+        if self._reporter is not None:
+            self._reporter.hold(number, fault.cause, sorted(self.living()), left_s)
         why = "the launcher got a signal"
         try:
             why = self._wait_for_survivors(fault)
         finally:
-            if self._chronicle is not None:
+            if self._reporter is not None:
                 left = sorted(self.living()) if why else []
-                self._chronicle.held(number, time.monotonic() - begun_s, why, left)
+                self._reporter.held(number, time.monotonic() - begun_s, why, left)
         return why
 
     def _wait_for_survivors(self, fault: Fault) -> str:
@@ -454,7 +453,7 @@ class Round:
 
     def _tell(self) -> None:
         """Tell this start's fault, if it had one: all that writes about it has ended here."""
-        if self._chronicle is None:
+        if self._reporter is None:
             return
         deaths = [death for death in self.deaths().values() if death.failed and death.rank not in self._ended]
         own = [death for death in deaths if death.status not in SAVED_EXIT_CODES or death.rank in self.raised]
@@ -474,7 +473,7 @@ class Round:
             told_by=self._told_by or "",
             at_once=self._at_once,
         )
-        self._chronicle.end(self._start, ending)
+        self._reporter.end(self._start, ending)
 
     def _elsewhere(self) -> str | None:
         """Say what ended this start on another node; None: something must have, and it is not known what."""

@@ -1,48 +1,51 @@
-"""The incident of ranks that saved a step without a controller, as lines that a controller's journal would have.
+"""The report of ranks that saved a step without a controller.
 
 Owns what is believed of rank 0's account: a checkpoint only if its manifest is on disk. Never writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.checkpoint.format.manifest import Manifest, read_manifest
 from ttp.errors import CheckpointError
-from ttp.launch.fault_story import NOTICE, Line
-from ttp.proto.messages import EXIT_CODE_PERSISTED
+from ttp.launch.report.incident import NOTICE, Report
+from ttp.proto.incident import Culprit, Incident, Place, Saved
 from ttp.saved_alone import SavedAlone, cause_text
 
-_OF_THE_START = ("registered", "assembled")
+_DONE = "DONE"
 
 
-def lines_of(account: SavedAlone, lines: Sequence[Line]) -> list[Line]:
-    """Return an attempt's lines as if a controller had led the save. `lines`: of the controllers, which were all lost before: of
-    theirs, only those about the beginning count."""
-    ranks = list(range(account.world_size))
-    found: list[Line] = [line for line in lines if line["event"] in _OF_THE_START]
-
-    def add(unix_s: float, event: str, **fields: Any) -> None:
-        found.append({"unix_s": unix_s, "event": event, "fields": fields, "controller": 0})
-
+def report_of_save(start: int, account: SavedAlone) -> Report:
+    """Return the report of a save. The controllers were all lost before: what they made of it does not count."""
     began_unix_s = min(account.began_unix_s, account.unix_s)  # a clock that was set back meanwhile
-    text = f"SIGTERM; {cause_text(account.step)}"
-    for rank in account.noticed or ranks:
-        add(began_unix_s, "fault_reported", rank=rank, kind=NOTICE, text=text, detail="")
-    each = {"phases": ["DONE"] * len(ranks), "steps": [account.step] * len(ranks)}
-    add(began_unix_s, "frozen", ranks=ranks, **each, records=[account.step])
+    took_ms = round(1e3 * (account.unix_s - began_unix_s), 1)
+    ranks, text = range(account.world_size), f"SIGTERM; {cause_text(account.step)}"
+    noticed = account.noticed or tuple(ranks)
+    others = tuple(rank for rank in ranks if rank not in noticed)
     manifest, why = _on_disk(account)
+    saved, path, stages = None, account.newest, {"seen": 0.0, "frozen": 0.0}
     if manifest is not None:
-        for rank in sorted({file.rank for file in manifest.files}):
-            nbytes = sum(file.nbytes for file in manifest.files if file.rank == rank)
-            add(account.unix_s, "written", rank=rank, bytes=nbytes)
-        add(account.unix_s, "published", step=account.step, path=account.path)
-    else:
-        add(account.unix_s, "refused", reason=f"no controller led the ranks, and {why}", goes_on_from=account.newest)
-    add(account.unix_s, "exit_sent", code=EXIT_CODE_PERSISTED, reason=why, ranks=ranks)
-    return found
+        writers = tuple(sorted({file.rank for file in manifest.files}))
+        nbytes = sum(file.nbytes for file in manifest.files)
+        saved, path = Saved(step=account.step, path=account.path, bytes=nbytes, ranks=writers), account.path
+        stages |= {"written": took_ms, "published": 0.0}
+    kept = account.step if saved is not None else step_of_directory(Path(path)) or 0
+    incident = Incident(
+        kind=NOTICE,
+        culprits=tuple(
+            Culprit(rank=rank, kind=NOTICE, cause=text, phase=_DONE, step=account.step, reported=True)
+            for rank in dict.fromkeys(noticed)
+        ),
+        survivors=(Place(phase=_DONE, step=account.step, ranks=others),) if others else (),
+        saved=saved,
+        not_saved="" if saved is not None else f"no controller led the ranks, and {why}",
+        goes_on_from=path,
+        steps_lost=max(0, account.step - kept),
+        took_ms={**stages, "total": took_ms},
+    )
+    return Report(start=start, began_unix_s=began_unix_s, incident=incident)
 
 
 def _on_disk(account: SavedAlone) -> tuple[Manifest | None, str]:

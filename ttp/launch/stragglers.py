@@ -1,6 +1,9 @@
-"""The ranks of one start on this node that are still here when another has left: seen off, and ended at once where they cannot leave.
+"""Leftover ranks: those of one attempt on this node that still run when another has exited. They have time to exit, and are killed at once
+where they cannot.
 
-Owns their end by SIGKILL, and that they say where they stand before it. Never judges whether all is decided: the controller does.
+A stopped process handles neither the controller's order nor SIGTERM. One whose interpreter is held by C code looks like any other to the
+system, and only the controller knows that it was silent, and that all is decided: a rank that has lost it may exit with the same code.
+Owns their end by SIGKILL, and that they write their stacks before it. Never judges whether all is decided.
 """
 
 from __future__ import annotations
@@ -8,11 +11,10 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from ttp.launch.courier import Courier
 from ttp.launch.deathwatch import DeathWatch
-from ttp.launch.given_up import STOPPED, GivenUp, stopped
 from ttp.launch.hang_stacks import ask
 from ttp.launch.processes import is_stopped, signal_workers
 from ttp.launch.shells import BehindShells
@@ -24,6 +26,49 @@ LOOK_S = 0.25
 """Between two looks who is still here."""
 ANSWERS_S = 8.0
 """So long after it has sent the ranks away a controller has gone (it waits 5 s for those that do not leave), or cannot be reached."""
+PATIENCE_S = 1.0
+"""How long ranks that are to leave do so by themselves before the controller is asked about them, and between two such questions:
+most are gone by then, and a controller with thousands of ranks is asked by few launchers."""
+
+STOPPED = "stopped"
+SILENT = "silent"
+
+
+def stopped(processes: Mapping[int, int]) -> dict[int, str]:
+    """Return those of these ranks (rank -> process) that are stopped now, each with the reason."""
+    return {rank: STOPPED for rank, pid in processes.items() if is_stopped(pid)}
+
+
+class GivenUp:
+    """Looks again and again, from the moment when a rank has left on."""
+
+    def __init__(self, ask: Callable[[], frozenset[int] | None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`ask()`: which ranks the controller has taken for dead because they were silent; None: it does not say that all is
+        decided. May block for a moment."""
+        self._ask = ask
+        self._clock = clock
+        self._asked_s = clock()
+        self._asked = False
+        self.answered = False
+        """All is decided, and those that were silent are known."""
+
+    def among(self, processes: Mapping[int, int], shells: Set[int] = frozenset()) -> dict[int, str]:
+        """Return those of these ranks (rank -> process) that are not waited for, each with the reason; none while the controller
+        does not say that all is decided: whoever is still here may be needed.
+
+        `shells`: of these ranks only the shells are left that started them, which nobody has heard and nobody has missed.
+        """
+        due = self._clock() - self._asked_s >= PATIENCE_S
+        others = processes.keys() - shells
+        if not ((due and others) or ((due or not self._asked) and stopped(processes))):
+            return {}
+        silent = self._ask()
+        self._asked, self._asked_s = True, self._clock()
+        if silent is None:
+            return {}
+        self.answered = due
+        named = dict.fromkeys(sorted(silent & others), SILENT) if due else {}
+        return named | stopped(processes)
 
 
 class Stragglers:

@@ -1,22 +1,32 @@
-"""Real journals of small jobs (paths shortened), for the tests of what is told of them."""
+"""Real journals of small jobs (paths shortened), for the tests of what is reported of them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ttp.launch.fault_story import FaultStory, Line, fault_of
+from ttp.launch.report.incident import Ending, Line, Report, report_of
 
 JOURNALS = Path(__file__).parent / "journals"
+NOTHING = Ending(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
 
 
 def journal(name: str) -> list[Line]:
-    """Return the lines of a journal whose start had one controller."""
+    """Return the lines of a journal whose attempt had one controller."""
     text = (JOURNALS / f"{name}.jsonl").read_text(encoding="utf-8")
     return [{**json.loads(line), "controller": 0} for line in text.splitlines()]
 
 
-def story(name: str, exits: dict[int, str] | None = None) -> FaultStory:
-    told = fault_of(0, journal(name), exits or {})
-    assert told is not None
-    return told
+def reported(lines: list[Line], start: int = 0, **known: Any) -> Report:
+    """Return the report of an attempt's lines. known: fields of Ending."""
+    report = report_of(start, lines, replace(NOTHING, **known))
+    assert report is not None
+    return report
+
+
+def unended(name: str) -> list[Line]:
+    """Return a journal's lines as they are when its controllers were lost before the fault's end."""
+    lines = journal(name)
+    return lines[: next(number for number, one in enumerate(lines) if one["event"] == "decided")]

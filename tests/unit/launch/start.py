@@ -15,9 +15,9 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.waiting import until
-from ttp.launch.chronicle import Chronicle
 from ttp.launch.launching import Launching
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.report.reporter import Reporter
 from ttp.launch.round import Round
 from ttp.meeting import controller_key
 
@@ -83,7 +83,7 @@ class Start:
         self,
         total_timeout_s: float,
         controller: bool,
-        chronicle: Chronicle | None = None,
+        reporter: Reporter | None = None,
         nodes: int = 1,
         port: int | None = None,
         attempt_dir: Path | None = None,
@@ -101,7 +101,7 @@ class Start:
                 poll_s=0.002,
                 open_link=lambda address, job_id, pids, running: self.line,
                 request_shutdown=lambda address: None,
-                chronicle=chronicle,
+                reporter=reporter,
             ),
             job_id="job",
             job_store=JobStore("127.0.0.1", port or self.store.port, 0),
@@ -109,7 +109,7 @@ class Start:
             attempt_dir=attempt_dir,
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=nodes,
-            hosts_rank_zero=chronicle is not None,
+            hosts_rank_zero=reporter is not None,
         )
         if controller:
             self.until_led()

@@ -25,7 +25,7 @@ from ttp.launch.courier import Link
 from ttp.launch.launching import Launching, Running
 from ttp.launch.processes import exit_status
 from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
-from ttp.launch.story import Recorded
+from ttp.launch.report.exit_status import Recorded
 
 
 def no_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> Link:

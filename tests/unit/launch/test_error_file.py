@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttp.controller import process
-from ttp.launch.story import exception_text, traceback_text
+from ttp.launch.report.exit_status import exception_text, traceback_text
 
 RAISING = """
 import sys

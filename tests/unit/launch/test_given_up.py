@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from ttp.launch.given_up import PATIENCE_S, GivenUp, stopped
+from ttp.launch.stragglers import PATIENCE_S, GivenUp, stopped
 
 
 class Clock:

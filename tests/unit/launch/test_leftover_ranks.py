@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ttp.launch import given_up, stragglers
-from ttp.launch.stragglers import Stragglers
+from ttp.launch import stragglers
+from ttp.launch.stragglers import GivenUp, Stragglers
 
 
 class Node:
@@ -58,11 +58,10 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
         made.on_stacks()
 
     monkeypatch.setattr(stragglers, "time", clock)
-    monkeypatch.setattr(stragglers, "GivenUp", lambda asks: given_up.GivenUp(asks, clock=lambda: made.now))
+    monkeypatch.setattr(stragglers, "GivenUp", lambda asks: GivenUp(asks, clock=lambda: made.now))
     monkeypatch.setattr(stragglers, "signal_workers", signal_workers)
     monkeypatch.setattr(stragglers, "ask", ask)
-    for module in (stragglers, given_up):
-        monkeypatch.setattr(module, "is_stopped", lambda pid: pid in made.stopped)
+    monkeypatch.setattr(stragglers, "is_stopped", lambda pid: pid in made.stopped)
     return made
 
 

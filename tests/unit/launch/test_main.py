@@ -9,8 +9,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.launch import main
-from ttp.launch.chronicle import Chronicle
 from ttp.launch.launching import Launching
+from ttp.launch.report.reporter import Reporter
 
 
 class Ended:
@@ -42,17 +42,15 @@ def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     said: str, result: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The summary is printed where rank 0 was, whose node may hear of the failure only."""
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
+    reporter = Reporter()
+    reporter.begin(here=True)
     agent: Any = Ended()
     meeting: Any = Meeting(said)
     monkeypatch.setattr(main, "make_rendezvous", lambda config: meeting)
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     nobody: Any = None
-    launching = Launching(
-        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, chronicle=chronicle
-    )
+    launching = Launching(total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=reporter)
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     assert main.launch(config, "true", [], launching) == {0: None}
     assert f"result  {result}\n" in capsys.readouterr().err
@@ -64,7 +62,7 @@ def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatc
     meeting: Any = Meeting("")
     meeting.shutdown = told.append
 
-    class Interrupted(Chronicle):
+    class Interrupted(Reporter):
         def finish(self, result: str, why: str = "") -> None:
             raise KeyboardInterrupt
 
@@ -74,7 +72,7 @@ def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatc
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     nobody: Any = None
     launching = Launching(
-        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, chronicle=Interrupted()
+        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=Interrupted()
     )
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     with pytest.raises(KeyboardInterrupt):

@@ -20,11 +20,11 @@ from ttp import controller_file
 from ttp.launch import deathwatch
 from ttp.launch import neighbours as neighbours_module
 from ttp.launch import round as rounds
-from ttp.launch.chronicle import Chronicle
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.processes import LOST
 from ttp.launch.rendezvous import JobStore
-from ttp.launch.story import Recorded
+from ttp.launch.report.exit_status import Recorded
+from ttp.launch.report.reporter import Reporter
 from ttp.meeting import controller_key
 
 
@@ -162,7 +162,7 @@ def test_survivors_are_held_under_a_controller_that_only_the_file_of_their_ranks
     journals = tmp_path / "log"
     journals.mkdir()
     with silent_store() as port:
-        start = Start(60.0, controller=False, port=port, attempt_dir=tmp_path, chronicle=Chronicle())
+        start = Start(60.0, controller=False, port=port, attempt_dir=tmp_path, reporter=Reporter())
         try:
             controller_file.write(tmp_path, controller_file.Controllers(("127.0.0.1:1",), 0, str(journals)))
             start.fail_one()
@@ -245,7 +245,7 @@ def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse
 def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
     """Who failed by itself, with its process, its exception and what follows; not the worker that ttprun has ended."""
     path = tmp_path / "story.jsonl"
-    start = Start(60.0, controller=False, chronicle=Chronicle(path))
+    start = Start(60.0, controller=False, reporter=Reporter(path))
     try:
         start.fail_one()
         start.held.join(DEADLINE_S)

@@ -19,12 +19,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tests.unit.launch.start import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from tests.waiting import until
-from ttp.launch import chronicle as started
 from ttp.launch import controllers
-from ttp.launch.chronicle import Chronicle, Ending
 from ttp.launch.controllers import START_VARIABLE
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
+from ttp.launch.report import reporter as started
+from ttp.launch.report.incident import Ending
+from ttp.launch.report.reporter import Reporter
 from ttp.launch.signals import SAME_S, Notices
 
 
@@ -40,8 +41,8 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
     """Ranks without a session leave here when others die there: not `no fault`, though nothing failed here and no journal tells. Where
     nobody has told either, it is not known."""
     path = tmp_path / "story.jsonl"
-    chronicle = Chronicle(path)
-    start = Start(60.0, controller=False, chronicle=chronicle, nodes=2)
+    reporter = Reporter(path)
+    start = Start(60.0, controller=False, reporter=reporter, nodes=2)
     other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
     try:
         neighbours = start.round.neighbours
@@ -58,7 +59,7 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
     finally:
         start.close()
         other.close()
-    chronicle.finish("succeeded")
+    reporter.finish("succeeded")
     _, *faults, end = told_of_starts(path)
     if not words:
         assert not faults and (end["faults"], end["untold_starts"]) == (0, [0])
@@ -74,11 +75,11 @@ def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: py
     """But not one that had ended before: its end is a fault of its own."""
     endings: list[Ending] = []
 
-    class Kept(Chronicle):
+    class Kept(Reporter):
         def end(self, start: started.Start, ending: Ending) -> None:
             endings.append(ending)
 
-    start = Start(60.0, controller=True, chronicle=Kept())
+    start = Start(60.0, controller=True, reporter=Kept())
     try:
         start.workers[1].kill()
         start.round._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
@@ -113,7 +114,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
     controller = subprocess.Popen(
         [sys.executable, "-c", code, "ttp.controller"], env=environ, stdout=subprocess.PIPE, start_new_session=True
     )
-    start = Start(60.0, controller=False, chronicle=Chronicle(path), nodes=2)
+    start = Start(60.0, controller=False, reporter=Reporter(path), nodes=2)
     before = signal.signal(signal.SIGTERM, raise_signal)
 
     def tell_to_end() -> None:
@@ -163,7 +164,7 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    start = Start(60.0, controller=False, chronicle=Chronicle(path), nodes=2)
+    start = Start(60.0, controller=False, reporter=Reporter(path), nodes=2)
     notices = Notices(clock)
     notices.install()
 

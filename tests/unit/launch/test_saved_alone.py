@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.test_chronicle import KILLED_AT_S, ending, put, written
+from tests.unit.launch.journals import NOTHING
+from tests.unit.launch.test_reporter import KILLED_AT_S, ending, put, written
 from ttp import saved_alone
 from ttp.checkpoint.format.manifest import Manifest, write_manifest
-from ttp.launch.chronicle import Chronicle
-from ttp.launch.fault_story import Line, fault_of
-from ttp.launch.saved_alone import lines_of
-from ttp.launch.story_text import fault_lines
+from ttp.launch.report.incident import Line, report_of
+from ttp.launch.report.render import fault_lines
+from ttp.launch.report.reporter import Reporter
+from ttp.launch.saved_alone import report_of_save
 from ttp.proto.messages import Cause, CauseKind, FileEntry
 from ttp.saved_alone import SavedAlone
 
@@ -41,19 +42,23 @@ def account(path: Path | str, error: str = "") -> SavedAlone:
 
 def test_a_save_without_a_controller_is_reported_with_its_step_and_directory(tmp_path: Path) -> None:
     path = published(tmp_path)
-    story = fault_of(0, lines_of(account(path), []), {})
-    assert story is not None and story.saved is not None
+    report = report_of_save(0, account(path))
+    story = report.incident
+    assert story.saved is not None
     assert (story.kind, [one.rank for one in story.culprits], story.steps_lost) == ("preempted", [1], 0)
     assert (story.saved.step, story.saved.path, story.saved.bytes, story.saved.ranks) == (STEP, str(path), 201, (0, 1))
-    told = "\n".join(fault_lines(story))
+    told = "\n".join(fault_lines(report))
     assert f"cause   SIGTERM; step {STEP} is finished, and no controller led the ranks" in told
     assert f"saved   step {STEP} in {path} (201 B, written by ranks 0-1); no step lost" in told
 
 
 def test_a_clock_that_was_set_back_in_the_save_hides_nothing(tmp_path: Path) -> None:
     path = published(tmp_path)
-    story = fault_of(0, lines_of(replace(account(path), began_unix_s=KILLED_AT_S + 60.0), []), {})
-    assert story is not None and story.saved is not None and story.saved.step == STEP
+    report = report_of_save(0, replace(account(path), began_unix_s=KILLED_AT_S + 60.0))
+    assert report.incident.saved is not None and report.incident.saved.step == STEP
+    assert report.began_unix_s == KILLED_AT_S + 0.5 and report.incident.took_ms == {
+        "seen": 0.0, "frozen": 0.0, "written": 0.0, "published": 0.0, "total": 0.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", ["directory", "manifest", "step", "path"])
@@ -66,8 +71,8 @@ def test_what_is_not_on_disk_was_not_saved(tmp_path: Path, missing: str) -> None
         published(tmp_path, STEP - 1)
     elif missing == "path":
         error = "CheckpointError: no directory took it"
-    story = fault_of(0, lines_of(account("" if error else path, error), []), {})
-    assert story is not None and story.saved is None
+    story = report_of_save(0, account("" if error else path, error)).incident
+    assert story.saved is None
     assert story.not_saved.startswith("no controller led the ranks, and ") and (error or str(path)) in story.not_saved
     assert (story.goes_on_from, story.steps_lost) == ("/a/iter_0000004", STEP - 4)
 
@@ -82,9 +87,9 @@ def test_what_a_lost_controller_makes_of_it_later_does_not_count(tmp_path: Path)
             for event in ("suspect", "refused", "exit_sent")
         ),
     ]
-    story = fault_of(0, lines_of(account(published(tmp_path)), lines), {})
-    assert story is not None and story.saved is not None
-    (culprit,) = story.culprits
+    report = report_of(0, lines, NOTHING, report_of_save(0, account(published(tmp_path))))
+    assert report is not None and report.incident.saved is not None
+    (culprit,) = report.incident.culprits
     assert (culprit.host, culprit.pid) == ("node-a", 71)
 
 
@@ -94,10 +99,10 @@ def test_the_summary_says_that_the_step_is_saved(tmp_path: Path, capsys: pytest.
     lines = calm.read_text().splitlines(keepends=True)
     calm.write_text("".join(lines[: 1 + next(n for n, line in enumerate(lines) if '"assembled"' in line)]))
     saved_alone.write(saved_alone.path_of(tmp_path, start.number), account(published(tmp_path)))
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-    chronicle.begin(here=True)
-    chronicle.end(start, replace(ending(tmp_path), told_by="SIGTERM"))
-    chronicle.finish("ended by SIGTERM")
+    reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
+    reporter.begin(here=True)
+    reporter.end(start, replace(ending(tmp_path), told_by="SIGTERM"))
+    reporter.finish("ended by SIGTERM")
     told = capsys.readouterr().err
     assert (
         "cause   ttprun got SIGTERM, and told the ranks to leave (SIGTERM); step 9 is finished, and no controller"

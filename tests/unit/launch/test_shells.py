@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.start import DEADLINE_S, LineToController
 from tests.waiting import until
-from ttp.launch import given_up
 from ttp.launch import round as rounds
+from ttp.launch import stragglers
 from ttp.launch.launching import Launching
 from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
 from ttp.launch.rendezvous import JobStore
@@ -157,7 +157,7 @@ def test_a_notice_goes_to_the_ranks_and_their_shells_tell_how_they_left(
     assert shells.round.outcome() == "ranks 0-1: told to leave, and left (exit code 76)"
     assert [death.pid for _, death in sorted(shells.round.deaths().items())] == shells.ranks
     assert swept == [[]]
-    said = [record.getMessage() for record in caplog.get_records("setup")]
+    said = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
     assert f"rank 1 is process {shells.ranks[1]}, started by its worker (pid {shells.workers[1].pid})" in said
 
 
@@ -237,7 +237,7 @@ def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
 def tidy(swept: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Shells]:
     """Return shells that clean up until they are let go, of ranks that have very long to leave."""
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
-    monkeypatch.setattr(given_up, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(stragglers, "PATIENCE_S", 0.05)
     SHELLS[:] = [Shells(after=f"code=$?; while [ ! -e {tmp_path}/$$ ]; do sleep 0.05; done; exit $code")]
     yield SHELLS[0]
     SHELLS[0].close()

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start
 from tests.waiting import until
-from ttp.launch import given_up, stragglers
 from ttp.launch import round as rounds
+from ttp.launch import stragglers
 from ttp.launch.neighbours import Neighbours
 from ttp.launch.rendezvous import JobStore
 from ttp.launch.stragglers import Stragglers
@@ -23,7 +23,7 @@ from ttp.launch.stragglers import Stragglers
 def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return a start whose ranks have very long to leave by themselves."""
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
-    monkeypatch.setattr(given_up, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(stragglers, "PATIENCE_S", 0.1)
     return led
 
 

@@ -10,8 +10,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, report
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_takeover import coming, frozen, standby
-from ttp.controller.incident import trace_end
-from ttp.proto.incident import Culprit, Incident, Place, Saved, incident_fields, read_incident
+from ttp.proto.incident import Culprit, Incident, Place, Saved, incident_fields, read_incident, trace_end
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, Published, WorkerExit
 
 TRACE = (

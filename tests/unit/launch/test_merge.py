@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ttp.launch.chronicle import Chronicle, Start
-from ttp.launch.earlier import earlier, of_this_job
+from ttp.launch.report.merge import earlier, of_this_job
+from ttp.launch.report.reporter import Reporter, Start
 
-from .test_chronicle import KILLED_AT_S, ending, put, written
+from .test_reporter import KILLED_AT_S, ending, put, written
 
 
 def line(unix_s: float, event: str, start: int, **fields: object) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def test_steps_that_others_saw_trained_again_are_added_up() -> None:
 
 def test_steps_that_are_trained_again_count_once_where_nobody_knows_how_their_start_ended(tmp_path: Path) -> None:
     """It went back, its journal is gone and no node has said a word: the file is read for what others told, and has our own line."""
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-    chronicle.begin(here=True)
-    chronicle.end(put("killed", tmp_path), replace(ending(tmp_path, rank_2="signal SIGKILL"), first_step=1))
-    chronicle.begin(here=True)
+    reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
+    reporter.begin(here=True)
+    reporter.end(put("killed", tmp_path), replace(ending(tmp_path, rank_2="signal SIGKILL"), first_step=1))
+    reporter.begin(here=True)
     unknown = replace(ending(tmp_path), first_step=1, elsewhere=None)
-    chronicle.end(Start(number=1, begun_unix_s=KILLED_AT_S + 1.0), unknown)
-    chronicle.finish("failed")
+    reporter.end(Start(number=1, begun_unix_s=KILLED_AT_S + 1.0), unknown)
+    reporter.finish("failed")
     end = written(tmp_path / "story.jsonl")[-1]
     assert (end["untold_starts"], end["steps_again"], end["steps_lost"]) == ([1], 7, 7)

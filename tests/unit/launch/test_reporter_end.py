@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.test_chronicle import KILLED_AT_S, ending, put, written
+from tests.unit.launch.test_reporter import KILLED_AT_S, ending, put, written
 from ttp import last_step
 from ttp.last_step import LastStep
-from ttp.launch.chronicle import Chronicle, Start
+from ttp.launch.report.reporter import Reporter, Start
 
 
 def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,16 +20,16 @@ def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsy
     for number, last in enumerate((None, LastStep(9, 0), LastStep(9, 9))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-        chronicle.begin(here=True)
+        reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
+        reporter.begin(here=True)
         start, calm = put("killed", folder), folder / "journal_0.jsonl"
         lines = calm.read_text().splitlines(keepends=True)
         assembled = next(place for place, line in enumerate(lines) if '"assembled"' in line)
         calm.write_text("".join(lines[: assembled + 1]))
         if last is not None:
             last_step.write(folder, 0, last)
-        chronicle.end(start, replace(ending(folder), succeeded=True))
-        chronicle.finish("succeeded")
+        reporter.end(start, replace(ending(folder), succeeded=True))
+        reporter.finish("succeeded")
         told.append(capsys.readouterr().err.splitlines()[-1])
         assert written(folder / "story.jsonl")[-1]["last"] == (last and asdict(last))
     assert told == [
@@ -48,16 +48,16 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         folder = tmp_path / str(first_step)
         folder.mkdir()
         caplog.clear()
-        chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-        chronicle.begin(here=True)
+        reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
+        reporter.begin(here=True)
         first = replace(ending(folder, rank_2="signal SIGKILL"), first_step=1)
-        chronicle.end(put("killed", folder), first)
+        reporter.end(put("killed", folder), first)
         assert "no step lost" in capsys.readouterr().err
-        chronicle.begin(here=True)
+        reporter.begin(here=True)
         second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
         last_step.write(folder, 1, LastStep(9, 9))
-        chronicle.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
-        chronicle.finish("succeeded")
+        reporter.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
+        reporter.finish("succeeded")
         again = f" ({lost} to train again behind a checkpoint that was broken or not taken)" if lost else ""
         assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
         lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
@@ -70,8 +70,8 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
 def test_a_checkpoint_that_was_skipped_counts_where_all_starts_before_were_told_here(tmp_path: Path) -> None:
     """Another node's launcher may have told of it already."""
     for number, lost in ((0, 3), (2, 0)):
-        chronicle = Chronicle(path := tmp_path / f"{number}.jsonl")
-        chronicle.begin(here=True, number=number)
-        chronicle.end(put("killed", tmp_path, number), replace(ending(tmp_path), first_step=5, skipped="/iter_0000007"))
-        chronicle.finish("succeeded")
+        reporter = Reporter(path := tmp_path / f"{number}.jsonl")
+        reporter.begin(here=True, number=number)
+        reporter.end(put("killed", tmp_path, number), replace(ending(tmp_path), first_step=5, skipped="/iter_0000007"))
+        reporter.finish("succeeded")
         assert written(path)[-1]["steps_again"] == lost

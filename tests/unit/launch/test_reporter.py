@@ -16,7 +16,9 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
-from ttp.launch.chronicle import Chronicle, Ending, Start, read_start
+from ttp.launch.report.incident import Ending
+from ttp.launch.report.reporter import Reporter, Start
+from ttp.launch.report.story_file import read_journals
 from ttp.processor.stacks import StackWriter
 from ttp.processor.voice import Voice
 
@@ -53,15 +55,15 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def test_a_job_is_told_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table once, though the courier looks again and the end looks once more; then the fault; then the summary."""
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S + 2.0)
-    chronicle.begin(here=True)
+    reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
+    reporter.begin(here=True)
     start = Start(number=0, begun_unix_s=0.0)
     (tmp_path / "journal_0.jsonl").touch()
-    assert not chronicle.watch(start, tmp_path), "nobody has registered yet"
+    assert not reporter.watch(start, tmp_path), "nobody has registered yet"
     put("killed", tmp_path)
-    assert chronicle.watch(start, tmp_path) and chronicle.watch(start, tmp_path)
-    chronicle.end(start, ending(tmp_path, rank_2="signal SIGKILL"))
-    chronicle.finish("succeeded")
+    assert reporter.watch(start, tmp_path) and reporter.watch(start, tmp_path)
+    reporter.end(start, ending(tmp_path, rank_2="signal SIGKILL"))
+    reporter.finish("succeeded")
     told = capsys.readouterr().err
     assert told.count("the job survives: any 1 of 4 ranks; 4 of 6 pairs ---") == 1
     rows = [line.split() for line in told.splitlines() if "shard" in line]
@@ -76,17 +78,17 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
 ) -> None:
     """The courier looks once a second; what the launcher says of a death by itself may come first."""
     late = "start 0 as it was before its fault, which came before this could be told:\n--- start 0: 4 ranks"
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
+    reporter = Reporter()
+    reporter.begin(here=True)
     start = put("killed", tmp_path)
     whole = (tmp_path / "journal_0.jsonl").read_text()
     before, assembled, _ = whole.partition('"assembled"')
     (tmp_path / "journal_0.jsonl").write_text(
         before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n"
     )
-    assert chronicle.watch(start, tmp_path)
+    assert reporter.watch(start, tmp_path)
     assert "--- start 0: 4 ranks" in (told := capsys.readouterr().err) and "as it was before" not in told
-    again = Chronicle()
+    again = Reporter()
     again.begin(here=True)
     again.end(put("killed", tmp_path), ending(tmp_path))
     assert late in capsys.readouterr().err
@@ -95,12 +97,12 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
 def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     """Names and their order: others read them."""
     path = tmp_path / "elsewhere" / "told.jsonl"
-    chronicle = Chronicle(path)
-    chronicle.begin(here=True)
-    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
-    chronicle.held(0, 1.5, "", [])
-    chronicle.end(put("killed", tmp_path), ending(tmp_path))
-    chronicle.finish("succeeded")
+    reporter = Reporter(path)
+    reporter.begin(here=True)
+    reporter.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
+    reporter.held(0, 1.5, "", [])
+    reporter.end(put("killed", tmp_path), ending(tmp_path))
+    reporter.finish("succeeded")
     hold, held, start, fault, end = written(path)
     assert [list(hold), list(held)] == [HOLD_KEYS, HELD_KEYS] and [hold["event"], held["event"]] == ["hold", "held"]
     assert [list(start), list(fault), list(end)] == [START_KEYS, FAULT_KEYS, END_KEYS]
@@ -114,22 +116,22 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
 def test_two_launchers_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     """Both begin with start 0, and the second appends."""
     for launch in ("none_1a", "none_2b"):
-        chronicle = Chronicle(launch=launch)
-        chronicle.begin(here=True)
-        assert chronicle.watch(put("killed", tmp_path), tmp_path)
-        chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
-        chronicle.finish("succeeded")
+        reporter = Reporter(launch=launch)
+        reporter.begin(here=True)
+        assert reporter.watch(put("killed", tmp_path), tmp_path)
+        reporter.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
+        reporter.finish("succeeded")
     told = [(line["launch"], line["event"]) for line in written(tmp_path / "story.jsonl")]
     assert told == [(launch, event) for launch in ("none_1a", "none_2b") for event in ("start", "hold", "end")]
 
 
 def test_a_restart_of_the_same_ranks_repeats_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says that they are back, and the time without training ends there."""
-    chronicle = Chronicle()
+    reporter = Reporter()
     for number in (0, 1):
-        chronicle.begin(here=True)
+        reporter.begin(here=True)
         start = put("killed", tmp_path, number)
-        assert chronicle.watch(start, tmp_path)
+        assert reporter.watch(start, tmp_path)
     told = capsys.readouterr().err
     assert told.count("also on") == 1 and "--- start 1: 4 ranks" in told
     assert [line["start"] for line in written(tmp_path / "story.jsonl")] == [0, 1]
@@ -143,20 +145,20 @@ def test_a_hang_is_told_with_the_gathered_stacks(tmp_path: Path, capsys: pytest.
         writer = StackWriter(tmp_path / f"rank_{rank}" / "stacks.log", Voice(rank))
         writer.save(reason)
         writer.finish(30.0)
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
-    chronicle.end(start, ending(tmp_path))
+    reporter = Reporter()
+    reporter.begin(here=True)
+    reporter.end(start, ending(tmp_path))
     told = capsys.readouterr().err
-    assert "stood   rank 1 in " in told and "test_chronicle.py:" in told
+    assert "stood   rank 1 in " in told and "test_reporter.py:" in told
     assert f"all stacks, suspects first: {tmp_path}/stacks_0.txt" in told
     assert (tmp_path / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")
 
 
 def test_a_node_without_rank_0_stays_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has no journal, and the other node tells the job."""
-    chronicle = Chronicle(tmp_path / "story.jsonl")
-    chronicle.begin(here=False)
-    chronicle.finish("succeeded")
+    reporter = Reporter(tmp_path / "story.jsonl")
+    reporter.begin(here=False)
+    reporter.finish("succeeded")
     assert capsys.readouterr().err == "" and not (tmp_path / "story.jsonl").exists()
 
 
@@ -165,9 +167,9 @@ def test_a_node_whose_standby_led_tells_what_rank_0s_launcher_cannot_read(
 ) -> None:
     """Disks that are not shared: the first controller's journal is on the other node."""
     shutil.copy(JOURNALS / "taken_over" / "standby_1_1.jsonl", tmp_path)
-    chronicle = Chronicle()
-    chronicle.begin(here=False)
-    chronicle.end(Start(number=1, begun_unix_s=0.0), ending(tmp_path))
+    reporter = Reporter()
+    reporter.begin(here=False)
+    reporter.end(Start(number=1, begun_unix_s=0.0), ending(tmp_path))
     told = capsys.readouterr().err
     assert "saved   step 17 in " in told and "standby 1 took over" in told
 
@@ -176,24 +178,24 @@ def test_the_story_of_a_lost_node_is_told_by_the_one_that_rank_0_comes_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A shared disk: while rank 0's launcher lives it tells; when the next start has rank 0 here, it did not live."""
-    chronicle = Chronicle()
+    reporter = Reporter()
     for name in ("journal_1.jsonl", "standby_1_1.jsonl"):
         shutil.copy(JOURNALS / "taken_over" / name, tmp_path)
     start = Start(number=1, begun_unix_s=0.0)
     for here in (False, True):
-        chronicle.begin(here=False)
-        chronicle.end(start, ending(tmp_path))
+        reporter.begin(here=False)
+        reporter.end(start, ending(tmp_path))
         assert capsys.readouterr().err == ""
-        chronicle.begin(here)
+        reporter.begin(here)
         assert capsys.readouterr().err.count("standby 1 took over") == here
 
 
 def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytest.CaptureFixture[str]) -> None:
     """And a summary that does not speak of training."""
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
-    chronicle.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
-    chronicle.finish("failed", "rank 1: exit code 1")
+    reporter = Reporter()
+    reporter.begin(here=True)
+    reporter.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
+    reporter.finish("failed", "rank 1: exit code 1")
     told = capsys.readouterr().err
     assert (
         "who     rank 1 (pid 71)" in told
@@ -205,13 +207,13 @@ def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytes
 
 def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(tmp_path: Path) -> None:
     """The first start died in an import; the second one's ranks said where its journals are."""
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
-    chronicle.begin(here=True)
-    chronicle.end(Start(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
+    reporter = Reporter(clock=lambda: KILLED_AT_S)
+    reporter.begin(here=True)
+    reporter.end(Start(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
     assert not list(tmp_path.iterdir())
-    chronicle.begin(here=True)
-    chronicle.end(put("killed", tmp_path, 1), ending(tmp_path))
-    chronicle.finish("failed", "rank 2: signal SIGKILL")
+    reporter.begin(here=True)
+    reporter.end(put("killed", tmp_path, 1), ending(tmp_path))
+    reporter.finish("failed", "rank 2: signal SIGKILL")
     lines = written(tmp_path / "story.jsonl")
     assert [line["event"] for line in lines] == ["start", "fault", "start", "fault", "end"]
     assert list(lines[0]) == START_KEYS and (lines[0]["world_size"], lines[0]["unix_s"]) == (4, 5.0)
@@ -224,15 +226,15 @@ def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
 ) -> None:
     """Also one that has never begun a start. What the launcher of rank 0 tells in the same file is read as ever."""
     path = tmp_path / "story.jsonl"
-    Chronicle(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
+    Reporter(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
     (left,) = written(path)
     assert list(left) == ["unix_s", "event", "launch", "node", "result", "why", "starts"] and left["event"] == "left"
     assert (left["why"], left["starts"]) == ("NeverMet: 5 starts in a row", 0) and capsys.readouterr().err == ""
-    first = Chronicle(path, clock=lambda: KILLED_AT_S)
+    first = Reporter(path, clock=lambda: KILLED_AT_S)
     first.begin(here=True)
     first.end(put("killed", tmp_path), ending(tmp_path))
-    Chronicle(path).finish("ended by SIGTERM")
-    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    Reporter(path).finish("ended by SIGTERM")
+    later = Reporter(path, clock=lambda: KILLED_AT_S + 60.0)
     later.begin(here=True, number=1)
     later.end(put("killed", tmp_path, 1), ending(tmp_path))
     later.finish("succeeded")
@@ -249,12 +251,12 @@ def test_a_damaged_journal_costs_a_line_of_warning(
         os.mkfifo(journal)
     else:
         journal.write_text(content)
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
+    reporter = Reporter()
+    reporter.begin(here=True)
     start = Start(number=0, begun_unix_s=0.0)
     with caplog.at_level(logging.WARNING, "ttp.launch"):
-        assert chronicle.watch(start, tmp_path)
-        chronicle.end(start, ending(tmp_path))
+        assert reporter.watch(start, tmp_path)
+        reporter.end(start, ending(tmp_path))
     assert "what the job survives cannot be shown" in caplog.text
     assert "the story of start 0 cannot be told" in caplog.text
 
@@ -265,7 +267,7 @@ def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Pa
     with open(tmp_path / "journal_0.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"unix_s": KILLED_AT_S + 60, "event": "assembled", "fields": {}}) + "\n")
         file.write('{"unix_s": 17')
-    lines = read_start(tmp_path, Start(number=0, begun_unix_s=KILLED_AT_S + 30))
+    lines = read_journals(tmp_path, 0, KILLED_AT_S + 30)
     assert [line["event"] for line in lines] == ["assembled"]
 
 
@@ -273,7 +275,7 @@ def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own start was the third: the first fault is in the file, how the second start ended died with its teller."""
-    first = Chronicle(clock=lambda: KILLED_AT_S)
+    first = Reporter(clock=lambda: KILLED_AT_S)
     for number in (0, 1):
         first.begin(here=True, number=number)
         start = put("killed", tmp_path, number)
@@ -281,7 +283,7 @@ def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
         if number == 0:
             first.end(start, ending(tmp_path))
     capsys.readouterr()
-    later = Chronicle(clock=lambda: KILLED_AT_S + 60.0)
+    later = Reporter(clock=lambda: KILLED_AT_S + 60.0)
     later.begin(here=True, number=2)
     later.end(put("killed", tmp_path, 2), ending(tmp_path))
     later.finish("succeeded")
@@ -294,11 +296,11 @@ def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
 
 def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Disks that are not shared: nothing is known of the starts before, and nothing is made up."""
-    chronicle = Chronicle(tmp_path / "story.jsonl", clock=lambda: 7.0)
-    chronicle.begin(here=True, number=2)
-    chronicle.end(Start(number=2, begun_unix_s=0.0), Ending(
+    reporter = Reporter(tmp_path / "story.jsonl", clock=lambda: 7.0)
+    reporter.begin(here=True, number=2)
+    reporter.end(Start(number=2, begun_unix_s=0.0), Ending(
         log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={1: 71}))  # fmt: skip
-    chronicle.finish("succeeded")
+    reporter.finish("succeeded")
     told = capsys.readouterr().err
     assert "starts  3; since start 2 0.0 s" in told
     assert (
@@ -309,16 +311,16 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
 
 def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp_path: Path) -> None:
     """The directory of the first start's journals fails at the second, whose journals are in the next one."""
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
+    reporter = Reporter(clock=lambda: KILLED_AT_S)
     places = [tmp_path / "first", tmp_path / "second"]
     for number, place in enumerate(places):
         place.mkdir()
-        chronicle.begin(here=True)
-        chronicle.end(put("killed", place, number), ending(place))
+        reporter.begin(here=True)
+        reporter.end(put("killed", place, number), ending(place))
         if number == 0:
             place.rename(tmp_path / "was first")
             place.touch()
-    chronicle.finish("succeeded")
+    reporter.finish("succeeded")
     assert [line["event"] for line in written(tmp_path / "was first" / "story.jsonl")] == ["start", "fault"]
     assert [line["event"] for line in written(places[1] / "story.jsonl")] == ["start", "fault", "end"]
     assert written(places[1] / "story.jsonl")[-1]["faults"] == 2
@@ -328,14 +330,14 @@ def test_a_disk_that_hangs_does_not_hold_the_launcher_up_in_the_middle_of_a_faul
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody reads hangs whoever opens it; the line is there once somebody does."""
-    monkeypatch.setattr("ttp.launch.chronicle.WRITE_S", 0.05)
+    monkeypatch.setattr("ttp.launch.report.story_file.WRITE_S", 0.05)
     path = tmp_path / "story.jsonl"
     os.mkfifo(path)
-    chronicle = Chronicle(path)
-    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)  # rank 0 is on another node: its launcher tells
-    chronicle.begin(here=True)
-    chronicle.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)
-    chronicle.held(0, 0.5, "", [])
+    reporter = Reporter(path)
+    reporter.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)  # rank 0 is on another node: its launcher tells
+    reporter.begin(here=True)
+    reporter.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)
+    reporter.held(0, 0.5, "", [])
     with os.fdopen(os.open(path, os.O_RDWR)) as reader:  # a writer of its own: the pipe does not end between two lines
         lines = [json.loads(reader.readline()) for _ in range(2)]
     assert [(line["event"], line["ranks"]) for line in lines] == [("hold", [0, 1]), ("held", [])]
@@ -365,11 +367,11 @@ def test_a_console_that_is_lost_costs_no_line_of_the_story(
 ) -> None:
     """Nothing is raised, above all not rich's SystemExit; what is for machines was written before."""
     monkeypatch.setattr(sys, "stderr", Lost(error))
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
-    assert chronicle.watch(put("killed", tmp_path), tmp_path)
-    chronicle.end(Start(number=0, begun_unix_s=0.0), ending(tmp_path, rank_2="signal SIGKILL"))
-    chronicle.finish("succeeded")
+    reporter = Reporter()
+    reporter.begin(here=True)
+    assert reporter.watch(put("killed", tmp_path), tmp_path)
+    reporter.end(Start(number=0, begun_unix_s=0.0), ending(tmp_path, rank_2="signal SIGKILL"))
+    reporter.finish("succeeded")
     assert [line["event"] for line in written(tmp_path / "story.jsonl")] == ["start", "fault", "end"]
 
 
@@ -383,13 +385,13 @@ def test_a_line_is_for_machines_first(tmp_path: Path, monkeypatch: pytest.Monkey
             lines.append(len(written(path)) if path.exists() else 0)
             return len(text)
 
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
+    reporter = Reporter()
+    reporter.begin(here=True)
     start, end = put("killed", tmp_path), ending(tmp_path)
     acts: list[Callable[[], object]] = [
-        lambda: chronicle.watch(start, tmp_path),
-        lambda: chronicle.end(start, end),
-        lambda: chronicle.finish("succeeded"),
+        lambda: reporter.watch(start, tmp_path),
+        lambda: reporter.end(start, end),
+        lambda: reporter.finish("succeeded"),
     ]
     for count, act in enumerate(acts, 1):
         lines.clear()
@@ -403,11 +405,11 @@ def test_an_altered_line_of_an_earlier_launcher_costs_what_that_one_told(
 ) -> None:
     """The end comes, with the sum of what was told here, and says which start is not in it."""
     path = tmp_path / "story.jsonl"
-    first = Chronicle(clock=lambda: KILLED_AT_S)
+    first = Reporter(clock=lambda: KILLED_AT_S)
     first.begin(here=True)
     first.end(put("killed", tmp_path), ending(tmp_path))
     path.write_text(path.read_text().replace('"saved"', '"sawed"'))
-    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    later = Reporter(path, clock=lambda: KILLED_AT_S + 60.0)
     later.begin(here=True, number=1)
     later.end(put("killed", tmp_path, 1), ending(tmp_path))
     with caplog.at_level(logging.WARNING, "ttp.launch"):
@@ -423,13 +425,14 @@ def test_a_job_that_cannot_be_summed_up_has_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who reads the lines and waits for it sees how the job ended, and why."""
-    chronicle = Chronicle(clock=lambda: KILLED_AT_S)
-    chronicle.begin(here=True)
-    chronicle.end(put("killed", tmp_path), ending(tmp_path))
-    altered = replace(chronicle._stories[0], steps_lost=cast(int, "many"))
-    monkeypatch.setattr(chronicle, "_stories", [altered])
+    reporter = Reporter(clock=lambda: KILLED_AT_S)
+    reporter.begin(here=True)
+    reporter.end(put("killed", tmp_path), ending(tmp_path))
+    (told,) = reporter._reports
+    altered = replace(told, incident=replace(told.incident, steps_lost=cast(int, "many")))
+    monkeypatch.setattr(reporter, "_reports", [altered])
     with caplog.at_level(logging.WARNING, "ttp.launch"):
-        chronicle.finish("failed", "rank 2: signal SIGKILL")
+        reporter.finish("failed", "rank 2: signal SIGKILL")
     assert "not even without what other launchers told: TypeError" in caplog.text
     end = {"event": "end", "launch": "", "result": "failed", "starts": 1, "why": "rank 2: signal SIGKILL"}
     assert written(tmp_path / "story.jsonl")[-1] == {"unix_s": KILLED_AT_S, **end}
@@ -440,13 +443,14 @@ def test_ranks_that_leave_without_close_are_told_what_to_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, saved: bool
 ) -> None:
     """All have succeeded. Those that were in their close() waited, took the others for dead, and saved."""
-    chronicle = Chronicle()
-    chronicle.begin(here=True)
+    reporter = Reporter()
+    reporter.begin(here=True)
     start = put("killed", tmp_path)
     if not saved:
         path = tmp_path / "journal_0.jsonl"
-        path.write_text(path.read_text().replace('"published"', '"unpublished"'))
-    chronicle.end(start, replace(ending(tmp_path), pids={0: 70, 1: 71, 2: 72, 3: 73}, succeeded=True, next=""))
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"event": "incident"' not in line))
+    reporter.end(start, replace(ending(tmp_path), pids={0: 70, 1: 71, 2: 72, 3: 73}, succeeded=True, next=""))
     hint = "next    none: all workers here have succeeded. A rank that ends without close() is taken for dead"
     assert (hint in capsys.readouterr().err) == saved
     assert ("never told their controller that training was over" in caplog.text) == (not saved)
@@ -456,12 +460,12 @@ def test_ranks_that_leave_without_close_are_told_what_to_call(
 def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     """The disk was full: the next line begins anew, and a later launcher still reads what the earlier one told."""
     path = tmp_path / "story.jsonl"
-    first = Chronicle(clock=lambda: KILLED_AT_S)
+    first = Reporter(clock=lambda: KILLED_AT_S)
     first.begin(here=True)
     first.end(put("killed", tmp_path), ending(tmp_path))
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"unix_s": 17')
-    later = Chronicle(path, clock=lambda: KILLED_AT_S + 60.0)
+    later = Reporter(path, clock=lambda: KILLED_AT_S + 60.0)
     later.begin(here=True, number=1)
     later.end(put("killed", tmp_path, 1), ending(tmp_path))
     later.finish("succeeded")

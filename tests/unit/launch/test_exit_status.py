@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ttp.launch.deathwatch import Death
-from ttp.launch.story import (
+from ttp.launch.report.exit_status import (
     Fault,
     briefly,
     describe,

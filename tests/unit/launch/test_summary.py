@@ -8,9 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ttp.last_step import LastStep
-from ttp.launch.losses import Losses, lost_text
+from ttp.launch.report.summary import Summary, lost_text, summary_lines
 
-CALM = Losses(
+CALM = Summary(
+    result="succeeded",
+    starts=1,
+    false_alarms=0,
+    saved_steps=(),
+    lasted_s=301.0,
     protected=True,
     faults=0,
     notices=0,
@@ -20,7 +25,21 @@ CALM = Losses(
     untold_starts=(),
     ended_in_fault=False,
     last=LastStep(60, 60),
-    without_training="31.2 s",
+    lost_s=31.25,
+)
+SUMMARY = Summary(
+    result="succeeded",
+    starts=3,
+    faults=2,
+    notices=0,
+    false_alarms=1,
+    saved_steps=(42, 90),
+    steps_lost=0,
+    unknown_losses=0,
+    lost_s=31.25,
+    lasted_s=301.0,
+    ended_in_fault=False,
+    last=LastStep(120, 120),
 )
 FAULT = replace(CALM, faults=1, ended_in_fault=True, last=None)
 TABLE = [
@@ -61,7 +80,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("known", "said"), TABLE)
-def test_the_line_says_what_is_known_to_be_lost(known: Losses, said: str) -> None:
+def test_the_line_says_what_is_known_to_be_lost(known: Summary, said: str) -> None:
     assert lost_text(known) == said
 
 
@@ -84,3 +103,53 @@ def test_nothing_is_said_only_of_a_protected_job_whose_last_step_is_on_disk() ->
             continue  # no such job
         safe = protected and not (lost or unknown or untold) and (in_fault or last == LastStep(5, 5))
         assert lost_text(known).startswith(("nothing", "0 steps")) == safe, known
+
+
+def test_the_summary_tells_the_whole_job() -> None:
+    assert summary_lines(SUMMARY) == [
+        "--- the job has ended ---",
+        "result  succeeded",
+        "starts  3 in 301.0 s",
+        "faults  2 faults, 1 false alarm",
+        "saved   steps 42, 90",
+        "lost    0 steps; 31.2 s without training",
+    ]
+
+
+def test_the_summary_does_not_hide_what_is_not_known() -> None:
+    """A job whose ranks all died never told how far they had come."""
+    lines = summary_lines(replace(SUMMARY, unknown_losses=1, steps_lost=3, saved_steps=(), lasted_s=7200.0))
+    assert "lost    3 steps, and unknown after 1 fault; 31.2 s without training" in lines
+    stopped = summary_lines(replace(SUMMARY, faults=1, notices=1, unknown_losses=1))
+    assert "faults  0 faults, 1 notice to leave, 1 false alarm" in stopped
+    assert "lost    unknown after 1 notice; 31.2 s without training" in stopped
+    assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
+    calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
+    assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
+
+
+def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
+    """The newest checkpoint was broken as the job began."""
+    calm = replace(SUMMARY, faults=0, false_alarms=0, saved_steps=(), steps_lost=4, steps_again=4, lost_s=0.0)
+    lost = "lost    4 steps (4 to train again behind a checkpoint that was broken or not taken)"
+    assert summary_lines(calm)[-1] == lost
+    both = summary_lines(replace(SUMMARY, steps_lost=7, steps_again=4))
+    assert both[-1] == f"{lost.replace('4', '7', 1)}; 31.2 s without training"
+    assert summary_lines(replace(calm, steps_lost=4000, steps_again=4000))[-1] == lost.replace("4", "4,000")
+
+
+def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
+    """Its script failed before `ttp.start`: nobody trained, or nobody knows."""
+    failed = replace(SUMMARY, unknown_losses=2, false_alarms=0, saved_steps=(), protected=False)
+    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not protected: no rank has called ttp.start"]
+    silent = summary_lines(replace(failed, protected=True))
+    assert silent[-1] == "lost    unknown after 2 faults; 31.2 s without training"
+
+
+def test_a_notice_to_leave_is_not_told_as_a_fault() -> None:
+    """The summary of a job that was told to end says what befell it, and what it was told."""
+
+    one = replace(SUMMARY, faults=1, notices=1, false_alarms=0)
+    assert "faults  0 faults, 1 notice to leave" in summary_lines(one)
+    four = replace(SUMMARY, faults=4, notices=3, false_alarms=1)
+    assert "faults  1 fault, 3 notices to leave, 1 false alarm" in summary_lines(four)

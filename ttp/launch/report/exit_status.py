@@ -1,4 +1,4 @@
-"""What an operator reads about a fault: one line for each transition, and the true cause first.
+"""How workers ended, for people: one line each, the exceptions that they recorded, and the root cause first.
 
 Text and order only: no waiting, no signals, no files but the workers' own error files, which torch's `@record` writes.
 """

@@ -1,0 +1,64 @@
+"""What other launchers have reported of this job: rank 0 comes to another node when its own is lost, and the summary is of them all.
+
+Pure: lines of a story file in, what they add to a summary out. A file may hold several jobs, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+StoryLine = Mapping[str, Any]
+"""`{"unix_s", "event", ...}`: `start` and `fault` lines have the number of their attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a story file adds to what one launcher has reported itself."""
+
+    faults: tuple[StoryLine, ...] = ()
+    lost_s: float = 0.0
+    """From each of these faults until the next attempt, where there was one."""
+    again: int = 0
+    """Steps that attempts trained again which others reported, though the fault before had left them whole."""
+    begun_unix_s: float | None = None
+    """When attempt 0 was reported; None: it was not."""
+
+
+def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int, compared: Collection[int] = ()) -> Earlier:
+    """Gather from a file's lines what others reported of the job whose newest attempt is `last`. `own`: attempts reported here. `compared`:
+    those of which it was reported here whether they went back, though perhaps not how they ended."""
+    job = of_this_job(lines, last)
+    if not job:
+        return Earlier()
+    faults = tuple(line for line in job if line["event"] == "fault" and line["start"] not in own)
+    lost_s = 0.0
+    for fault in faults:
+        back = next((line for line in job if line["event"] == "start" and line["start"] > fault["start"]), None)
+        if back is not None and fault["began_unix_s"]:
+            lost_s += max(0.0, float(back["unix_s"]) - float(fault["began_unix_s"]))
+    known, since = {*own, *compared}, lines[lines.index(job[0]) :]
+    again = sum(line["steps"] for line in since if line["event"] == "again" and line["start"] not in known)
+    begun = float(job[0]["unix_s"]) if job[0]["start"] == 0 else None
+    return Earlier(faults=faults, lost_s=lost_s, again=again, begun_unix_s=begun)
+
+
+def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
+    """Return the `start` and `fault` lines at the file's end that belong together: every job begins with attempt 0 again.
+
+    An `end` is that of a launcher: the job of one that exited went on, unless the next line is of an attempt 0.
+    """
+    job: list[StoryLine] = []
+    place = (last, 1)
+    for line in reversed(lines):
+        if line["event"] == "end" and place[0] == 0:
+            break
+        if line["event"] not in ("start", "fault"):
+            continue
+        here = (int(line["start"]), 1 if line["event"] == "fault" else 0)
+        if here > place or (job and here == place):
+            break
+        place = here
+        job.append(line)
+    return job[::-1]

@@ -1,0 +1,365 @@
+"""Reports the job: a table at each attempt, each fault, a summary at the end; and the same as JSON lines.
+
+Owns what is reported, and where: the launcher on the node of rank 0 reports, another one a fault that a standby on its node has led when
+rank 0's launcher cannot read it. Never decides anything; a journal that cannot be read costs a line of warning, no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ttp import last_step, saved_alone
+from ttp.console import open_console
+from ttp.last_step import LastStep
+from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
+from ttp.launch.report.incident import (
+    ENDED,
+    NOTICE,
+    Ending,
+    Line,
+    Report,
+    false_alarms,
+    report_fields,
+    report_of,
+)
+from ttp.launch.report.merge import Earlier, earlier
+from ttp.launch.report.regression import gone_back
+from ttp.launch.report.render import fault_lines, start_table
+from ttp.launch.report.story_file import StoryFile, read_journals, read_story
+from ttp.launch.report.summary import Summary, summary_lines
+from ttp.launch.saved_alone import report_of_save
+from ttp.wording import counted
+
+log = logging.getLogger("ttp.launch")
+
+UNANNOUNCED = (
+    "the ranks ended with exit code 0, and never told their controller that training was over: it took them for dead. No fault is"
+    " counted; whether the weights are on disk, only the trainer knows. Decorate the training function with ttp.ttp_to_persist, or call"
+    " close() on all ranks at its end"
+)
+CLOSE_ON_ALL = (
+    "none: all workers here have succeeded. A rank that ends without close() is taken for dead by those that wait in theirs: call"
+    " close() on all ranks, or decorate the training function with ttp.ttp_to_persist"
+)
+_NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What a journal that is missing, cut off or altered may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One attempt, as the launcher on rank 0's node knows it."""
+
+    number: int
+    begun_unix_s: float
+    world_size: int = 0
+    """0: not known."""
+
+
+class Reporter:
+    """Reports one job. `watch` runs on the courier's thread of an attempt, the rest on the agent's."""
+
+    def __init__(
+        self, story_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
+    ) -> None:
+        """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first attempt, or of a later one
+        whose journals are elsewhere, when it can be written no more). `launch`: names this launcher in each: others append."""
+        self._clock = clock
+        self._begun_unix_s = clock()
+        self._lock = threading.Lock()  # guards all below
+        self._file = StoryFile(story_path, self._lock, launch)
+        self._here = False
+        self._starts = 0
+        self._first = 0
+        """The first attempt that this launcher took part in."""
+        self._number = -1
+        """Of the attempt that goes on."""
+        self._reported: set[int] = set()
+        """Attempts whose end this launcher has reported, one without a fault too."""
+        self._unreported: tuple[Start, Ending] | None = None
+        """An attempt that the launcher on another node reports, unless that node is lost: then rank 0 comes to another one."""
+        self._ended_in_fault = False
+        """So has the newest attempt that was reported here."""
+        self._last: LastStep | None = None
+        """Where its training ended, if that was no fault."""
+        self._protected = False
+        """A rank has called `ttp.start`: it has reported where its journals are."""
+        self._introduced = -1
+        self._rows: Any = None
+        self._reports: list[Report] = []
+        self._again = 0
+        """Steps that attempts have trained again though the fault before had left them whole."""
+        self._first_steps: list[int] = []
+        """Attempts that have finished a step."""
+        self._false_alarms = 0
+        self._lost_s = 0.0
+        self._down_since_unix_s: float | None = None
+
+    def begin(self, here: bool, number: int | None = None) -> None:
+        """An attempt begins; `here`: rank 0 is on this node. number: of this attempt in its job (None: the next one)."""
+        with self._lock:
+            self._here = here
+            self._starts += 1
+            self._number = self._number + 1 if number is None else number
+            if self._starts == 1:
+                self._first = self._number
+            unreported, self._unreported = self._unreported, None
+            if here and unreported is not None:
+                self._guarded_end(*unreported, introduce=False)
+
+    def watch(self, start: Start, log_dir: Path) -> bool:
+        """Show the attempt's table when all ranks are registered; False: not yet."""
+        try:
+            lines = read_journals(log_dir, start.number, start.begun_unix_s)
+        except _UNREADABLE as error:
+            log.warning("start %d: what the job survives cannot be shown: %s", start.number, error)
+            return True
+        with self._lock:
+            return self._introduce(start, log_dir, lines)
+
+    def end(self, start: Start, ending: Ending) -> None:
+        """All of an attempt's workers and controllers on this node have ended: report its fault, if it had one."""
+        with self._lock:
+            if self._here or _known_only_here(start, ending):
+                self._guarded_end(start, ending, introduce=True)
+            else:
+                self._unreported = (start, ending)
+
+    def hold(self, start: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
+        """Write for programs that these ranks of this node have so long to persist and exit, and why."""
+        if self._here:  # read without the lock, which a disk that hangs may hold
+            fields = {"start": start, "cause": cause, "ranks": list(ranks), "up_to_s": round(up_to_s, 3)}
+            self._file.write_aside(self._clock(), "hold", fields)
+
+    def held(self, start: int, held_s: float, why: str, ranks: Sequence[int]) -> None:
+        """Write for programs that this node's ranks are held no longer; `ranks` still run, and are ended because of `why`."""
+        if self._here:
+            fields = {"start": start, "held_s": round(held_s, 3), "why": why, "ranks": list(ranks)}
+            self._file.write_aside(self._clock(), "held", fields)
+
+    def finish(self, result: str, why: str = "") -> None:
+        """The job has ended on this node, for a reason that is in `why` if it is not in `result`. A launcher that is not rank 0's
+        has a line for programs only, and none of a success."""
+        with self._lock:
+            if not self._here:
+                if not result.startswith("succeeded"):
+                    fields = {"node": socket.gethostname(), "result": result, "why": why, "starts": self._starts}
+                    self._write("left", fields)
+                return
+            now = self._clock()
+            if self._down_since_unix_s is not None:
+                self._lost_s += now - self._down_since_unix_s
+                self._down_since_unix_s = None
+            summary = self._sum_up(result, now)
+            if summary is None:  # who waits for the end must still see it
+                self._write("end", {"result": result, "starts": self._first + self._starts, "why": why})
+                return
+            summary = replace(summary, why=why)
+            self._write("end", asdict(summary))
+            self._print(summary_lines(summary))
+
+    # --- with the lock held ---
+
+    def _sum_up(self, result: str, now: float) -> Summary | None:
+        """Sum the job up; where others' lines were altered, from what was reported here alone. None: that cannot be summed up either."""
+        for others, without in ((self._earlier(), ""), (Earlier(), ", not even without what other launchers told")):
+            try:
+                return self._summary(result, now, others)
+            except _UNREADABLE as error:
+                log.warning("how the job went cannot be summed up%s: %s: %s", without, type(error).__name__, error)
+        return None
+
+    def _summary(self, result: str, now: float, others: Earlier) -> Summary:
+        """Sum the job up from what was reported here, and by the launchers of other nodes before and in between."""
+        faults = sorted([*map(report_fields, self._reports), *others.faults], key=lambda fault: int(fault["start"]))
+        known = {*self._reported, *(int(fault["start"]) for fault in others.faults)}
+        whole = self._first == 0 or others.begun_unix_s is not None
+        begun = min(self._begun_unix_s, others.begun_unix_s or self._begun_unix_s)
+        losses = [fault["steps_lost"] for fault in faults]
+        return Summary(
+            result=result,
+            starts=self._first + self._starts,
+            faults=len(faults),
+            notices=sum(fault["kind"] == NOTICE for fault in faults),
+            false_alarms=self._false_alarms,
+            saved_steps=tuple(fault["saved"]["step"] for fault in faults if fault["saved"] is not None),
+            steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
+            steps_again=self._again + others.again,
+            unknown_losses=sum(lost is None for lost in losses),
+            lost_s=round(self._lost_s + others.lost_s, 3),
+            lasted_s=round(now - begun, 3),
+            untold_starts=tuple(number for number in range(self._number + 1) if number not in known),
+            lasted_since=0 if whole else self._first,
+            ended_in_fault=self._ended_in_fault,
+            last=self._last,
+            protected=self._protected or self._first > 0 or any(number not in self._reported for number in known),
+        )
+
+    def _earlier(self) -> Earlier:
+        """Read what other launchers reported of the attempts that were not reported here; nothing where their file is not on this node."""
+        path = self._file.path
+        if path is not None and not self._reported.issuperset(range(self._number + 1)):
+            try:
+                return earlier(read_story(path), self._reported, self._number, self._first_steps)
+            except FileNotFoundError:
+                pass
+            except _UNREADABLE as error:
+                log.warning("what other launchers told of the job cannot be read from %s: %s", path, error)
+        return Earlier()
+
+    def _guarded_end(self, start: Start, ending: Ending, *, introduce: bool) -> None:
+        try:
+            if self._end(start, ending, introduce):
+                self._reported.add(start.number)
+        except _UNREADABLE as error:
+            log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
+
+    def _introduce(self, start: Start, log_dir: Path, lines: Sequence[Line]) -> bool:
+        assembled = next((line for line in lines if line["event"] == "assembled"), None)
+        if assembled is None or self._introduced == start.number:
+            return assembled is not None
+        self._introduced = start.number
+        self._story_beside(log_dir)
+        if self._down_since_unix_s is not None:
+            self._lost_s += max(0.0, float(assembled["unix_s"]) - self._down_since_unix_s)
+            self._down_since_unix_s = None
+        fields = assembled["fields"]
+        pids = {str(line["fields"]["rank"]): line["fields"]["pid"] for line in lines if line["event"] == "registered"}
+        standbys = len(fields["standbys"])
+        behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+        shown = ("world_size", "survives", "standbys", "warnings", "rows")
+        self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
+        if report_of(start.number, lines, _NOTHING_KNOWN) is not None:  # it came between two of the courier's looks
+            self._print([f"start {start.number} as it was before its fault, which came before this could be told:"])
+        ranks = counted(fields["world_size"], "rank")
+        survives = f"the job survives: {fields['survives']}"
+        self._print([f"--- start {start.number}: {ranks}, a controller with {behind}; {survives} ---"])
+        if fields["rows"] != self._rows:  # a restart of the same ranks needs no second table
+            self._rows = fields["rows"]
+            self._show(start_table(fields["rows"], pids), soft_wrap=False)
+        self._print([f"warning: {text}" for text in fields["warnings"]])
+        return True
+
+    def _end(self, start: Start, ending: Ending, introduce: bool) -> bool:
+        """Report an attempt's fault, if it had one; return whether it is known how it ended."""
+        log_dir = ending.log_dir
+        lines = read_journals(log_dir, start.number, start.begun_unix_s) if log_dir is not None else []
+        if log_dir is not None:
+            if introduce:  # a short attempt, that ended before the courier looked
+                self._introduce(start, log_dir, lines)
+            self._story_beside(log_dir)
+        if introduce and self._introduced != start.number:
+            self._write_unprotected(start, ending)
+        self._false_alarms += false_alarms(lines)
+        account = saved_alone.read(log_dir, start.number, start.begun_unix_s) if log_dir is not None else None
+        report = report_of(start.number, lines, ending, report_of_save(start.number, account) if account else None)
+        if ending.first_step is not None:
+            self._compare(start.number, ending.first_step, ending.skipped)
+        self._ended_in_fault, self._last = report is not None, None
+        if ending.succeeded and log_dir is not None:
+            self._last = last_step.read(log_dir, start.number, start.begun_unix_s)
+        if report is None:
+            return bool(lines) or ending.elsewhere is not None
+        unannounced = _unannounced(report, ending)
+        if unannounced and report.incident.saved is None:
+            self._ended_in_fault = False
+            ranks = [culprit.rank for culprit in report.incident.culprits]
+            self._write("unannounced", {"start": start.number, "ranks": ranks})
+            log.warning("start %d: %s", start.number, UNANNOUNCED)
+            return True
+        if log_dir is not None:
+            report = _with_stacks(report, lines, log_dir)
+        began_unix_s = report.began_unix_s or self._clock()
+        report = replace(report, next=CLOSE_ON_ALL if unannounced else ending.next, began_unix_s=began_unix_s)
+        self._reports.append(report)
+        self._down_since_unix_s = self._down_since_unix_s or began_unix_s
+        self._write("fault", report_fields(report))
+        self._print(fault_lines(report))
+        return True
+
+    def _compare(self, start: int, first_step: int, skipped: str) -> None:
+        """Report an attempt that has not resumed where the fault before it, or an earlier job, had left off."""
+        known = self._reported.issuperset(range(start))
+        back = gone_back(self._reports, start, first_step, self._first_steps, skipped if known else "")
+        self._first_steps.append(start)
+        if back is None:
+            return
+        self._again += back.steps
+        self._write("again", {"start": start, **asdict(back)})
+        log.warning("start %d %s", start, back.text(first_step))
+
+    def _print(self, lines: Sequence[str]) -> None:
+        if lines:
+            self._show("\n".join(lines))
+
+    def _show(self, what: str | Table, *, soft_wrap: bool = True) -> None:
+        """Print on stderr, after the same was written for programs. A console that is lost costs what is printed, no more."""
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
+
+    def _write_unprotected(self, start: Start, ending: Ending) -> None:
+        """Write the line of an attempt of which no journal here says that all ranks were protected: nothing was reported as it began."""
+        self._introduced = start.number
+        pids = {str(rank): pid for rank, pid in ending.pids.items()}
+        nothing = {"survives": "", "standbys": [], "warnings": [_NEVER_ASSEMBLED], "rows": []}
+        fields = {"start": start.number, "world_size": start.world_size, **nothing, "pids": pids}
+        self._file.write(start.begun_unix_s, "start", fields)
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._file.write(self._clock(), event, fields)
+
+    def _story_beside(self, log_dir: Path) -> None:
+        self._protected = True
+        self._file.beside(log_dir)
+
+
+_NOTHING_KNOWN = Ending(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
+
+
+def _known_only_here(start: Start, ending: Ending) -> bool:
+    """Return whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
+    on rank 0's node cannot read it."""
+    if ending.log_dir is None:
+        return False
+    try:
+        if (ending.log_dir / f"journal_{start.number}.jsonl").exists():
+            return False
+        return bool(read_journals(ending.log_dir, start.number, start.begun_unix_s))
+    except _UNREADABLE:
+        return False
+
+
+def _unannounced(report: Report, ending: Ending) -> bool:
+    """Return whether all workers here have succeeded, and the culprits are ranks here that exited without a word. Where nothing was saved
+    for a restart, it was no fault."""
+    ranks = {culprit.rank for culprit in report.incident.culprits}
+    known = not report.elsewhere and report.incident.kind in ENDED
+    return ending.succeeded and known and bool(ranks) and ranks <= set(ending.pids)
+
+
+def _with_stacks(report: Report, lines: Sequence[Line], log_dir: Path) -> Report:
+    """Gather the stacks that the ranks saved for a hang, or were asked for before they were killed, and quote the culprits'.
+    Raises OSError."""
+    culprits = report.incident.culprits
+    suspects: Sequence[int] = [culprit.rank for culprit in culprits]
+    blocks = read_asked(log_dir, {culprit.rank: culprit.pid for culprit in culprits})
+    if report.incident.kind == "hung":
+        hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
+        blocks, suspects = blocks | read_blocks(log_dir, hung["text"]), hung["ranks"]
+    if not blocks:
+        return report
+    path = log_dir / f"stacks_{report.start}.txt"
+    gather(path, blocks, suspects)
+    stood = {rank: main_frames(blocks.get(rank, "")) for rank in (culprit.rank for culprit in culprits)}
+    return replace(report, stood=stood, stacks=str(path))

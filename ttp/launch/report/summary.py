@@ -1,0 +1,114 @@
+"""The job's summary at its end, and what it has lost.
+
+Pure: facts in, lines out. Never claims that nothing was lost unless the job was protected and its last step is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ttp.last_step import LastStep
+from ttp.launch.report.render import NAMED, labelled
+from ttp.wording import counted, ranks_text
+
+NOT_PROTECTED = "not protected: no rank has called ttp.start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The whole job, as this node's launcher and those before it have reported it."""
+
+    result: str
+    starts: int
+    faults: int
+    """Preemption notices included."""
+    notices: int
+    false_alarms: int
+    saved_steps: tuple[int, ...]
+    """Steps of the emergency checkpoints."""
+    steps_lost: int
+    """`steps_again` included."""
+    unknown_losses: int
+    """Faults after which it is not known how many steps were lost."""
+    lost_s: float
+    """From each fault's first sign until all ranks were registered again, or until the job's end."""
+    lasted_s: float
+    untold_starts: tuple[int, ...] = ()
+    """Attempts of which it is not known on this node how they ended: another node's launcher was to report them."""
+    why: str = ""
+    """Why the job failed, where `result` does not say it."""
+    lasted_since: int = 0
+    """The attempt with which `lasted_s` begins: this launcher was not there before, and no report is."""
+    protected: bool = True
+    """A rank has called `ttp.start` in some attempt."""
+    steps_again: int = 0
+    """Steps that an attempt trained again though a checkpoint of them was there: it was broken, or not taken."""
+    ended_in_fault: bool
+    """The last attempt ended in a fault or a notice."""
+    last: LastStep | None
+    """Where the last attempt's training ended, if that was no fault and rank 0 has reported it."""
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Say how the job went."""
+    faults = counted(summary.faults - summary.notices, "fault")
+    if summary.notices:
+        faults += f", {summary.notices} notice{'' if summary.notices == 1 else 's'} to leave"
+    if summary.false_alarms:
+        faults += f", {counted(summary.false_alarms, 'false alarm')}"
+    if summary.untold_starts:
+        faults += f"; how {_starts(summary.untold_starts)} ended is not known on this node"
+    saved = ", ".join(map(str, summary.saved_steps[-NAMED:]))
+    more = "..., " if len(summary.saved_steps) > NAMED else ""
+    since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
+    found = [
+        ("result", summary.result),
+        ("why", summary.why),
+        ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
+        ("faults", faults),
+        ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
+        ("lost", lost_text(summary)),
+    ]
+    return ["--- the job has ended ---", *labelled(found)]
+
+
+def lost_text(known: Summary) -> str:
+    """Say what was lost: `nothing`, `3 steps`, `not protected`, `no checkpoint on disk`, `unknown`, or what of them is true."""
+    if not known.protected:
+        return NOT_PROTECTED
+    if known.untold_starts:
+        return f"unknown: how {_starts(known.untold_starts)} ended is not known on this node"
+    end = "" if known.ended_in_fault else _end(known.last)
+    counts = [_steps(known)] if known.steps_lost or (known.faults and not known.unknown_losses and not end) else []
+    if known.unknown_losses:
+        which = "fault" if known.faults > known.notices else "notice"
+        counts.append(f"unknown after {counted(known.unknown_losses, which)}")
+    text = ", and ".join([*counts, *([end] if end else [])]) or "nothing"
+    return f"{text}; {_seconds(known.lost_s)} without training" if known.faults else text
+
+
+def _steps(known: Summary) -> str:
+    again = f" ({known.steps_again:,} to train again behind a checkpoint that was broken or not taken)"
+    return counted(known.steps_lost, "step") + (again if known.steps_again else "")
+
+
+def _end(last: LastStep | None) -> str:
+    """Say why the last step may be lost though the job ended without a fault; empty: it is on disk."""
+    if last is None:
+        return "unknown: no rank has reported its last step"
+    if last.saved_step is None:
+        return f"unknown: the trainer writes its own checkpoints, its last step is {last.step}"
+    if last.saved_step >= last.step:
+        return ""
+    missing = counted(last.step - last.saved_step, "step")
+    newest = f"the newest is of step {last.saved_step}" if last.saved_step else "TTP wrote none"
+    return f"no checkpoint on disk of the last {missing}, up to step {last.step} ({newest})"
+
+
+def _starts(numbers: Sequence[int]) -> str:
+    return ranks_text(numbers).replace("rank", "start", 1)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
