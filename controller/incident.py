@@ -142,7 +142,7 @@ def _kind(state: ControllerState) -> str:
     if first is None and notes.asked is not None:
         first = notes.asked.kind
     if first is None:
-        first = CauseKind.CONTROLLER_LOST
+        return CauseKind.CONTROLLER_LOST.value if state.settings.standby else "unknown"
     return first.value
 
 

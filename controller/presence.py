@@ -30,7 +30,7 @@ from ttp.proto.messages import (
 
 from .coverage import coverage_of, overview, warnings
 from .events import Effect, Fields, Journal, Send, StreamClosed, Tell
-from .incident import EXITING_TEXT, death_named, sign_of_death, sign_of_report
+from .incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report
 from .leaving import leave
 from .membership import Member, attach, bury, detach, update, vouch
 from .progress import learn
@@ -165,6 +165,7 @@ def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: 
 def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list[Effect]) -> ControllerState:
     """A rank may be dead: close all gates until that is known."""
     out.append(Journal("suspect", {"rank": rank, "why": why}))
+    state = began(state, now)
     if state.stage is Stage.RUNNING:
         return begin_fault(state, (), Cause(CauseKind.SILENT, (rank,), why), now, out)
     return state

@@ -20,7 +20,7 @@ from .publishing import start_publishing
 from .rolling import start_dump
 from .rounds import add_cause, has_culprit, thaw
 from .standbys import learn_successors, restore
-from .state import ControllerState, Stage
+from .state import ControllerState, Notes, Stage
 from .takeover import gather, judge, stand_by
 from .writing import start_writing
 
@@ -61,6 +61,7 @@ def _assemble(state: ControllerState, now: float, out: list[Effect]) -> Controll
         coverage=coverage,
         survives=survives(coverage),
         job_groups=len(coverage.groups),
+        notes=Notes(),
         members=forgive(members, now, state.settings),  # heartbeats begin now
     )
     state = learn_successors(state, _standbys(state), out)

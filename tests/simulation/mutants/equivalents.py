@@ -39,7 +39,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "in this stage nobody looks at the field; it is put right so that equal situations are equal states": (
         ("controller.leaving", "return replace(", "replace(state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)): forgets dump"),
         ("controller.takeover", "state = replace(", "replace(state, members=forgive(members, now, settings), deadline=inf, heard_at=inf, coverage=coverage, survives=survives(coverage) if whole else '', job_groups=max(known_groups, len(coverage.groups))): forgets deadline"),
-        ("controller.settling", "state = replace(", "replace(state, stage=Stage.RUNNING, deadline=inf, coverage=coverage, survives=survives(coverage), job_groups=len(coverage.groups), members=forgive(members, now, state.settings)): forgets deadline"),
+        ("controller.settling", "state = replace(", "replace(state, stage=Stage.RUNNING, deadline=inf, coverage=coverage, survives=survives(coverage), job_groups=len(coverage.groups), notes=Notes(), members=forgive(members, now, state.settings)): forgets deadline"),
     ),
     "in RUNNING whoever is dead has finished": (
         ("controller.hangs", "living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)", "member.dead is None and (not member.finished): without member.dead is None"),

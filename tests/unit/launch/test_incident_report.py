@@ -133,7 +133,9 @@ ALARM = [
 LATE = [line(12.0, "death_seen", rank=0, kind="exited", text="exit code 0"), line(12.1, "refused"), ended(12.1)]
 
 
-@pytest.mark.parametrize("lines", [CALM, [CALM[0], *ALARM], [*CALM, *LATE], [ended(1.5), *ALARM], []])
+@pytest.mark.parametrize(
+    "lines", [CALM, [CALM[0], *ALARM], [*CALM, *LATE], [ended(1.5), *ALARM], [], [line(5.0, "exit_sent"), *LATE[:1]]]
+)
 def test_an_attempt_without_a_fault_has_no_report(lines: list[Line]) -> None:
     """Nor has one whose only freeze was a false alarm, or that has finished: a controller that was stopped meanwhile, and goes on, takes the
     ranks for dead, as does one that was cut off before a standby thawed them."""

@@ -143,6 +143,22 @@ def test_a_job_that_never_assembles_without_any_sign_has_no_incident() -> None:
     job.say(coming(0))
     job.wait(2.5, heard=())
     assert job.told("exit_sent") and not job.told("incident")
+    job = ControllerBench(assembled=False, register_timeout_s=2.0)
+    job.say(coming(0))
+    job.close(0)
+    job.wait(2.5, heard=())
+    assert ended(job).kind == "unknown" and ended(job).not_saved.startswith("only 1 of 4 ranks registered in time")
+
+
+def test_what_was_suspected_while_ranks_registered_is_no_part_of_a_later_fault() -> None:
+    job = ControllerBench(assembled=False)
+    job.say(coming(0))
+    job.close(0)
+    for rank in range(4):
+        job.say(replace(coming(rank), controllers=()))
+    job.say(killed(3), after=50.0)
+    took = save(job, (0, 1, 2)).took_ms
+    assert took is not None and took["seen"] == 0.0
 
 
 def test_a_fault_that_nobody_lived_to_see_end_is_reported_as_a_suspicion() -> None:

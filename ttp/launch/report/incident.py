@@ -168,6 +168,8 @@ def _ended(start: int, lines: Sequence[Line]) -> Report | None:
 def _unended(start: int, lines: Sequence[Line], ending: Ending) -> Report | None:
     """Return what is known of a fault that no controller lived to end: the first signs, and why the gates were shut."""
     lines = [line for line in _since_thaw(lines) if line["unix_s"] < ending.at_once.unix_s]
+    end = next((number + 1 for number, line in enumerate(lines) if line["event"] == "exit_sent"), len(lines))
+    lines = lines[:end]  # the ends that follow were ordered
     signs = [line for line in lines if line["event"] in _SIGNS]
     shut = [line["fields"] for line in lines if line["event"] == "freeze_sent"]
     if not signs or not (shut or any(line["event"] in ("refused", "exit_sent") for line in lines)):
