@@ -211,6 +211,7 @@ def test_the_enumerations_have_mindios_members() -> None:
 def test_encryption_and_repair_in_place_are_accepted_with_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
     """MindIO's defaults ask for encryption: it is said once that there is none yet."""
     ttp.mindio.tft_start_controller("127.0.0.1", 8000)
+    assert "enable_tls=True" in caplog.text
     ttp.mindio.tft_init_processor(0, 1, False)
     assert (
         caplog.text.count("enable_tls=True is accepted, but the connection to the controller is not encrypted yet") == 1

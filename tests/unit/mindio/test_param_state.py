@@ -12,7 +12,7 @@ import torch
 from tests.unit.mindio.test_native import assert_alike, build, protected, steps, through_a_file
 from ttp.errors import CheckpointError, CheckpointMismatch
 from ttp.mindio import param_state
-from ttp.mindio.job import forget_job
+from ttp.mindio.job import current_job, forget_job
 from ttp.mindio.state import WholeState
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
@@ -119,6 +119,24 @@ def test_with_ttp_before_and_after_the_file_is_not_needed(tmp_path: Path) -> Non
     resumed.load_state_dict(state)
     resumed.load_parameter_state(str(tmp_path / "distrib_optim.pt"))
     assert resumed.current_step == 2
+
+
+def test_a_checkpoint_is_a_pause_until_the_next_step_and_of_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the trainer wrote the file alone, and asks again a step later."""
+    model, adam = build()
+    optimizer = protected(model, adam)
+    told: list[str] = []
+    for name in ("long_pause", "end_pause"):
+        monkeypatch.setattr(current_job(), name, lambda name=name: told.append(name))
+    steps(model, optimizer, range(1, 2))
+    told.clear()
+    optimizer.save_parameter_state(str(tmp_path / "distrib_optim.pt"))
+    assert told == ["long_pause"]
+    steps(model, optimizer, range(2, 3))
+    assert told[:1] == ["long_pause"] and set(told[1:]) == {"end_pause"}
+    assert optimizer.need_write_file() and optimizer.state_dict()["step"] == 2
 
 
 def test_a_state_without_its_file_starts_no_training(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Job:
         )
         self.trainer: Any = SimpleNamespace(
             step_args=box, save_handler=handler, rename_handler=rename, parts=PARTS, part_tensors=lambda: self.shapes,
-            show=lambda state: self.calls.append(("show", rank)), leave_to_save_rank=lambda: None,
+            show=lambda state: self.calls.append(("show", rank)), leave_to_save_rank=lambda: self.calls.append(("leave", rank)),
         )  # fmt: skip
         optimizer: Any = SimpleNamespace(host_state=lambda step: {}, expected_tensors=lambda: self.shapes, device="cpu")
         return LocalSave(rank, optimizer, self.trainer)
@@ -101,6 +101,7 @@ def test_the_save_handler_runs_on_every_rank_of_each_list_and_the_rename_handler
     assert told == "the trainer's own checkpoint, saved and published, 2 model parts, by rank 0"
     assert job.saved() == [(0, 0, [0, 2]), (1, 1, [1, 3]), (2, 0, [0, 2]), (3, 1, [1, 3])]
     assert sorted(call[1] for call in job.calls if call[0] == "show") == [0, 1]
+    assert sorted(call[1] for call in job.calls if call[0] == "leave") == [2, 3], "need_write_file is false there"
     assert job.calls[-1] == ("rename", 0, ("args", STEP))
     assert left(job.root) == [f"iter_{STEP:07d}_tmp_published"]
 

@@ -320,6 +320,8 @@ def test_the_controller_listens_on_the_port_that_the_trainer_names(monkeypatch: 
     mindio.ttp_init_controller(0, 1)
     mindio.ttp_start_controller("127.0.0.1", port)
     mindio.ttp_init_processor(0, [0], 1, 1)
+    with pytest.raises(ConfigError, match=f"the controller has port {port}, this processor is told 8000"):
+        mindio.ttp_start_processor("127.0.0.1", 8000)
     mindio.ttp_start_processor("127.0.0.1", port)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
@@ -357,6 +359,8 @@ def test_objects_of_a_step_are_waited_for_until_it_is_settled() -> None:
         box.await_step(1, advanced.append, wait_s=0.05)
     box.put(1, (1, "objects"))
     assert not box.await_step(1, advanced.append, wait_s=0.05).settled and advanced
+    box.settle(2, CPU)
+    assert not box.await_step(1, advanced.append, wait_s=0.05).settled, "another step's objects were not given"
     random.seed(1)
     box.settle(1, CPU)
     wanted = random.random()
@@ -403,7 +407,8 @@ def test_a_complete_trainer_is_told_nothing(tmp_path: Path, caplog: pytest.LogCa
     """The warnings are for what is missing."""
     model, optimizer = new_trainer()
     run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 0)
-    assert "would save nothing" not in caplog.text and "outside of a function" not in caplog.text
+    warned = ("would save nothing", "outside of a function", "its training thread did not")
+    assert [text for text in warned if text in caplog.text] == []
 
 
 def test_a_save_handler_that_names_no_dump_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
