@@ -101,7 +101,11 @@ def survives(coverage: Coverage) -> str:
 
 def warnings(coverage: Coverage) -> tuple[str, ...]:
     """Say which shards are worse protected than this world allows; at most a handful of sentences."""
-    advice = "raise the number of replicas" if len(coverage.hosts) > 1 else "replicas need more ranks"
+    advice = (
+        "raise the number of replicas, or of data-parallel ranks"
+        if len(coverage.hosts) > 1
+        else "replicas need more ranks"
+    )
     alone = [group for group in coverage.groups if len(group.holders) == 1]
     found = [
         f"{group.label} is held by rank {group.holders[0]} only: its death loses the step; {advice}"

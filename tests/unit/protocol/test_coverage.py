@@ -110,6 +110,7 @@ def test_a_lone_holder_is_named() -> None:
     lone = coverage(((0, 1), (2,)))
     assert survives(lone) == "2 of 3 ranks (not rank 2); 0 of 3 pairs"
     assert "shard 1 is held by rank 2 only" in warnings(lone)[0]
+    assert warnings(lone)[0].endswith("raise the number of replicas, or of data-parallel ranks")
 
 
 def test_a_warning_when_partners_share_a_host_although_there_are_others() -> None:
