@@ -20,7 +20,7 @@ from .encoder_decoder import EncoderDecoder
 from .encoder_decoder_config import EncoderDecoderConfig, check_encoder_decoder
 from .experts import Experts
 from .mesh import Axis, Mesh
-from .model import GPT, Stage, Transformer, built, stages
+from .model import GPT, Stage, Transformer, built, stages, stages_that_stop_at
 from .recompute import prepare_blocks
 from .tensor import divides_logits, split_over_tensor_ranks
 
@@ -52,16 +52,16 @@ def cut_of(config: Config) -> tuple[Stage, ...]:
     """Return the stages that the model is cut into."""
     model, parallel = config.model_config, config.parallel_config
     count = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-    given = model.layer_stages if isinstance(model, EncoderDecoderConfig) else None
+    given = _given_stages(config)
     if count == 1 or given is None:
         return stages(model.num_layers, count)
-    stops = [sum(stage <= number for stage in given) for number in range(count)]
-    return tuple(Stage(([0, *stops])[i], stops[i], i == 0, i == count - 1) for i in range(count))
+    return stages_that_stop_at([sum(stage <= number for stage in given) for number in range(count)])
 
 
-def _placed(config: Config) -> bool:
-    """True for layers whose stages were given."""
-    return isinstance(config.model_config, EncoderDecoderConfig) and config.model_config.layer_stages is not None
+def _given_stages(config: Config) -> tuple[int, ...] | None:
+    """Return the stage of each layer, where the user gave them."""
+    model = config.model_config
+    return model.layer_stages if isinstance(model, EncoderDecoderConfig) else None
 
 
 def embedding_ranks(config: Config) -> list[int]:
@@ -104,7 +104,7 @@ def check_stages(config: Config) -> None:
             " pipeline_model_parallel_size of 2 or more"
         )
     check_encoder_decoder(config)
-    if layers < ranks * chunks and not _placed(config):
+    if layers < ranks * chunks and _given_stages(config) is None:
         raise ConfigError(
             f"model_config.num_layers is {layers}: wanted at least one layer for each of {ranks} x {chunks} pipeline stages"
         )

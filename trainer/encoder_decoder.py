@@ -8,8 +8,6 @@ Layers are numbered through: those of the encoder first. Shape suffixes as in `m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,10 +28,7 @@ class EncoderDecoder(Transformer):
 
     config: EncoderDecoderConfig
 
-    def __init__(
-        self, config: EncoderDecoderConfig, stage: Stage | None = None, experts: Sequence[int] | None = None
-    ) -> None:
-        """experts: as of a GPT; there are none."""
+    def __init__(self, config: EncoderDecoderConfig, stage: Stage | None = None) -> None:
         super().__init__()
         stage = stage or stages(config.num_layers, 1)[0]
         self.config, self.stage = config, stage

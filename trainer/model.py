@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import torch
@@ -42,8 +43,13 @@ class Stage:
 def stages(num_layers: int, count: int) -> tuple[Stage, ...]:
     """Divide the layers into `count` stages as evenly as can be; the first ones get what is left over."""
     each, more = divmod(num_layers, count)
-    stops = [each * (i + 1) + min(i + 1, more) for i in range(count)]
-    return tuple(Stage(([0, *stops])[i], stops[i], i == 0, i == count - 1) for i in range(count))
+    return stages_that_stop_at([each * (i + 1) + min(i + 1, more) for i in range(count)])
+
+
+def stages_that_stop_at(stops: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the stages whose last layers are before these, in order."""
+    last = len(stops) - 1
+    return tuple(Stage(start, stop, i == 0, i == last) for i, (start, stop) in enumerate(pairwise((0, *stops))))
 
 
 class Transformer(nn.Module):

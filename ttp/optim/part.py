@@ -46,12 +46,13 @@ class Part:
         found = [(shard, self.shards.held_tensors(shard, backup)) for shard in self.layout.held(self.rank)]
         return [(shard, tensors) for shard, tensors in found if tensors]
 
-    def shard_groups(self, name: Callable[[Any], str]) -> list[ShardGroup]:
+    def shard_groups(self, name: Callable[[Any], str] | None) -> list[ShardGroup]:
         """Return what this rank holds, for its registration. name: what the ranks of `group` have of the model, for people."""
+        part = name(self.group) if name is not None else ""
         return [
             ShardGroup(
                 self.layout.group_id(shard),
-                name(self.group) + self.layout.label(shard),
+                part + self.layout.label(shard),
                 sum(tensor.values.nbytes for tensor in tensors),
             )
             for shard, tensors in self.held(backup=False)

@@ -130,9 +130,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """The summed gradient is divided by this and by the loss scale within the update."""
         self.on_point: Callable[[str, int], None] | None = None
         """Called with a point's name and the step, for fault injection: see `_point`."""
-        self.part_name: Callable[[Any], str] = lambda group: (
-            ""
-        )  # begins the names, for people, of the shards of a process group
+        self.part_name: Callable[[Any], str] | None = None
+        """Of a process group: what the names of its shards begin with in messages; None: with nothing."""
         if compare_every < 0:
             raise ConfigError(f"compare_every is {compare_every}: wanted a number of steps, or 0 for never")
         self.compare_every = compare_every
