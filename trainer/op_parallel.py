@@ -5,6 +5,7 @@ Owns `TransformerOpParallelConfig` and how a `pipeline_func` is loaded and calle
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class PlacedLayer:
 PipelineFunc = Callable[[PlacedLayer, int, int, TransformerOpParallelConfig, int], None]
 """(network, layer_id, offset, parallel_config, layers): of the encoder's layers with offset 0, then of the decoder's with the number of
 the encoder's layers; `layers`: all of them."""
+_TAKES = ("network", "layer_id", "offset", "parallel_config", "layers")
 
 
 def place_layers(
@@ -96,4 +98,11 @@ def load_pipeline_func(path: str) -> PipelineFunc:
         raise ConfigError(
             f"--pipeline_func: got {path}, which defines no pipeline_func, expected that function. Add it"
         )
+    try:
+        inspect.signature(found).bind(*_TAKES)
+    except TypeError as error:
+        raise ConfigError(
+            f"--pipeline_func: got {path}, whose pipeline_func does not take ({', '.join(_TAKES)}) by position ({error}), expected that."
+            " Correct it"
+        ) from None
     return found  # type: ignore[no-any-return]

@@ -71,6 +71,12 @@ def pairs_of(args: argparse.Namespace) -> Pairs:
     if args.source:
         return aligned(args.source, _lines(args.source), args.target, _lines(args.target))
     files = [args.wmt14 / f"{WMT14}.{language}.sgm" for language in ("en", "fr")]
+    for file in files:
+        if not file.is_file():
+            raise Refused(
+                f"{file}: got no such file, expected WMT14's. Unpack test-full.tgz here, or name its folder with --wmt14, or use --source,"
+                " --pairs or --numerals"
+            )
     return aligned(files[0], segments(files[0]), files[1], segments(files[1]))
 
 

@@ -12,7 +12,7 @@ if [ $# -lt 2 ]; then
     exit 2
 fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-data_path=$(realpath "$1")
+data_path=$1
 rank_size=$2
 shift 2
 export RANK_TABLE_FILE=${RANK_TABLE_FILE:-$here/rank_table_${rank_size}pcs.json}
@@ -20,6 +20,11 @@ if [ ! -f "$RANK_TABLE_FILE" ]; then
     echo "run.sh: RANK_SIZE: got $rank_size, expected one with a table rank_table_${rank_size}pcs.json. Write it, or set RANK_TABLE_FILE" >&2
     exit 2
 fi
+if [ ! -f "$data_path" ]; then
+    echo "run.sh: DATA_PATH: got $data_path, expected a file of pairs. Run python preprocess.py first, or correct the path" >&2
+    exit 2
+fi
+data_path=$(realpath "$data_path")
 
 folder=${DEVICE_FOLDER:-device}
 for ((i = 0; i < rank_size; i++)); do

@@ -12,7 +12,7 @@ if [ $# -lt 4 ]; then
     exit 2
 fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-data_path=$(realpath "$1")
+data_path=$1
 devices=${DEVICES:-8}
 export RANK_TABLE_FILE=$2 RANK_SIZE=$3 LOG_NAMES=cluster
 rank_start=$4
@@ -21,6 +21,11 @@ if ((rank_start % devices || rank_start >= RANK_SIZE)); then
     echo "run_cluster.sh: RANK_START: got $rank_start, expected a multiple of $devices below $RANK_SIZE. Correct it, or set DEVICES" >&2
     exit 2
 fi
+if [ ! -f "$data_path" ]; then
+    echo "run_cluster.sh: DATA_PATH: got $data_path, expected a file of pairs. Run python preprocess.py first, or correct the path" >&2
+    exit 2
+fi
+data_path=$(realpath "$data_path")
 for ((i = rank_start; i < rank_start + devices; i++)); do
     rm -rf "device_$i"
 done

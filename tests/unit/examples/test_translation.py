@@ -120,7 +120,7 @@ def test_two_aligned_files_and_one_of_pairs_become_the_same(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], r"test-full/newstest2014-fren-ref.en.sgm: got a file that cannot be read"),
+        ([], r"test-full/newstest2014-fren-ref.en.sgm: got no such file, expected WMT14's. Unpack test-full.tgz"),
         (["--source", "one.txt"], "expected --source with --target"),
         (["--source", "one.txt", "--target", "two.txt"], "one.txt has 1 sentences, two.txt has 2"),
         (["--pairs", "one.txt"], "one.txt, line 1: got 1 columns, expected two"),
@@ -262,6 +262,10 @@ def test_a_pipeline_func_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="defines no pipeline_func"):
         load_pipeline_func(str(path))
 
+    path.write_text("def pipeline_func(network, layer_id): ...\n")
+    with pytest.raises(ConfigError, match=r"does not take \(network, layer_id, offset, parallel_config, layers\)"):
+        load_pipeline_func(str(path))
+
     def half(network: PlacedLayer, layer_id: int, *_: object) -> None:
         network.pipeline_stage = layer_id / 2  # type: ignore[assignment]
 
@@ -286,13 +290,18 @@ def test_the_rank_tables_are_read(size: int) -> None:
             ["run_cluster.sh", ".", "t.json", "16", "4"],
             "run_cluster.sh: RANK_START: got 4, expected a multiple of 8 below 16",
         ),
-        (["run_parallel_save_ckpt.sh"], "DATA_PATH: got none"),
-        (["run_parallel_recover_ckpt.sh"], "DATA_PATH: got none"),
+        (["run.sh", "none/pairs.txt", "2"], "run.sh: DATA_PATH: got none/pairs.txt, expected a file of pairs"),
+        (
+            ["run_cluster.sh", "none/pairs.txt", "t.json", "16", "8"],
+            "run_cluster.sh: DATA_PATH: got none/pairs.txt, expected a file of pairs",
+        ),
+        (["run_parallel_save_ckpt.sh"], "run_parallel_save_ckpt.sh: DATA_PATH: got none"),
+        (["run_parallel_recover_ckpt.sh"], "run_parallel_recover_ckpt.sh: DATA_PATH: got none"),
     ],
 )
 def test_a_script_that_cannot_start_says_so_in_one_line(words: list[str], message: str, tmp_path: Path) -> None:
     done = run(["bash", *words], tmp_path)
-    assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
 def test_pairs_that_cannot_be_read_are_one_line_and_status_2(prepared: Path, tmp_path: Path) -> None:
