@@ -292,5 +292,5 @@ def test_an_architecture_that_they_have_not_is_refused_by_name(
     assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "run")]) == 2
     (tmp_path / "empty").mkdir()
     assert convert(["to-hf", str(tmp_path / "empty"), str(tmp_path / "hf")]) == 2
-    assert "no valid checkpoint" in capsys.readouterr().err
+    assert "no checkpoint in" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()

@@ -122,7 +122,7 @@ def test_what_cannot_be_continued_is_refused_in_one_sentence(
     (tmp_path / "empty").mkdir()
     output = run("output", {"training_config.save_interval": 1, "training_config.training_iters": 1})
     for arguments, wanted in (
-        (["--checkpoint", str(tmp_path / "empty"), "--prompt", "x"], "holds no valid checkpoint"),
+        (["--checkpoint", str(tmp_path / "empty"), "--prompt", "x"], "no checkpoint in"),
         (["--checkpoint", str(tmp_path / "missing"), "--prompt", "x"], "is no directory"),
         (["--checkpoint", str(output), "--prompt", ""], "--prompt is '': wanted one token of text at least"),
         (["--checkpoint", str(output), "--prompt", "x", "--top-k", "0"], "--top-k is 0"),
