@@ -30,7 +30,7 @@ help:
 	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input, real kills"
 	@echo "make mutants [MUTANTS_ARGS='--most 300']  the next 30 small changes of the machines, each in up to 20,000 random jobs; goes on where it was"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
-	@echo "make docs                         the generated tables of docs/protocol.md"
+	@echo "make docs                         the generated tables of docs/protocol.md and docs/architecture.md, and its picture"
 	@echo "make docs-site                    the documentation as a site in build/site, every link checked"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -90,6 +90,7 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	@$(PY) -m tests.document
+	@$(PY) -m tests.picture
 
 docs-site: $(STAMP)
 	$(PY) -m mkdocs build --strict

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks._scale_world import STEP, World, file_entry, registration, report
-from ttp.controller import machine
 from ttp.controller.__main__ import GC_THRESHOLDS
-from ttp.controller.events import Beats, ControllerSettings, Effect, Event, Received, Send
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import Beats, ControllerSettings, Effect, Event, Received, Send
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.messages import (
     Heartbeat,
     Phase,

@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from ttp.trainer.config import ModelConfig
-from ttp.trainer.model import GPT
+from ttp.trainer.config.schema import ModelConfig
+from ttp.trainer.model.gpt import GPT
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 1.0

@@ -30,7 +30,7 @@ from pathlib import Path
 from ttp.controller.agent_link import AgentLink
 from ttp.controller.journal import read_story
 from ttp.controller.process import start_controller
-from ttp.launch.deathwatch import POLL_S, Death, DeathWatch
+from ttp.launch.watch.death_watch import POLL_S, Death, DeathWatch
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Freeze, Registration, ShardGroup, Welcome
 from ttp.proto.stream import ControlStream

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from ttp.controller import machine
-from ttp.controller.events import ControllerSettings, Journal, Received, Tick
-from ttp.processor.pace import TOLD, StepTimes
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import ControllerSettings, Journal, Received, Tick
+from ttp.processor.core.step_times import TOLD, StepTimes
 from ttp.proto.messages import Heartbeat, Phase, Registration, ShardGroup, Upward
 
 STEPS = 10_000

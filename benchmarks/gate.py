@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from ttp.interfaces.update_tracker import NullTracker, UpdateTracker
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
-from ttp.tracking import NullTracker, UpdateTracker
 
 LIMIT_US = 3.0
 RECORD = CommitRecord(1, 1.0, 1.0, False, 1.0, (1e-3,), ())

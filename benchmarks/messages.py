@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from ttp.controller.process import start_controller
+from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor
-from ttp.processor.events import ProcessorSettings
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord, PublishOrder, Registration, ShardGroup, ShareResult, Upward, WriteOrder
 from ttp.proto.stream import ControlStream

@@ -29,13 +29,13 @@ import torch.multiprocessing
 from benchmarks._gradient_memory import held
 from benchmarks._step_world import bytes_sent
 from benchmarks.step_time import alone, free_port, in_namespace
-from ttp.trainer.chunks import build_chunks
-from ttp.trainer.config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
-from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.mesh import build_mesh
-from ttp.trainer.model import UNCOUNTED
-from ttp.trainer.optimizer import build_optimizer
-from ttp.trainer.passes import Passes
+from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
+from ttp.trainer.config.schema import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
+from ttp.trainer.model.gpt import UNCOUNTED
+from ttp.trainer.parallel.mesh import build_mesh
+from ttp.trainer.parallel.micro_batches import Passes
+from ttp.trainer.parallel.optimizer import build_optimizer
+from ttp.trainer.parallel.pipeline_stages import build_chunks
 
 RANKS, DATA, STEPS = 4, 2, 2
 GPT, PAIRS = "GPT", "encoder-decoder"

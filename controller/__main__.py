@@ -28,16 +28,16 @@ from functools import partial
 from pathlib import Path
 
 from ttp.errors import ControllerError
-from ttp.options import above_zero, whole
+from ttp.inputs.options import above_zero, whole
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
 from ttp.proto.transport import grpc, join_address
 
 from .agent_link import request_shutdown
+from .core.facts.events import ControllerSettings
 from .driver import Driver
-from .events import ControllerSettings
-from .guardians import Guardians
-from .handler import LeaveIfAlone, LeaveIfIdle
+from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
+from .parent_watch import Guardians
 from .process import CANNOT_LISTEN, CANNOT_WRITE
 from .server import GRACE_S, ControlService, add_service, make_server
 
@@ -171,8 +171,8 @@ async def serve(
     service = ControlService(settings, driver)
     add_service(server, service)
     watched = guardians or Guardians(())
-    loop.add_signal_handler(signal.SIGTERM, lambda: driver.put(LeaveIfAlone("SIGTERM", guarded=watched.watch_over())))
-    loop.add_signal_handler(signal.SIGUSR1, driver.put, LeaveIfIdle("asked to end unless it is needed"))
+    loop.add_signal_handler(signal.SIGTERM, lambda: driver.put(StopWhenUnused("SIGTERM", guarded=watched.watch_over())))
+    loop.add_signal_handler(signal.SIGUSR1, driver.put, StopIfNeverUsed("asked to end unless it is needed"))
     await server.start()
     driver.start()
     watch = asyncio.create_task(leave_when_alone(driver, watched, settings.orphan_timeout_s))
@@ -202,7 +202,7 @@ async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: flo
         await asyncio.sleep(GUARDIAN_POLL_S)
     while True:
         await asyncio.sleep(patience_s)
-        driver.put(LeaveIfIdle("the processes that it was started for are gone"))
+        driver.put(StopIfNeverUsed("the processes that it was started for are gone"))
 
 
 def supersede(settings: ControllerSettings, address: str) -> None:

@@ -21,7 +21,7 @@ from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
 
-from .state import Stage
+from .core.facts.state import Stage
 
 log = logging.getLogger("ttp.launch")
 

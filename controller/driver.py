@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .events import ControllerSettings
+from .core.facts.events import ControllerSettings
 from .handler import Handler, Item
 from .journal import Journal
 

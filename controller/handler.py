@@ -2,7 +2,7 @@
 
 Owns the routes (which stream a rank is on now) and the machine's state. Never decides: all decisions are the machine's. Never
 waits and has no thread: `driver.py` gives it one, `server.py` the streams; the simulator runs it without. Knows nothing of gRPC: a
-stream is a `Link`.
+stream is a `RankLink`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol, assert_never
 
-from ttp.controller import machine
+from ttp.controller.core import machine
 from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.frozen import dataclass
@@ -36,7 +36,7 @@ from ttp.proto.messages import (
 )
 from ttp.proto.status import JobStatus, PublishedCheckpoint
 
-from .events import (
+from .core.facts.events import (
     Beats,
     ControllerSettings,
     Effect,
@@ -49,9 +49,9 @@ from .events import (
     Tell,
     Tick,
 )
-from .events import Journal as JournalEffect
-from .state import Stage
-from .status import job_status
+from .core.facts.events import Journal as JournalEffect
+from .core.facts.state import Stage
+from .core.facts.status import job_status
 
 TICK_S = 0.25
 """Longest time between two ticks."""
@@ -61,7 +61,7 @@ Addressed = tuple[tuple[int, ...], Downward]
 """A message and the ranks of one stream that it is for."""
 
 
-class Link(Protocol):
+class RankLink(Protocol):
     """One stream, as the driver sees it; methods are called on the driver's thread and must not block."""
 
     def send(self, messages: Sequence[Addressed]) -> None:
@@ -75,14 +75,14 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    link: Link
+class StreamMessage:
+    link: RankLink
     parcel: UpwardParcel
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    link: Link
+class StreamEnded:
+    link: RankLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveIfIdle:
+class StopIfNeverUsed:
     """Nobody will come to this controller any more; one that ranks have come to stays until its work is done."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveIfAlone:
+class StopWhenUnused:
     """A signal has come that may have been meant for all processes of the job: its ranks need this one to save what they have. It
     leaves once they have been gone for a lease; a broken stream comes back sooner."""
 
@@ -112,7 +112,7 @@ class LeaveIfAlone:
     """The processes that it was started for run: a standby stays, for its ranks may still have to come to it."""
 
 
-Item = Said | Ended | StatusAsked | StopAsked | LeaveIfIdle | LeaveIfAlone
+Item = StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused
 
 
 class Story(Protocol):
@@ -153,11 +153,11 @@ class Handler:
         self._leaves_when_alone = ""
         """Why; empty: it was not told to."""
         self._alone_since = -inf  # nobody has come yet: nobody comes back
-        self.routes: dict[int, Link] = {}
+        self.routes: dict[int, RankLink] = {}
         """The stream that each rank is on now."""
-        self._carried: dict[Link, set[int]] = {}  # the routes' inverse
-        self._agents: dict[str, Link] = {}
-        self._outgoing: dict[Link, list[Addressed]] = {}  # gathered since the last flush
+        self._carried: dict[RankLink, set[int]] = {}  # the routes' inverse
+        self._agents: dict[str, RankLink] = {}
+        self._outgoing: dict[RankLink, list[Addressed]] = {}  # gathered since the last flush
         self._beats: dict[int, Heartbeat] = {}
         self._published: PublishedCheckpoint | None = None
 
@@ -197,24 +197,24 @@ class Handler:
 
     def take(self, item: Item) -> None:
         match item:
-            case Said(link, parcel):
+            case StreamMessage(link, parcel):
                 self.hear(link, parcel.messages)
-            case Ended(link):
+            case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
                 reply(job_status(self.state, self._beats, self._published, os.getpid()))
-            case LeaveIfAlone():
+            case StopWhenUnused():
                 self._leave_if_alone(item)
             case StopAsked(reason):
                 self._stop(reason)
-            case LeaveIfIdle(reason):
+            case StopIfNeverUsed(reason):
                 stage = self.state.stage
                 if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self.routes):
                     self._finish(reason)
             case _:
                 assert_never(item)
 
-    def _leave_if_alone(self, told: LeaveIfAlone) -> None:
+    def _leave_if_alone(self, told: StopWhenUnused) -> None:
         """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
         if told.guarded and self.state.stage is Stage.STANDBY:
             self._tell_story("stays", {"reason": f"{told.reason}, and what this standby was started for runs"})
@@ -235,7 +235,7 @@ class Handler:
         self._tell_story("stopped", {"reason": reason})
         self._finish(reason)
 
-    def hear(self, link: Link, messages: Sequence[Upward]) -> None:
+    def hear(self, link: RankLink, messages: Sequence[Upward]) -> None:
         """What one envelope says, in order; heartbeats that stand side by side are one event."""
         beats: list[Heartbeat] = []
         for message in messages:
@@ -253,14 +253,14 @@ class Handler:
             self._step(Received(beats[0]) if len(beats) == 1 else Beats(tuple(beats)), self._clock())
             beats.clear()
 
-    def _is_routed(self, link: Link, message: Upward) -> bool:
+    def _is_routed(self, link: RankLink, message: Upward) -> bool:
         """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
         assert not isinstance(message, AgentHello | Vouch)
         if message.rank not in self.routes:
             link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
         return self.routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
 
-    def _hear_one(self, link: Link, message: Upward) -> None:
+    def _hear_one(self, link: RankLink, message: Upward) -> None:
         """Route, then let the machine know."""
         match message:
             case Registration():
@@ -275,7 +275,7 @@ class Handler:
                     return
         self._step(Received(message), self._clock())
 
-    def _route(self, link: Link, registration: Registration) -> bool:
+    def _route(self, link: RankLink, registration: Registration) -> bool:
         rank, world_size = registration.rank, self._settings.world_size
         if registration.world_size != world_size or not 0 <= rank < world_size:
             link.reject(
@@ -294,7 +294,7 @@ class Handler:
                 old.finish()
         return True
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: RankLink) -> None:
         self._outgoing.pop(link, None)
         ranks = tuple(sorted(self._carried.pop(link, ())))
         hosts = sorted(host for host, agent in self._agents.items() if agent is link)
@@ -349,7 +349,7 @@ class Handler:
             if (link := self.routes.get(ranks[0])) is not None:
                 self._outgoing.setdefault(link, []).append((ranks, message))
             return
-        by_link: dict[Link, list[int]] = {}
+        by_link: dict[RankLink, list[int]] = {}
         for rank in ranks:
             if rank in self.routes:
                 by_link.setdefault(self.routes[rank], []).append(rank)
@@ -368,7 +368,7 @@ class Handler:
                 for one in messages:  # the others must get through
                     self._send_alone(link, one)
 
-    def _send_alone(self, link: Link, one: Addressed) -> None:
+    def _send_alone(self, link: RankLink, one: Addressed) -> None:
         try:
             link.send((one,))
         except CodecError as error:

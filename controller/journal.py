@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ttp.checked import field, mapping, number, string
-from ttp.controller.record import from_json, plain_json, to_json
-from ttp.input_file import open_regular
+from ttp.controller.json_codec import from_json, plain_json, to_json
+from ttp.inputs.checked import field, mapping, number, string
+from ttp.inputs.input_file import open_regular
 
-from .events import ControllerSettings, Effect, Event
+from .core.facts.events import ControllerSettings, Effect, Event
 
 SEGMENT_BYTES = 64 << 20
 BATCH_LINES = 512

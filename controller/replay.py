@@ -18,10 +18,10 @@ from typing import Any
 from ttp.errors import ProtocolError
 from ttp.proto.incident import EVENT as INCIDENT
 
-from . import machine
-from .events import Effect, Event, Journal, Send
+from .core import machine
+from .core.facts.events import Effect, Event, Journal, Send
 from .journal import Recording, inputs_path, read_inputs, read_story, replay
-from .record import plain_json
+from .json_codec import plain_json
 
 BY_THE_DRIVER = frozenset({"stopped", "stays", "protocol_error", "machine_failed", "not_sent"})
 """Lines of the story that are not the machine's."""

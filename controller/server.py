@@ -27,9 +27,9 @@ from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_s
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, grpc, join_address
 
+from .core.facts.events import ControllerSettings
 from .driver import Driver
-from .events import ControllerSettings
-from .handler import Addressed, Ended, Said, StatusAsked, StopAsked
+from .handler import Addressed, StatusAsked, StopAsked, StreamEnded, StreamMessage
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""
@@ -37,7 +37,7 @@ GRACE_S = 2.0
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardEnvelope, pb.DownwardEnvelope]"
 
 
-class Mailroom:
+class Outbox:
     """Carries envelopes from any thread to the streams' outboxes on the loop's thread.
 
     The loop is woken once for all that has gathered, not once an envelope: each waking is a system call, and a plan for
@@ -69,7 +69,7 @@ class Mailroom:
 class StreamLink:
     """One stream's outbox. The driver's thread sends, the loop's thread delivers."""
 
-    def __init__(self, settings: ControllerSettings, mailroom: Mailroom) -> None:
+    def __init__(self, settings: ControllerSettings, mailroom: Outbox) -> None:
         self._settings = settings
         self._mailroom = mailroom
         self.outbox: asyncio.Queue[pb.DownwardEnvelope | None] = asyncio.Queue()
@@ -104,7 +104,7 @@ class ControlService(ControlServicer):
         self._settings = settings
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._mailroom = Mailroom(self._loop)
+        self._mailroom = Outbox(self._loop)
         self._links: set[StreamLink] = set()
 
     def finish_streams(self) -> None:
@@ -123,7 +123,7 @@ class ControlService(ControlServicer):
         finally:  # also when the other side is gone: the handler is cancelled
             reader.cancel()
             self._links.discard(link)
-            self._driver.put(Ended(link))
+            self._driver.put(StreamEnded(link))
         if link.rejection is not None:
             await context.abort(*link.rejection)
 
@@ -134,7 +134,7 @@ class ControlService(ControlServicer):
                 if not self._accepts(envelope, link):  # before anything else of it is read
                     return
                 if (whole := joiner.take(envelope)) is not None:
-                    self._driver.put(Said(link, decode_upward(whole)))
+                    self._driver.put(StreamMessage(link, decode_upward(whole)))
             link.finish()
         except grpc.aio.AioRpcError:
             link.finish()

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
-from ttp.processor.events import (
+from ttp.processor.async_log import AsyncLog
+from ttp.processor.core.events import (
     BoundaryReached,
     ControllerEnded,
     ControllerStarted,
@@ -35,11 +36,10 @@ from ttp.processor.events import (
     TrainReturned,
 )
 from ttp.processor.gate import Gate
-from ttp.processor.handler import Closed, Handler, Incoming, Item, Machine, Opened, Stop, Stream
-from ttp.processor.ports import ControllerStarter, StateHolder
+from ttp.processor.handler import Closed, Handler, Incoming, Item, Opened, RankMachine, Stop, Stream
+from ttp.processor.ports import ControllerStarter, StateProvider
 from ttp.processor.stacks import StackWriter
 from ttp.processor.starting import Starting
-from ttp.processor.voice import Voice
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, Welcome
@@ -63,7 +63,7 @@ class Processor:
         settings: ProcessorSettings,
         address: Address,
         job_id: str,
-        holder: StateHolder,
+        holder: StateProvider,
         gate: Gate,
         *,
         freeze_timeout_s: float = FREEZE_TIMEOUT_S,
@@ -74,7 +74,7 @@ class Processor:
         checkpoint: Callable[[], str] | None = None,
         starter: ControllerStarter | None = None,
         exit_process: Callable[[int], None] = os._exit,
-        machine: Machine | None = None,
+        machine: RankMachine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`freeze_timeout_s`: how long an update in progress is waited for before the gate is reported as not closed.
@@ -103,7 +103,7 @@ class Processor:
         self._releases_at_exit = False
         self._welcomed = threading.Event()
         self._welcome: Welcome | None = None
-        self._voice = Voice(settings.rank)
+        self._voice = AsyncLog(settings.rank)
         self.say = self._voice.say
         self._stacks = StackWriter(stacks_path, self._voice)
         self.save_stacks = self._stacks.save

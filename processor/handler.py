@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Protocol, assert_never
 
 from ttp.errors import ProtocolError
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     ApplyUpdate,
     CloseGate,
     Connect,
@@ -40,8 +40,8 @@ from ttp.processor.events import (
     Tick,
     WriteShare,
 )
+from ttp.processor.core.step_times import StepTimes
 from ttp.processor.gate import Gate
-from ttp.processor.pace import StepTimes
 from ttp.processor.worker import Reopen, Settle, Task
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.frozen import dataclass, replace
@@ -55,8 +55,8 @@ AT_ONCE_S = 0.02
 """A freeze that takes longer goes to the work thread."""
 
 
-class Machine(Protocol):
-    """The pure machine, `ttp.processor.machine`."""
+class RankMachine(Protocol):
+    """The pure machine, `ttp.processor.core.machine`."""
 
     def initial(self, settings: ProcessorSettings, now: float) -> Any: ...
 
@@ -157,7 +157,7 @@ class Handler:
         gate: Gate,
         ports: Ports,
         *,
-        machine: Machine | None = None,
+        machine: RankMachine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`address`: the first controller's, where the settings name it otherwise."""
@@ -331,7 +331,7 @@ class Handler:
         self._step(GateClosed(replace(report, checkpoint=self._ports.checkpoint())), now)
 
 
-def _default_machine() -> Machine:
-    from ttp.processor import machine
+def _default_machine() -> RankMachine:
+    from ttp.processor.core import machine
 
     return machine

@@ -9,7 +9,7 @@ from typing import Protocol
 from ttp.proto.messages import CommitRecord, PublishOrder, Registration, ShareResult, WriteOrder
 
 
-class StateHolder(Protocol):
+class StateProvider(Protocol):
     """A rank's replica of the job's state. Every method but `registration` is called by the processor's work thread only,
     one at a time, while the gate is closed; the main thread may be stuck in a collective meanwhile."""
 

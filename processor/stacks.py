@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from ttp.processor.voice import Voice
+from ttp.processor.async_log import AsyncLog
 
 STACKS_SIGNAL = signal.SIGRTMIN + 9 if sys.platform == "linux" else 0
 """Has a process that listens (`StackWriter.listen`) write its stacks; 0: there is none here."""
@@ -46,7 +46,7 @@ def _is_handled(number: int) -> bool:
 class StackWriter:
     """Appends to one file, and to another when a signal asks. `save` and `finish` are called on the processor's thread."""
 
-    def __init__(self, path: Path | None, voice: Voice) -> None:
+    def __init__(self, path: Path | None, voice: AsyncLog) -> None:
         self._path = path
         self._voice = voice
         self._thread: threading.Thread | None = None

@@ -10,15 +10,15 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ttp.processor.events import ControllersFound, ControllerStarted, Event, LookForControllers, StartController
+from ttp.processor.async_log import AsyncLog
+from ttp.processor.core.events import ControllersFound, ControllerStarted, Event, LookForControllers, StartController
 from ttp.processor.ports import ControllerStarter
-from ttp.processor.voice import Voice
 
 
 class Starting:
     """Carries out StartController and LookForControllers, one after the other. `post` gets the answers, on its thread."""
 
-    def __init__(self, starter: ControllerStarter, voice: Voice, post: Callable[[Event], None]) -> None:
+    def __init__(self, starter: ControllerStarter, voice: AsyncLog, post: Callable[[Event], None]) -> None:
         self._starter = starter
         self._voice = voice
         self._post = post

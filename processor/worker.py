@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import assert_never
 
 from ttp.errors import ProtocolError, TornShare
-from ttp.processor.events import (
+from ttp.processor.async_log import AsyncLog
+from ttp.processor.core.events import (
     ApplyUpdate,
     Event,
     GateClosed,
@@ -28,8 +29,7 @@ from ttp.processor.events import (
     WriteShare,
 )
 from ttp.processor.gate import Gate
-from ttp.processor.ports import StateHolder
-from ttp.processor.voice import Voice
+from ttp.processor.ports import StateProvider
 from ttp.proto.frozen import dataclass
 from ttp.proto.messages import PublishOrder, ShareResult, WriteOrder
 
@@ -157,7 +157,7 @@ class Worker:
     """One rank's work thread. `post` gets the answers, on this thread."""
 
     def __init__(
-        self, gate: Gate, holder: StateHolder, voice: Voice, freeze_timeout_s: float, post: Callable[[Event], None]
+        self, gate: Gate, holder: StateProvider, voice: AsyncLog, freeze_timeout_s: float, post: Callable[[Event], None]
     ) -> None:
         self._holder = holder
         self._tasks = Tasks(gate, freeze_timeout_s, voice.say)

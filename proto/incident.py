@@ -41,7 +41,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where survivors were when they were frozen."""
 
     phase: str
@@ -68,7 +68,7 @@ class Incident:
     suspected: bool = False
     """Nothing but a suspicion is known of the culprits."""
     culprits: tuple[Culprit, ...] = ()
-    survivors: tuple[Place, ...] = ()
+    survivors: tuple[RankPlace, ...] = ()
     saved: Saved | None = None
     not_saved: str = ""
     """Why nothing was saved."""
@@ -100,7 +100,7 @@ def read_incident(fields: Mapping[str, Any]) -> Incident:
         **{
             **fields,
             "culprits": tuple(Culprit(**{**each, "trace": tuple(each["trace"])}) for each in fields["culprits"]),
-            "survivors": tuple(Place(**{**each, "ranks": tuple(each["ranks"])}) for each in fields["survivors"]),
+            "survivors": tuple(RankPlace(**{**each, "ranks": tuple(each["ranks"])}) for each in fields["survivors"]),
             "saved": Saved(**{**saved, "ranks": tuple(saved["ranks"])}) if saved is not None else None,
         }
     )

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ttp.controller import transitions as controller
-from ttp.controller.state import Stage
-from ttp.processor import transitions as processor
-from ttp.processor.state import Standing
+from tests.rooms import product
+from ttp.controller.core import transitions as controller
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core import transitions as processor
+from ttp.processor.core.state import RankMode
 from ttp.proto import messages as m
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +100,7 @@ def _message(kind: Any) -> str:
 
 _PARTS: dict[str, Callable[[], str]] = {
     "controller-states": lambda: state_table(Stage, controller.TRANSITIONS),
-    "processor-states": lambda: state_table(Standing, processor.TRANSITIONS),
+    "processor-states": lambda: state_table(RankMode, processor.TRANSITIONS),
     "messages": message_table,
 }
 NAMES = frozenset(_PARTS)
@@ -107,17 +108,8 @@ NAMES = frozenset(_PARTS)
 
 # --- timing constants ---
 
-_TIMED_FOLDERS = (
-    "controller",
-    "processor",
-    "proto",
-    "ttp",
-    "ttp/launch",
-    "ttp/launch/report",
-    "ttp/checkpoint",
-    "ttp/checkpoint/format",
-    "ttp/mindio",
-)
+_NOT_TIMED = ("ttp.trainer", "ttp.chaos", "ttp.adopt", "ttp.optim")
+"""Nothing that the protocol waits for."""
 _TIMED = re.compile(r"_?[A-Z_]*((?<!_PER)_S|_TIMEOUT|_HEARTBEATS)$|[a-z_]+_s$")
 _LISTED = re.compile(r"^\| ([^|]*`[\w/]+\.py`[^|]*) \| ([\d.]+)[^|]* \|", re.MULTILINE)
 
@@ -125,8 +117,8 @@ _LISTED = re.compile(r"^\| ([^|]*`[\w/]+\.py`[^|]*) \| ([\d.]+)[^|]* \|", re.MUL
 def timing_constants() -> dict[tuple[str, str], float]:
     """Return every constant of the code that is a time, by (file, name): module constants, and defaults of settings' fields."""
     found: dict[tuple[str, str], float] = {}
-    for folder in _TIMED_FOLDERS:
-        for path in sorted((ROOT / folder).glob("*.py")):
+    for module, path in product().items():
+        if not module.startswith(_NOT_TIMED):
             for name, value in _numbers(ast.parse(path.read_text(encoding="utf-8"))):
                 found[path.relative_to(ROOT).as_posix(), name] = value
     return found

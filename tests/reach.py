@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTERS = ("tests", "ttp.chaos.job", "ttp.chaos.nodes_job", "ttp.controller.process")
+STARTERS = ("tests", "ttp.chaos.observed.training_job", "ttp.chaos.observed.nodes_job", "ttp.controller.process")
 """Modules that are followed, with all below them."""
 
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from ttp.errors import STAY_WRONG, CheckpointError, ConfigError, ControllerError, TTPError
 
-from .config_file import DEFAULT_CONFIG, MODEL_TYPE, describe, load_config, parse_overrides, presets
+from .config.loader import DEFAULT_CONFIG, MODEL_TYPE, describe, load_config, parse_overrides, presets
 
 PLAN_OPTIONS = ("--world-size", "--devices-per-node", "--disk-gb-per-s", "--memory", "--global-batch", "--top", "--device-tflops",
                 "--node-gb-per-s", "--network-gb-per-s")  # fmt: skip
-"""Options of `--plan` that take a value (`plan_command.py` reads them)."""
+"""Options of `--plan` that take a value (`command.py` reads them)."""
 FOR_THE_RESTART = 75
 """As of a rank that has persisted: nothing was trained yet, and peers are not waited for."""
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         config = load_config(name or DEFAULT_CONFIG, parse_overrides(rest), model_type or MODEL_TYPE)
         if planned is not None:
-            from .plan_command import run_plan
+            from .plan.command import run_plan
 
             run_plan(config, planned)
             return 0
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def status_of(work: Callable[[], None], program: str) -> int:
     """Do the work of a rank and return the exit status, after a line that begins with the program's name for what must be corrected.
     Raises what is a fault: ControllerError, or a bug."""
-    from ttp import Settings, error_file
+    from ttp import Settings
+    from ttp.exchange import error_file
 
     try:
         error_file.install()

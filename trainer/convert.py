@@ -24,18 +24,18 @@ import yaml
 
 import ttp
 from ttp.errors import CheckpointError, ConfigError, TTPError
-from ttp.input_file import read_json
+from ttp.inputs.input_file import read_json
 
-from .config import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
-from .device_table import HOST
-from .devices import choose_device
-from .hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
-from .mesh import Mesh
-from .model import DTYPES, build_model
-from .optimizer import build_optimizer
-from .prepare import unfinished_beside
-from .tokenizer import BYTES, byte_level_files, files_of_tokenizer, holds_tokenizer, open_tokenizer
-from .weights import open_trained, put_weights
+from .config.schema import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
+from .data.prepare import unfinished_beside
+from .data.tokenizer import BYTES, byte_level_files, files_of_tokenizer, holds_tokenizer, open_tokenizer
+from .devices.binding import choose_device
+from .devices.device_table import HOST
+from .model.gpt import DTYPES, build_model
+from .model.hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
+from .model.weights import open_trained, put_weights
+from .parallel.mesh import Mesh
+from .parallel.optimizer import build_optimizer
 from .world import World, joined
 
 MOST_INDEX_BYTES = 256 << 20

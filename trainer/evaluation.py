@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import Config
-from .data import OpenedText, Samples
-from .device_table import HOST
-from .mesh import Mesh
+from .config.schema import Config
+from .data.batches import OpenedText, Samples
+from .devices.device_table import HOST
 from .metrics import MetricsFile
-from .passes import Passes
+from .parallel.mesh import Mesh
+from .parallel.micro_batches import Passes
 
 log = logging.getLogger("ttp.trainer")
 

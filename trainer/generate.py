@@ -15,12 +15,12 @@ import torch
 
 from ttp.errors import ConfigError, TTPError
 
-from .config import LARGEST, check
-from .device_table import DEVICES
-from .devices import bind, choose_device
-from .model import GPT
-from .tokenizer import BYTES, Tokenizer, open_tokenizer
-from .weights import model_of, open_trained
+from .config.schema import LARGEST, check
+from .data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from .devices.binding import bind, choose_device
+from .devices.device_table import DEVICES
+from .model.gpt import GPT
+from .model.weights import model_of, open_trained
 
 
 @dataclass(frozen=True, slots=True)

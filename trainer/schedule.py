@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .config import Config
+from .config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:

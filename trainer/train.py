@@ -18,24 +18,24 @@ from typing import Any
 import torch
 
 import ttp
-from ttp import checked
 from ttp.errors import CheckpointError
+from ttp.inputs import checked
 
-from .chunks import build_chunks, check_stages, hash_weights
-from .config import Config, ParallelConfig, plain
-from .data import OpenedText, Samples, open_sequences
-from .devices import bind, choose_device, make_deterministic
-from .encoder_decoder import count_parameters as count_encoder_decoder
-from .encoder_decoder_config import EncoderDecoderConfig
+from .config.encoder_decoder_config import EncoderDecoderConfig
+from .config.schema import Config, ParallelConfig, plain
+from .data.batches import OpenedText, Samples, open_sequences
+from .devices.binding import bind, choose_device, make_deterministic
 from .evaluation import Evaluation
 from .logs import RunLog, open_logs
-from .mesh import Mesh, build_mesh
 from .metrics import MetricsFile, StepMetrics
-from .model import count_parameters
-from .optimizer import build_optimizer
-from .passes import Passes
+from .model.encoder_decoder import count_parameters as count_encoder_decoder
+from .model.gpt import count_parameters
+from .parallel.mesh import Mesh, build_mesh
+from .parallel.micro_batches import Passes
+from .parallel.optimizer import build_optimizer
+from .parallel.pipeline_stages import build_chunks, check_stages, hash_weights
+from .parallel.tensor import check_divides
 from .schedule import learning_rate
-from .tensor import check_divides
 from .world import World, check_agreement, joined
 
 log = logging.getLogger("ttp.trainer")

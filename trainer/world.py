@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ttp.errors import ConfigError
 
-from .device_table import DeviceKind
+from .devices.device_table import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ttp import error_file
+from ttp.exchange import error_file
+from ttp.version import VERSION
 
 if TYPE_CHECKING:
     from ttp.adopt.protect import Guard as Guard
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from ttp.checkpoint.find import Checkpoint as Checkpoint
     from ttp.checkpoint.find import open_checkpoint as open_checkpoint
     from ttp.config import Settings as Settings
-    from ttp.optim.placement import replicas_apart as replicas_apart
     from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
     from ttp.optim.replica_optimizer import ClipValue as ClipValue
     from ttp.optim.replica_optimizer import LossScale as LossScale
     from ttp.optim.replica_optimizer import StepResult as StepResult
     from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as TTPOddReplicaOptimizer
     from ttp.optim.replica_optimizer import TTPReplicaOptimizer as TTPReplicaOptimizer
+    from ttp.optim.shard_layout.placement import replicas_apart as replicas_apart
     from ttp.persist import ttp_to_persist as ttp_to_persist
     from ttp.session import ResumePoint as ResumePoint
     from ttp.session import Session as Session
@@ -46,12 +47,12 @@ _HOMES = {
     "Guard": "ttp.adopt.protect",
     "protect": "ttp.adopt.protect",
     "open_checkpoint": "ttp.checkpoint.find",
-    "replicas_apart": "ttp.optim.placement",
+    "replicas_apart": "ttp.optim.shard_layout.placement",
     "start": "ttp.session",
 }
 
 __all__ = sorted([*_HOMES, "errors"])
-__version__ = "0.1.0"
+__version__ = VERSION
 
 error_file.install_in_worker()
 

@@ -17,10 +17,10 @@
 | TTP_SHARED_DIRS | True | False: every node has checkpoint directories of its own, not shared with the others |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
-| TTP_FAULTS | none | faults to inject (ttp.chaos.inject) |
+| TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one start |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
-| TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.hook) |
+| TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.faults.rank_hook) |
 
 A variable that is set to nothing counts as not set. Names that begin with `TTP_TEST_` are the tests' own.
 """
@@ -34,8 +34,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttp import checked
 from ttp.errors import ConfigError
+from ttp.inputs import checked
 from ttp.nccl import nccl_warnings
 
 VARIABLES = (

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ttp import error_file
+from ttp.exchange import error_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
     - `ENABLE_TTP=False`, or no session was started: `train` runs as it is.
 
     The session may be started before the call or inside `train`. Under a launcher, an exception that ends this process is
-    recorded from here on (`ttp.error_file`).
+    recorded from here on (`ttp.exchange.error_file`).
     """
     error_file.install()
 

@@ -35,9 +35,7 @@ from typing import Any
 
 import torch
 
-from ttp import checked, error_file, last_step, saved_alone, torch_range
-from ttp.alone import BoundarySave
-from ttp.chaos.hook import RankFaults
+from ttp import torch_range
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import Manifest
@@ -45,15 +43,19 @@ from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request
 from ttp.config import Settings
 from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
-from ttp.exchange import JobRanks, check_joined, exchange_json, world
-from ttp.holder import OptimizerHolder, Publisher
-from ttp.job_directories import JobDirectories
-from ttp.last_step import LastStep
-from ttp.periodic import PeriodicSaves
-from ttp.protected import ProtectedOptimizer
-from ttp.protection import Protection, show
+from ttp.exchange import error_file, last_step, saved_alone
+from ttp.exchange.json_collectives import JobRanks, check_joined, exchange_json, world
+from ttp.exchange.last_step import LastStep
+from ttp.inputs import checked
+from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import Cause, CauseKind, CommitRecord
-from ttp.retention import Retention, check_keep
+from ttp.runtime.boundary_save import BoundarySave
+from ttp.runtime.directory_agreement import JobDirectories
+from ttp.runtime.instrumentation import instrumentation
+from ttp.runtime.periodic import PeriodicSaves
+from ttp.runtime.rank_runtime import Protection, show
+from ttp.runtime.retention import Retention, check_keep
+from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
 
 log = logging.getLogger("ttp")
 
@@ -96,7 +98,7 @@ def start(
     TTP_SHARED_DIRS=False, each node's own under the same names.
     layout: JSON facts for the manifest (the axes' sizes, the model's shape).
     log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves at this start).
-    publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.holder.Publisher`): it makes them of the
+    publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.runtime.state_provider.Publisher`): it makes them of the
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside
     training, as `ttp ckpt prune` does it; None: all stay.
@@ -179,13 +181,13 @@ class Session:
             raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
         if not named:
             raise ConfigError("save_dirs is empty: wanted at least one directory for checkpoints")
-        self._faults = RankFaults(settings, self.rank, self.world_size, named)
-        self._faults.at_start("start")
+        self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
+        self._instrumentation.at_start("start")
         self._directories = JobDirectories(named, settings, self.rank, self._device)
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
-        self._faults.logs_in(self.log_dir)
-        self.holder = OptimizerHolder(
+        self._instrumentation.logs_in(self.log_dir)
+        self.holder = OptimizerStateProvider(
             optimizer,
             rank=self.rank,
             world_size=self.world_size,
@@ -223,8 +225,8 @@ class Session:
             else None
         )
         atexit.register(self._report_end)
-        self._faults.attach(optimizer, self.holder)
-        self._faults.at_start("protected")
+        self._instrumentation.attach(optimizer, self.holder)
+        self._instrumentation.at_start("protected")
 
     @property
     def protected(self) -> bool:
@@ -302,7 +304,7 @@ class Session:
                 "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
                 ", ".join(self._directories.named),
             )
-        self._faults.resumed(0, "", reasons, None)
+        self._instrumentation.resumed(0, "", reasons, None)
         return None
 
     def _say(self, text: str) -> None:
@@ -315,9 +317,9 @@ class Session:
 
     def _load(self, found: Reader) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
-        self._faults.at_start("resume")
+        self._instrumentation.at_start("resume")
         found.read_into(self.optimizer.load_begin())
-        self._faults.at_start("loaded")
+        self._instrumentation.at_start("loaded")
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
@@ -325,7 +327,7 @@ class Session:
         self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
-        self._faults.resumed(manifest.step, path, found.skipped, manifest.record)
+        self._instrumentation.resumed(manifest.step, path, found.skipped, manifest.record)
         if self.rank == 0:
             log.info("resumed from %s: step %d (%s)", path, manifest.step, manifest.cause.kind.value)
         if manifest.finite is False and self._directories.keeps:
@@ -429,7 +431,7 @@ class Session:
         self._report_end()
         if self._retention is not None:
             self._retention.close()
-        self._faults.close()
+        self._instrumentation.close()
         self._directories.release()
         if _current is self:
             _current = None

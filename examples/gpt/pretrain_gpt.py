@@ -12,7 +12,7 @@ import argparse
 import os
 
 from ttp.trainer.__main__ import run_as_program
-from ttp.trainer.config_file import MODEL_TYPE
+from ttp.trainer.config.loader import MODEL_TYPE
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ from transformers import get_scheduler
 
 import ttp  # TTP
 from ttp.errors import ConfigError
-from ttp.trainer.device_table import DEVICES
-from ttp.trainer.devices import bind, choose_device, synchronize
+from ttp.trainer.devices.binding import bind, choose_device, synchronize
+from ttp.trainer.devices.device_table import DEVICES
 from ttp.trainer.world import joined, world_from_env
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ttp.errors import DatasetError
-from ttp.trainer.data import permute
-from ttp.trainer.encoder_decoder import BEGIN, END, PAD
-from ttp.trainer.model import UNCOUNTED
+from ttp.trainer.data.batches import permute
+from ttp.trainer.model.encoder_decoder import BEGIN, END, PAD
+from ttp.trainer.model.gpt import UNCOUNTED
 
 SPECIAL_TOKENS = {PAD: "[PAD]", BEGIN: "[BEGIN]", END: "[END]", 3: "[UNK]"}
 """The first ones of the tokenizer."""
@@ -73,7 +73,7 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 class ToyDataset:
-    """The pairs of a file as tokens; what the trainer takes (`ttp.trainer.data.Samples`), and their source.
+    """The pairs of a file as tokens; what the trainer takes (`ttp.trainer.data.batches.Samples`), and their source.
 
     Each epoch takes every pair once, in an order that depends on the seed alone. Longer sentences are cut, shorter ones are filled up.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.op_parallel import PipelineFunc, PlacedLayer, TransformerOpParallelConfig, place_layers
+from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
+from ttp.trainer.parallel.op_parallel import PipelineFunc, PlacedLayer, TransformerOpParallelConfig, place_layers
 
 
 def pipeline_func(

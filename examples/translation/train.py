@@ -20,10 +20,10 @@ from model import net, pipeline_func
 import ttp
 from ttp.errors import CheckpointError, ConfigError
 from ttp.trainer.__main__ import run_as_program, status_of
-from ttp.trainer.config import Config, DatasetConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from ttp.trainer.data import OpenedText
+from ttp.trainer.config.schema import Config, DatasetConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from ttp.trainer.data.batches import OpenedText
 from ttp.trainer.metrics import StepMetrics
-from ttp.trainer.op_parallel import TransformerOpParallelConfig, load_pipeline_func
+from ttp.trainer.parallel.op_parallel import TransformerOpParallelConfig, load_pipeline_func
 from ttp.trainer.train import started
 from ttp.trainer.world import World, world_from_env
 

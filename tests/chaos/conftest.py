@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ttp.chaos.job import Job
-from ttp.launch.processes import is_stopped
+from ttp.chaos.observed.training_job import TrainingJob
+from ttp.launch.watch.processes import is_stopped
 
 SMALL = (
     "--model_config.num_layers=2",
@@ -29,7 +29,7 @@ JOB_S = 800.0
 TEST_S = 1800.0
 """A test waits for a job or two of its own, and the first one that asks for it for a job that it shares with others."""
 
-RunJob = Callable[..., Job]
+RunJob = Callable[..., TrainingJob]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
     """Return a function that gives the finished unbroken job of so many ranks and overrides, trained once a session."""
-    done: dict[tuple[int, tuple[str, ...]], Job] = {}
+    done: dict[tuple[int, tuple[str, ...]], TrainingJob] = {}
 
-    def run(ranks: int, *overrides: str) -> Job:
+    def run(ranks: int, *overrides: str) -> TrainingJob:
         key = (ranks, overrides)
         if key not in done:
             done[key] = run_to_end(tmp_path_factory.mktemp("whole") / f"dp{ranks}", ranks, *overrides)
@@ -65,14 +65,14 @@ def run_to_end(
     status: int = 0,
     restarts: int = 3,
     wait_s: float = JOB_S,
-    meanwhile: Callable[[Job], object] = lambda job: None,
+    meanwhile: Callable[[TrainingJob], object] = lambda job: None,
     environ: Mapping[str, str] | None = None,
-) -> Job:
+) -> TrainingJob:
     """Train one job to its end, demand its exit status and that nothing is left behind, and return it. `meanwhile` is called
     once with the job that has just been started."""
     launcher = ("--max-restarts", str(restarts))
     environ = {"TTP_FAULTS": faults, **(environ or {})}
-    with Job(output, ranks=ranks, overrides=arguments(*overrides), environ=environ, launcher=launcher) as job:
+    with TrainingJob(output, ranks=ranks, overrides=arguments(*overrides), environ=environ, launcher=launcher) as job:
         meanwhile(job)
         got = job.wait(wait_s)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
@@ -80,14 +80,14 @@ def run_to_end(
     return job
 
 
-def killed_together(output: Path, ranks: int, victims: Collection[int], step: int, *overrides: str) -> Job:
+def killed_together(output: Path, ranks: int, victims: Collection[int], step: int, *overrides: str) -> TrainingJob:
     """Train to the end a job in which these ranks die at one moment, all of them READY(step).
 
     If each killed itself there, the first one's death could break the reductions of the others before they are READY, and
     they would live: so each stops itself, and all are killed when the last has come there. No lease may end before that.
     """
 
-    def kill_all(job: Job) -> None:
+    def kill_all(job: TrainingJob) -> None:
         def all_stopped() -> bool:
             pids = job.pids()
             return all(rank in pids and is_stopped(pids[rank]) for rank in victims)

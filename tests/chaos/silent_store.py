@@ -10,14 +10,14 @@ import threading
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.launch import __main__ as ttprun
-from ttp.launch.courier import Courier
+from ttp.launch.links.controller_client import ControllerClient
 
 
-def _waits_for_ever(self: Courier) -> Store:
+def _waits_for_ever(self: ControllerClient) -> Store:
     threading.Event().wait()
     raise AssertionError
 
 
 if __name__ == "__main__":
-    Courier._connect = _waits_for_ever  # type: ignore[method-assign]
+    ControllerClient._connect = _waits_for_ever  # type: ignore[method-assign]
     ttprun.main()

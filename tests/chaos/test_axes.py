@@ -13,8 +13,8 @@ from tests.chaos.conftest import run_to_end
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.unit.trainer.conftest import run_trainings
 from tests.unit.trainer.layouts import Axes, assert_state_of, loaded
-from ttp.chaos.job import Job
-from ttp.chaos.verdict import by_step
+from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.verdict.timeline import by_step
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.long]
 
@@ -53,11 +53,11 @@ TIED = (
 """GPT-2's choices."""
 
 
-def run(folder: Path, axes: Axes, *more: str, faults: str = "", restarts: int = 3) -> Job:
+def run(folder: Path, axes: Axes, *more: str, faults: str = "", restarts: int = 3) -> TrainingJob:
     return run_to_end(folder, axes.ranks, *overrides(axes), *more, faults=faults, restarts=restarts, wait_s=800)
 
 
-def assert_same_curve(job: Job, other: Job, within: float = 2e-4) -> None:
+def assert_same_curve(job: TrainingJob, other: TrainingJob, within: float = 2e-4) -> None:
     """The same losses and norms to round-off."""
     ours, theirs = by_step(job.metrics()), by_step(other.metrics())
     for step in ours:
@@ -110,14 +110,14 @@ def test_gradients_that_accumulate_in_shards_survive_a_kill_bit_for_bit(tmp_path
     assert_equal(hurt, whole)
 
 
-def moved(job: Job, to: Path) -> Path:
+def moved(job: TrainingJob, to: Path) -> Path:
     """Give a job's checkpoints to another one, without copying them."""
     to.mkdir(parents=True)
     os.symlink(job.output_dir / "checkpoints", to / "checkpoints")
     return to
 
 
-def weights_under(tmp_path: Path, job: Job, layouts: Sequence[Axes], *more: str) -> set[str]:
+def weights_under(tmp_path: Path, job: TrainingJob, layouts: Sequence[Axes], *more: str) -> set[str]:
     """Load a job's last checkpoint under other layouts, without another step; return the hashes of the weights."""
     found = set()
     for axes in layouts:

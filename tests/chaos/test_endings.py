@@ -14,8 +14,8 @@ import pytest
 from tests.chaos.conftest import STEPS, arguments
 from tests.chaos.launching import TORCHRUN, Launch
 from tests.ports import free_port
-from ttp.chaos.job import read_jsonl
-from ttp.launch.signals import SAME_S
+from ttp.chaos.observed.training_job import read_jsonl
+from ttp.launch.attempts.signals import SAME_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 

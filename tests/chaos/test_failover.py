@@ -17,9 +17,9 @@ import pytest
 
 from tests.chaos.conftest import JOB_S, RunJob, arguments
 from tests.chaos.test_kills import assert_equal
-from ttp.chaos.job import Job
-from ttp.chaos.verdict import lost_steps, timeline
-from ttp.standby import MOST_STANDBYS
+from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.verdict.timeline import lost_steps, timeline
+from ttp.runtime.standby import MOST_STANDBYS
 
 Line = dict[str, Any]
 STEPS = "--training_config.training_iters=400"
@@ -31,26 +31,26 @@ IDLE, EARLY, WRITING, TOGETHER, STOPPED, TWICE = range(6)
 
 @dataclass(frozen=True, slots=True)
 class Hurt:
-    job: Job
+    job: TrainingJob
     controller_killed_unix_s: float
     """In start IDLE."""
     lost: tuple[int | None, ...]
     """Committed steps that had to be trained again, by start."""
 
 
-def lines_of(job: Job, start: int, event: str) -> list[Line]:
+def lines_of(job: TrainingJob, start: int, event: str) -> list[Line]:
     journals = job.journals()
     return [line for line in journals[start] if line.get("event") == event] if len(journals) > start else []
 
 
-def wait_for_line(job: Job, start: int, event: str) -> None:
+def wait_for_line(job: TrainingJob, start: int, event: str) -> None:
     job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in start {start}", JOB_S)
 
 
 class Story:
     """What is done to the job, one start after the other."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job = job
         self.killed: list[tuple[float, int]] = []
         """When a rank of each start was killed, and the last step on record then."""
@@ -116,7 +116,9 @@ class Story:
 def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
     output = tmp_path_factory.mktemp("failover") / "hurt"
     environ = {"TTP_LEASE_S": f"{LEASE_S:g}"}
-    with Job(output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "7")) as job:
+    with TrainingJob(
+        output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "7")
+    ) as job:
         story = Story(job)
         story.kill_the_idle_controller_and_later_a_rank()
         story.kill_the_controller_before_all_gates_are_closed()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.conftest import SMALL, STEPS, RunJob, run_to_end
 from tests.chaos.test_kills import assert_equal, published_steps
-from ttp.chaos.job import Job, read_jsonl
+from ttp.chaos.observed.training_job import TrainingJob, read_jsonl
 
 LONG = 440
 """Steps of a job in which the controller has time to learn the length of a step, more than once."""
@@ -28,18 +28,18 @@ GRACE_S = 10.0
 """What an operator gives a job between SIGTERM and SIGKILL."""
 
 
-def start(output: Path, ranks: int, faults: str = "", iters: int = LONG, **environ: str) -> Job:
+def start(output: Path, ranks: int, faults: str = "", iters: int = LONG, **environ: str) -> TrainingJob:
     overrides = (*SMALL, f"--training_config.training_iters={iters}")
     environ = {**SMALL_TIMES, "TTP_FAULTS": faults, **environ}
-    return Job(output, ranks=ranks, overrides=overrides, environ=environ, launcher=("--max-restarts", "6"))
+    return TrainingJob(output, ranks=ranks, overrides=overrides, environ=environ, launcher=("--max-restarts", "6"))
 
 
-def story(job: Job, number: int, event: str) -> list[dict[str, Any]]:
+def story(job: TrainingJob, number: int, event: str) -> list[dict[str, Any]]:
     """Return the lines of one kind in the journal of the job's `number`-th start."""
     return [line for line in job.journals()[number] if line["event"] == event]
 
 
-def finish(job: Job, status: int = 0) -> None:
+def finish(job: TrainingJob, status: int = 0) -> None:
     got = job.wait(280)
     assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
 
@@ -67,7 +67,7 @@ def test_a_rank_that_holds_its_interpreter_for_longer_than_a_lease_costs_nothing
         assert not {"suspect", "freeze_sent", "death_seen"} & set(told), told
 
 
-def assert_the_hang_is_told(job: Job) -> None:
+def assert_the_hang_is_told(job: TrainingJob) -> None:
     """The launcher's table, the story with the frames of the suspect, the summary; and the same for machines."""
     console = job.console_tail(10_000)
     log_dir = job.output_dir / "log"

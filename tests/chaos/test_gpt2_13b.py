@@ -18,11 +18,11 @@ from tests.chaos.test_schedulers import EXAMPLES, Script
 from tests.ports import free_port
 from tests.unit.examples.loading import module_of
 from ttp import cli
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 from ttp.trainer import generate
-from ttp.trainer.chunks import hash_weights
-from ttp.trainer.mesh import Mesh
-from ttp.trainer.weights import model_of, open_trained
+from ttp.trainer.model.weights import model_of, open_trained
+from ttp.trainer.parallel.mesh import Mesh
+from ttp.trainer.parallel.pipeline_stages import hash_weights
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.timeout(900)]
 

@@ -16,7 +16,7 @@ from tests.chaos.conftest import SMALL
 from ttp.chaos import matrix
 from ttp.chaos.cli import main
 from ttp.chaos.fixture import RunChaos, chaos
-from ttp.chaos.nodes import why_not
+from ttp.chaos.nodes.namespaces import why_not
 
 __all__ = ["chaos"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ttp.chaos.job import marked
-from ttp.chaos.nodes import why_not
+from ttp.chaos.nodes.namespaces import why_not
+from ttp.chaos.observed.training_job import marked
 from ttp.checkpoint.find import list_checkpoints
 from ttp.checkpoint.verify import verify
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import JOB_S, RunJob, killed_together, run_to_end
-from ttp.chaos.job import Job
-from ttp.chaos.verdict import compare
+from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.verdict.timeline import compare
 from ttp.controller.replay import compare as replay_compare
 from ttp.controller.replay import main as replay
 
@@ -26,29 +26,29 @@ KILLS = (
 
 
 @pytest.fixture(scope="module")
-def killed_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def killed_job(tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
     """Return the finished job of four ranks that was killed at every point of a step (KILLS)."""
     return run_to_end(tmp_path_factory.mktemp("killed") / "dp4", 4, faults=";".join(KILLS), restarts=len(KILLS))
 
 
-def published_steps(job: Job) -> list[int]:
+def published_steps(job: TrainingJob) -> list[int]:
     """Return the step that each start of the job published, in order."""
     lines = [line for journal in job.journals() for line in journal if line.get("event") == "published"]
     return [int(line["step"]) for line in lines]
 
 
-def told_by_the_launcher(job: Job, words: str) -> list[str]:
+def told_by_the_launcher(job: TrainingJob, words: str) -> list[str]:
     """Return the lines of the launcher itself with these words."""
     lines = (job.output_dir / "console.log").read_text(errors="replace").splitlines()
     return [line for line in lines if line.startswith("[ttprun") and words in line]
 
 
-def assert_equal(hurt: Job, whole: Job) -> None:
+def assert_equal(hurt: TrainingJob, whole: TrainingJob) -> None:
     verdict = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
 
 
-def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: Job, whole_job: RunJob) -> None:
+def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: TrainingJob, whole_job: RunJob) -> None:
     """Six kills, one in each place, over all ranks; before the record is out step t-1 is saved, afterwards step t.
 
     From `record` on the dead rank had the record; whether a survivor had it too is a race of the collective, so both t-1
@@ -63,7 +63,7 @@ def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: Job, whole_job:
 
 
 def test_journals_of_killed_ranks_replay_to_the_same_decisions(
-    killed_job: Job, capsys: pytest.CaptureFixture[str]
+    killed_job: TrainingJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four ranks, one killed in each start: freeze, step, roll-forward, writers and publisher come out as they did."""
     paths = sorted((killed_job.output_dir / "log").glob("journal_*.jsonl"))
@@ -152,7 +152,7 @@ def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_pa
 
 def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:
     """ENABLE_TTP=False: no controller, no journal, no dying gasp."""
-    with Job(
+    with TrainingJob(
         tmp_path / "plain",
         ranks=2,
         overrides=("--training_config.training_iters=8",),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
 from tests.ports import free_port
-from ttp.launch.signals import SAME_S
+from ttp.launch.attempts.signals import SAME_S
 from ttp.nccl import NCCL_SETTINGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
@@ -372,8 +372,8 @@ from pathlib import Path
 from torch.distributed import run
 from ttp.launch.arguments import make_parser
 from ttp.launch.main import launch
-from ttp.launch.launching import Launching
-from ttp.launch.topology import choose_rendezvous
+from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.rendezvous.topology import choose_rendezvous
 
 args = make_parser().parse_args()
 out = Path(args.training_script_args[0])
@@ -397,7 +397,7 @@ class Link:
 
 choose_rendezvous(args)
 config, command, command_args = run.config_from_args(args)
-launch(config, command, command_args, Launching(
+launch(config, command, command_args, LaunchContext(
     total_timeout_s=60.0, poll_s=0.002, open_link=Link,
     request_shutdown=lambda address: note(f"shutdown-{address}")))
 """

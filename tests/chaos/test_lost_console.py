@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.launching import PRELUDE, TTPRUN
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")]
 

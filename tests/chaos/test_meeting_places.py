@@ -16,8 +16,8 @@ import pytest
 
 from tests.chaos.launching import DEADLINE_S, Launch
 from tests.ports import free_port
-from ttp.chaos.nodes import Nodes, why_not
-from ttp.launch.stores import ANSWER_S
+from ttp.chaos.nodes.namespaces import Nodes, why_not
+from ttp.launch.rendezvous.multi_endpoint import ANSWER_S
 
 pytestmark = [
     pytest.mark.long,

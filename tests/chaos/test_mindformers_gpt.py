@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.test_schedulers import Script
 from tests.ports import free_port
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 
 GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 SCRIPT = str(GPT / "pretrain_gpt.sh")

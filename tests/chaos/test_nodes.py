@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import RunJob, arguments
-from ttp.chaos import nodes as nodes_module
-from ttp.chaos.job import Job, Observed, read_jsonl
-from ttp.chaos.nodes import Node, Nodes, NodesError, why_not
-from ttp.chaos.nodes_job import RENDEZVOUS, NodesJob
-from ttp.chaos.verdict import by_step, compare
+from ttp.chaos.nodes import namespaces as nodes_module
+from ttp.chaos.nodes.namespaces import Node, Nodes, NodesError, why_not
+from ttp.chaos.observed.nodes_job import RENDEZVOUS, NodesJob
+from ttp.chaos.observed.training_job import Observed, TrainingJob, read_jsonl
+from ttp.chaos.verdict.timeline import by_step, compare
 from ttp.checkpoint.find import list_checkpoints
 from ttp.checkpoint.verify import verify
 
@@ -195,7 +195,7 @@ def assert_stretch(
     if begin is not None:
         name = f"iter_{begin:07d}"
         shutil.copytree(job.output_dir / "checkpoints" / name, output / "checkpoints" / name)
-    with Job(output, ranks=ranks, overrides=options) as reference:
+    with TrainingJob(output, ranks=ranks, overrides=options) as reference:
         reference.wait_for_step(last)
         wanted = by_step(reference.metrics())
     found = [line for line in job.metrics() if "loss" in line and after < int(line["step"]) <= last]
@@ -297,7 +297,7 @@ def test_a_slow_cable_is_no_fault(tmp_path: Path, nodes: MakeNodes, whole_job: R
 
 HARNESS = """
 import signal, sys, time
-from ttp.chaos.nodes import Nodes
+from ttp.chaos.nodes.namespaces import Nodes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 with Nodes(2) as (a, b):
     a.popen(["sleep", "1000"])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.test_endings import alive
 from tests.chaos.two_launchers import train_on_two
-from ttp.launch.round import UNLED_S
+from ttp.launch.attempts.attempt import UNLED_S
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
 

@@ -23,12 +23,12 @@ from tests.chaos.test_nodes import (
     train_a_little,
     wait_for_verdict,
 )
-from ttp import saved_alone
-from ttp.chaos.nodes import Node
-from ttp.chaos.nodes_job import NodesJob
+from ttp.chaos.nodes.namespaces import Node
+from ttp.chaos.observed.nodes_job import NodesJob
 from ttp.checkpoint.format.durable import step_directory_name
 from ttp.checkpoint.format.manifest import Manifest, read_manifest
-from ttp.standby import last_term_of
+from ttp.exchange import saved_alone
+from ttp.runtime.standby import last_term_of
 
 __all__ = ["nodes"]
 

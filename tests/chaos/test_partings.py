@@ -111,7 +111,7 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
 
 
 LOST = """
-from ttp.launch import neighbours
+from ttp.launch.links import peer_agents as neighbours
 from ttp.launch.main import main
 neighbours.LOST_S = 4.0
 main()
@@ -173,7 +173,7 @@ def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp
 
 
 CUT_OFF = """
-from ttp.launch import agent, neighbours
+from ttp.launch import agent; from ttp.launch.links import peer_agents as neighbours
 from ttp.launch.__main__ import main
 class Cut:
     def create_connection(*args):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import JOB_S, RunJob, arguments, run_to_end
-from ttp.chaos.job import Job, read_jsonl
-from ttp.chaos.verdict import by_step
+from ttp.chaos.observed.training_job import TrainingJob, read_jsonl
+from ttp.chaos.verdict.timeline import by_step
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,9 @@ def test_never_in_a_used_folder_is_refused_once(tmp_path: Path, saved: Path) -> 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """SIGINT to the launcher in the middle of training: no process of the job remains, and so no port."""
-    with Job(tmp_path / "stopped", ranks=2, overrides=arguments("--training_config.training_iters=100000")) as job:
+    with TrainingJob(
+        tmp_path / "stopped", ranks=2, overrides=arguments("--training_config.training_iters=100000")
+    ) as job:
         job.wait_for_step(3)
         os.kill(job.process.pid, signal.SIGINT)
         job.wait(JOB_S)

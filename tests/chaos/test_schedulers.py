@@ -23,7 +23,7 @@ from tests.chaos.conftest import SMALL, RunJob
 from tests.chaos.test_faults import ITERS, finish, start
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.ports import free_port
-from ttp.chaos.job import marked, read_jsonl
+from ttp.chaos.observed.training_job import marked, read_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 

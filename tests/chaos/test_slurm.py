@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.conftest import SMALL
 from tests.chaos.slurm_cluster import Slurm, why_not
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 
 pytestmark = [
     pytest.mark.long,

@@ -15,13 +15,13 @@ import pytest
 from tests.chaos.conftest import STEPS, RunJob, arguments, run_to_end
 from tests.chaos.launching import Launch
 from tests.chaos.test_kills import assert_equal, published_steps
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 from ttp.controller.agent_link import request_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 UNASSEMBLED = """
-from ttp.protection import Protection
+from ttp.runtime.rank_runtime import Protection
 from ttp.trainer.__main__ import run_as_program
 if rank == 1 and start == "0":
     find = Protection._find_controller

@@ -24,7 +24,7 @@ runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 
 ENDS_FIRST = """
 from torch.distributed import TCPStore
-from ttp.progress import progress_key
+from ttp.exchange.first_step import progress_key
 note("begun", os.getpid())
 if rank == 0 and start == "0":
     port = int(os.environ["MASTER_PORT"])

@@ -15,7 +15,7 @@ from tests.chaos.conftest import JOB_S
 from tests.chaos.test_schedulers import EXAMPLES, Script
 from tests.ports import free_port
 from ttp import open_checkpoint
-from ttp.chaos.job import read_jsonl
+from ttp.chaos.observed.training_job import read_jsonl
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"),

@@ -12,10 +12,10 @@ import pytest
 
 from tests.chaos.conftest import RunJob, arguments
 from tests.chaos.launching import Launch
-from ttp import saved_alone
-from ttp.chaos.job import Job
+from ttp.chaos.observed.training_job import TrainingJob
 from ttp.checkpoint.format.manifest import read_manifest
-from ttp.launch.round import UNLED_S, UNPROTECTED_S
+from ttp.exchange import saved_alone
+from ttp.launch.attempts.attempt import UNLED_S, UNPROTECTED_S
 from ttp.proto.messages import CauseKind
 
 STEPS = "--training_config.training_iters=400"
@@ -27,7 +27,7 @@ def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_t
     """Training goes on unprotected; at the next fault a survivor that never ends by itself is ended soon, and all restart. It is
     stopped: there is no grace after its hold."""
     environ = {"TTP_STANDBYS": "0", "TTP_OT": str(TOTAL_TIMEOUT_S)}
-    with Job(tmp_path / "job", ranks=2, overrides=arguments(STEPS), environ=environ) as job:
+    with TrainingJob(tmp_path / "job", ranks=2, overrides=arguments(STEPS), environ=environ) as job:
         job.wait_for_step(3)
         (controller,) = job.controller_pids().values()
         os.kill(controller, signal.SIGKILL)
@@ -50,7 +50,7 @@ def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_t
 def test_where_both_controllers_were_killed_sigterm_saves_the_step_in_flight(tmp_path: Path) -> None:
     """Rank 0 starts a controller in their place, which leads the ranks to a checkpoint; the next launch goes on at the next step."""
     output = tmp_path / "job"
-    with Job(output, ranks=3, overrides=arguments(STEPS)) as job:
+    with TrainingJob(output, ranks=3, overrides=arguments(STEPS)) as job:
         job.wait_for_step(3)
         for pid in job.controller_pids().values():
             os.kill(pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_where_both_controllers_were_killed_sigterm_saves_the_step_in_flight(tmp
         assert published["step"] >= step, f"step {step} was logged, step {published['step']} is on disk"
         assert f"saved   step {published['step']}" in console, job.console_tail(80)
         assert job.leftovers() == []
-    with Job(output, ranks=3, overrides=arguments(STEPS)) as again:
+    with TrainingJob(output, ranks=3, overrides=arguments(STEPS)) as again:
         again.wait_for_step(published["step"] + 3)
         assert f"step {published['step']} (preempted)" in (output / "console.log").read_text()
 
@@ -76,7 +76,7 @@ def test_ranks_without_any_controller_save_the_step_in_flight_at_sigterm(
     """The only controller is killed and none can be started: the ranks save together, the summary says so from what is on disk, and the
     job goes on with the bits of one that never stopped."""
     output, environ = tmp_path / "job", {"TTP_STANDBYS": "0"}
-    with Job(output, ranks=3, overrides=arguments(), environ=environ) as job:
+    with TrainingJob(output, ranks=3, overrides=arguments(), environ=environ) as job:
         job.wait_for_step(3)
         (controller,) = job.controller_pids().values()
         os.kill(controller, signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_ranks_without_any_controller_save_the_step_in_flight_at_sigterm(
         assert "no step lost" in console and f"\nsaved   step {account.step}\nlost    0 steps" in console
         assert job.leftovers() == []
     if notified == "ttprun":
-        with Job(output, ranks=3, overrides=arguments(), environ=environ) as again:
+        with TrainingJob(output, ranks=3, overrides=arguments(), environ=environ) as again:
             assert again.wait(300) == 0, again.console_tail(80)
             assert f"step {account.step} (preempted)" in (output / "console.log").read_text()
     assert job.final() == whole_job(3).final()

@@ -14,9 +14,9 @@ from tests.chaos.launching import TTPRUN, Launch
 from tests.chaos.test_endings import two_nodes
 from tests.chaos.test_static import TRAINS
 from tests.ports import free_port
-from ttp import saved_alone
 from ttp.checkpoint.verify import verify
-from ttp.launch.round import EXPIRED_GRACE_S, UNLED_S
+from ttp.exchange import saved_alone
+from ttp.launch.attempts.attempt import EXPIRED_GRACE_S, UNLED_S
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"), pytest.mark.long]
 
@@ -24,20 +24,20 @@ SLOW_S = UNLED_S + EXPIRED_GRACE_S + 3.0
 """How long rank 1 takes for its part: longer than ranks without a controller are held after a fault, and killed behind it."""
 
 SLOW_SAVE = f"""
-from ttp.holder import OptimizerHolder
-write_parts = OptimizerHolder.write_parts
+from ttp.runtime.state_provider import OptimizerStateProvider
+write_parts = OptimizerStateProvider.write_parts
 def slowly(*args):
     note("writing")
     time.sleep({SLOW_S} if rank == 1 else 0)
     return write_parts(*args)
-OptimizerHolder.write_parts = slowly
+OptimizerStateProvider.write_parts = slowly
 """
 
 A_NODE_WAITS = """
 import sys
 from pathlib import Path
 from ttp.launch.main import main
-from ttp.launch.rendezvous import FreshStoreRendezvous
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 out = Path(sys.argv[-1])
 FreshStoreRendezvous.num_nodes_waiting = lambda self: int((out / "writing-1-0").exists())
 main()

@@ -12,9 +12,9 @@ from tests.chaos.conftest import arguments
 from tests.chaos.test_axes import STEPS, overrides, run
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.unit.trainer.layouts import Axes
-from ttp.chaos.job import Job, read_jsonl
+from ttp.chaos.observed.training_job import TrainingJob, read_jsonl
 from ttp.trainer.convert import main as convert
-from ttp.trainer.weights import model_of, open_trained
+from ttp.trainer.model.weights import model_of, open_trained
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
@@ -25,7 +25,7 @@ EVALUATED = (
 )
 
 
-def validation(job: Job) -> dict[int, str]:
+def validation(job: TrainingJob) -> dict[int, str]:
     """Return the loss by step; every line of a step has the same bits."""
     found: dict[int, str] = {}
     for line in read_jsonl(job.output_dir / "validation.jsonl"):
@@ -66,7 +66,7 @@ LONG = (
 """An evaluation that takes seconds, where a step takes milliseconds."""
 
 
-def wait_for_checkpoints(job: Job, count: int) -> None:
+def wait_for_checkpoints(job: TrainingJob, count: int) -> None:
     job.wait_for(lambda: len(published_steps(job)) >= count, f"{count} checkpoints", 60)
 
 
@@ -74,7 +74,7 @@ def wait_for_checkpoints(job: Job, count: int) -> None:
 def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: Path, axes: Axes) -> None:
     """The step before is saved, and the next start evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
     whole = run(tmp_path / "whole", axes, *LONG)
-    with Job(tmp_path / "hurt", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as hurt:
+    with TrainingJob(tmp_path / "hurt", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as hurt:
         for start, (step, rank) in enumerate([(4, 0), (8, axes.ranks - 1)]):
             hurt.wait_for_step(step)
             assert step not in validation(hurt), "the evaluation was over: it is too short"

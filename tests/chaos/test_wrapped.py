@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import arguments
-from ttp.chaos.job import Job
+from ttp.chaos.observed.training_job import TrainingJob
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -21,7 +21,7 @@ def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> N
     wrapper.write_text(f"'{sys.executable}' \"$@\"\nexit $?\n")
     steps = "--training_config.training_iters=4000"
     launcher = ("--no-python", "sh", str(wrapper))
-    with Job(tmp_path / "job", ranks=2, overrides=arguments(steps), launcher=launcher) as job:
+    with TrainingJob(tmp_path / "job", ranks=2, overrides=arguments(steps), launcher=launcher) as job:
         job.wait_for_step(3)
         victim = job.pids()[1]
         job.wait_for(lambda: f"rank 1 is process {victim}, started by its worker" in job.console_tail(400), "pids", 60)

@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc.aio
 
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.core.facts.state import ControllerState
 from ttp.controller.driver import Driver
-from ttp.controller.events import ControllerSettings
 from ttp.controller.handler import StopAsked
 from ttp.controller.journal import Journal
 from ttp.controller.server import ControlService, add_service, make_server
-from ttp.controller.state import ControllerState
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import encode_upward
 from ttp.proto.messages import Upward

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ControllerBench, registration, report
-from ttp.controller.events import Beats, Effect, Event, Journal, Received, Send, StreamClosed, Tell, Tick
-from ttp.controller.record import from_json, plain_json, to_json
-from ttp.controller.state import MOST_KEPT, ControllerState, Stage
+from ttp.controller.core.facts.events import Beats, Effect, Event, Journal, Received, Send, StreamClosed, Tell, Tick
+from ttp.controller.core.facts.state import MOST_KEPT, ControllerState, Stage
+from ttp.controller.json_codec import from_json, plain_json, to_json
 from ttp.errors import ProtocolError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, decode_upward, encode_downward

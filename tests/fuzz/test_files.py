@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 
 from tests.unit.checkpoint.conftest import CAUSE, Job
 from tests.unit.checkpoint.test_manifest import a_manifest, resealed
-from ttp.chaos.scenario import load_scenario
+from ttp.chaos.faults.scenario import load_scenario
 from ttp.checkpoint.format import dcp, durable, file_index
 from ttp.checkpoint.format import manifest as manifests
 from ttp.checkpoint.reader import read_into
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
-from ttp.launch.rank_table import read_rank_table
+from ttp.launch.rendezvous.rank_table import read_rank_table
 from ttp.proto.messages import CommitRecord, FileEntry, ShareResult
-from ttp.trainer.config_file import load_config
+from ttp.trainer.config.loader import load_config
 
 settings.load_profile("fuzz")
 

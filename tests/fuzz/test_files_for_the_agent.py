@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.test_files import changed, one_line
-from ttp import controller_file, last_step, saved_alone
-from ttp.controller_file import Controllers
-from ttp.last_step import LastStep
+from ttp.exchange import controller_file, last_step, saved_alone
+from ttp.exchange.controller_file import Controllers
+from ttp.exchange.last_step import LastStep
+from ttp.exchange.saved_alone import SavedAlone
 from ttp.launch.report.render import fault_lines
+from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.summary import Summary, lost_text
-from ttp.launch.saved_alone import report_of_save
-from ttp.saved_alone import SavedAlone
 
 ACCOUNT = dataclasses.asdict(SavedAlone(10.0, 11.0, 7, "/a/iter_0000007", "", (1,), 3, "/a/iter_0000005"))
 LAST: dict[str, Any] = {"unix_s": 11.0, "step": 7, "saved_step": 7}

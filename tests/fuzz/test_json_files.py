@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from tests.fuzz.test_files import changed, one_line
 from tests.unit.runtime.test_replay import EVENTS, record
-from ttp import controller_file, last_step, saved_alone
-from ttp.chaos.campaign import read_unbroken
+from ttp.chaos.run.campaign import read_unbroken
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
+from ttp.exchange import controller_file, last_step, saved_alone
 from ttp.trainer.convert import read_config
 
 settings.load_profile("fuzz")

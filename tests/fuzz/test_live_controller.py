@@ -19,8 +19,8 @@ from tests.fuzz.live import LiveController, LiveStream, envelope, live_controlle
 from tests.fuzz.test_controller import STAGES, check, pools
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ControllerBench
-from ttp.controller.events import ControllerSettings, Event, Received
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core.facts.events import ControllerSettings, Event, Received
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import split
 from ttp.proto.messages import AgentHello, Upward

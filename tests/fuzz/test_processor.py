@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ProcessorBench, record, registration, report, share
 from ttp.errors import ProtocolError
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     BoundaryReached,
     Connected,
     Disconnected,
@@ -32,7 +32,7 @@ from ttp.processor.events import (
     WriteDone,
     WriteShare,
 )
-from ttp.processor.state import Standing
+from ttp.processor.core.state import RankMode
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, decode_downward, encode_upward
 from ttp.proto.messages import Cause, CauseKind, Downward, Exit, Part, Phase, PublishOrder, WriteOrder
@@ -167,7 +167,7 @@ def test_a_processor_takes_a_message_or_refuses_it_unchanged(name: str, rng: ran
             if isinstance(effect, Send):
                 encode_upward("job", 3, [effect.message])
             if isinstance(effect, WriteShare | PublishCheckpoint):
-                assert bench.state.standing is not Standing.TRAINING, "an order is carried out while its rank trains"
+                assert bench.state.standing is not RankMode.TRAINING, "an order is carried out while its rank trains"
         deadline = bench.deadline()
         assert deadline is None or deadline == deadline, "a deadline that is no number"
 

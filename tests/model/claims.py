@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.model.rank import Rank
 from tests.model.situation import Situation
 from tests.model.world import World
-from ttp.processor.state import Standing
+from ttp.processor.core.state import RankMode
 
 
 def judge(world: World, situation: Situation) -> tuple[str, str]:
@@ -16,7 +16,7 @@ def judge(world: World, situation: Situation) -> tuple[str, str]:
     facts = [fact for it in controllers for fact in it.facts]
     alone = all(it.gone or it.ever_stopped for it in controllers)
     left = [rank for rank in ranks if rank.running]
-    if any(rank.hung for rank in left) and all(rank.proc.standing is Standing.TRAINING for rank in left):
+    if any(rank.hung for rank in left) and all(rank.proc.standing is RankMode.TRAINING for rank in left):
         return "hanging, for the pace to find", ""
     if left and not alone:
         numbers = [rank.number for rank in left]

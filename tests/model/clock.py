@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from math import inf
 
-from ttp.controller.membership import Membership
-from ttp.controller.progress import unknown
-from ttp.controller.rank_table import RankTable
-from ttp.controller.rounds import has_culprit
-from ttp.controller.state import ControllerState, Fault, Notes, Stage
-from ttp.processor.state import ProcessorState
+from ttp.controller.core.dump.freeze import has_culprit
+from ttp.controller.core.facts.membership import Membership
+from ttp.controller.core.facts.pace import unknown
+from ttp.controller.core.facts.per_rank import PerRank
+from ttp.controller.core.facts.state import ControllerState, Fault, Notes, Stage
+from ttp.processor.core.state import ProcessorState
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
 
 _DIGITS = 6
-_SETTLED = Fault(0.0, (), 0.0, 0.0, 0, RankTable.filled(1, None))
+_SETTLED = Fault(0.0, (), 0.0, 0.0, 0, PerRank.filled(1, None))
 FORGOTTEN_S = 20.0
 """Moments that are longer ago than every timeout of the model are all the same."""
 
@@ -59,9 +59,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
         fault = replace(
             fault,
             causes=_causes(fault.causes),
-            reports=fault.reports
-            if state.stage is Stage.FREEZING
-            else RankTable.filled(state.settings.world_size, None),
+            reports=fault.reports if state.stage is Stage.FREEZING else PerRank.filled(state.settings.world_size, None),
             began=ago(fault.began, seconds),
             hint_until=ago(fault.hint_until, seconds),
             round_deadline=ago(fault.round_deadline, seconds),

@@ -7,9 +7,9 @@ from math import inf
 
 from tests.model.clock import later_controller
 from tests.model.shape import Shape
-from ttp.controller import events as ev
-from ttp.controller import machine
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core import machine
+from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
 

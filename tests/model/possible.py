@@ -10,7 +10,7 @@ from tests.model.disk import Disk
 from tests.model.rank import Rank
 from tests.model.shape import Shape
 from tests.model.situation import SUPERSEDED, Action, Draft, Numbers, Situation, View, view
-from ttp.controller.state import ControllerState
+from ttp.controller.core.facts.state import ControllerState
 
 
 class Possibilities:

@@ -13,9 +13,9 @@ from math import inf
 from tests.model.clock import ago, later_processor
 from tests.model.gate import Gate
 from tests.model.shape import Shape
-from ttp.processor import events as ev
-from ttp.processor import machine
-from ttp.processor.state import Link, ProcessorState
+from ttp.processor.core import events as ev
+from ttp.processor.core import machine
+from ttp.processor.core.state import LinkState, ProcessorState
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     Cause,
@@ -291,7 +291,7 @@ def found_broken(shape: Shape, rank: Rank, what: str) -> tuple[Rank, tuple[Out, 
 
 def stream_broke(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
     turn = Turn(shape, replace(rank, link=-1))
-    if rank.proc.link is not Link.DOWN:
+    if rank.proc.link is not LinkState.DOWN:
         turn.take(ev.Disconnected("stream broke"))
     return turn.ended()
 

@@ -12,8 +12,8 @@ from tests.model.claims import judge
 from tests.model.situation import CLOSED, SUPERSEDED, Action, Situation, is_stale
 from tests.model.world import World
 from tests.simulation.garbage import seldom_collected
-from ttp.controller.rounds import has_culprit
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core.dump.freeze import has_culprit
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from tests.model.rank import Rank
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.messages import StateReport
 
 CLOSED = 0

@@ -22,7 +22,7 @@ from tests.model import rank as twin
 from tests.model.shape import Shape
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from ttp.errors import ProtocolError
-from ttp.processor import events as ev
+from ttp.processor.core import events as ev
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Handler
 from ttp.processor.worker import Held, Task, Tasks

@@ -21,9 +21,11 @@ from tests.model.shape import FAULTS, Shape
 from tests.model.world import World
 from tests.shown import ROOT
 from tests.simulation.repetition import repeats_nothing
-from ttp.controller import decision, publishing, rolling, rounds, settling, writing
-from ttp.controller.events import Effect, Send
-from ttp.controller.state import ControllerState, Stage
+from ttp.controller.core import stages
+from ttp.controller.core.dump import freeze, publishing, roll_forward, writing
+from ttp.controller.core.facts import decision
+from ttp.controller.core.facts.events import Effect, Send
+from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.messages import StateReport, Thaw
 
 LONGEST_S = 1800
@@ -169,7 +171,7 @@ def _publishes_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
         assert state.dump is not None
         return publishing.start_publishing(state, now, out) if state.dump.pending <= 1 else state
 
-    patch.setitem(settling._ADVANCE, Stage.WRITING, write)
+    patch.setitem(stages._ADVANCE, Stage.WRITING, write)
 
 
 def _takes_a_replica_that_is_updating(patch: pytest.MonkeyPatch) -> None:
@@ -179,23 +181,23 @@ def _takes_a_replica_that_is_updating(patch: pytest.MonkeyPatch) -> None:
         seen = {rank: replace(report, closed=True) for rank, report in reports.items()}
         return right(groups, seen, *rest)
 
-    patch.setattr(rolling, "decide", decide)
+    patch.setattr(roll_forward, "decide", decide)
 
 
 def _forgets_the_records(patch: pytest.MonkeyPatch) -> None:
     right = decision.decide
-    patch.setattr(rolling, "decide", lambda groups, reports, records, *rest: right(groups, reports, {}, *rest))
+    patch.setattr(roll_forward, "decide", lambda groups, reports, records, *rest: right(groups, reports, {}, *rest))
 
 
 def _thaws_only_the_first(patch: pytest.MonkeyPatch) -> None:
     def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-        state = rounds.thaw(state, now, out)
+        state = freeze.thaw(state, now, out)
         for index, effect in enumerate(out):
             if isinstance(effect, Send) and isinstance(effect.message, Thaw):
                 out[index] = replace(effect, ranks=effect.ranks[:1])
         return state
 
-    patch.setattr(settling, "thaw", thaw)
+    patch.setattr(stages, "thaw", thaw)
     repeats_nothing(patch)  # it would thaw the others
 
 

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.lone_process import lone_process
 from tests.parity.conftest import MakeTheirs
 from ttp.errors import ConfigError
-from ttp.trainer import passes
 from ttp.trainer.__main__ import main as train
 from ttp.trainer.convert import main as convert
+from ttp.trainer.data.tokenizer import byte_level_files
 from ttp.trainer.generate import Sampling, continue_tokens
-from ttp.trainer.hf_layout import from_hf_config
 from ttp.trainer.metrics import account, read_lines
-from ttp.trainer.model import token_loss
-from ttp.trainer.tokenizer import byte_level_files
-from ttp.trainer.weights import model_of, open_trained
+from ttp.trainer.model.gpt import token_loss
+from ttp.trainer.model.hf_layout import from_hf_config
+from ttp.trainer.model.weights import model_of, open_trained
+from ttp.trainer.parallel import micro_batches
 
 CPU = torch.device("cpu")
 BYTES = ("--tokenizer", "bytes")
@@ -95,7 +95,7 @@ def test_a_dying_gasp_is_a_model_of_transformers_that_generates(
             raise ZeroDivisionError("the trainer's own mistake")
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(passes, "token_loss", dies)
+    monkeypatch.setattr(micro_batches, "token_loss", dies)
     with pytest.raises(ZeroDivisionError):
         run(
             tmp_path / "run",

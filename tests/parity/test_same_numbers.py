@@ -9,11 +9,11 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.parity.conftest import SHAPES, MakeTheirs
-from ttp.trainer.config import ModelConfig
-from ttp.trainer.experts import Experts, balance_loss
-from ttp.trainer.hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
-from ttp.trainer.model import GPT, count_parameters, token_loss
-from ttp.trainer.weights import model_of
+from ttp.trainer.config.schema import ModelConfig
+from ttp.trainer.model.experts import Experts, balance_loss
+from ttp.trainer.model.gpt import GPT, count_parameters, token_loss
+from ttp.trainer.model.hf_layout import from_hf, from_hf_config, to_hf, to_hf_config
+from ttp.trainer.model.weights import model_of
 
 CPU = torch.device("cpu")
 

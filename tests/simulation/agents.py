@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from tests.simulation.controllers import AgentLink
 from tests.simulation.network import DOWN, UP
-from ttp.controller import events as ev
+from ttp.controller.core.facts import events as ev
 from ttp.proto.fence import Fence
 from ttp.proto.messages import AgentHello, Downward, Successors, Upward, Vouch, WorkerExit
 

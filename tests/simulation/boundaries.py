@@ -1,5 +1,5 @@
 """How a simulated rank's training thread ends a step with a preemption notice: it waits for its controller, or saves the step with all
-other ranks where none has one, in the order of `ttp.alone` and `ttp.periodic`.
+other ranks where none has one, in the order of `ttp.runtime.boundary_save` and `ttp.runtime.periodic`.
 
 What every rank contributes to the spanning collective, and what follows, is judged against what was so (I14).
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.disk import PART_BYTES, DiskError, File, Manifest, final_name, look_at
 from tests.simulation.waits import Blocked
-from ttp.optim.participation import Ending, ending_of
-from ttp.processor import events as ev
+from ttp.optim.step_agreement.participation import Ending, ending_of
+from ttp.processor.core import events as ev
 from ttp.proto.messages import SAVED_EXIT_CODES, FileEntry
 
 if TYPE_CHECKING:

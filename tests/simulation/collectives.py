@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.simulation.scheduler import Scheduler
-from ttp.optim.participation import NUMBERS, Contribution
+from ttp.optim.step_agreement.participation import NUMBERS, Contribution
 
 _Key = tuple[str, int, tuple[int, ...]]
 """(name, step, members)."""

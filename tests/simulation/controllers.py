@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.network import DOWN, UP, Route, Stream
 from tests.simulation.truth import Snapshot
-from ttp.controller import events as ev
-from ttp.controller.handler import Addressed, Ended, Handler, StopAsked
-from ttp.controller.handler import Link as ServersEnd
-from ttp.controller.state import Stage
+from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
+from ttp.controller.handler import RankLink as ServersEnd
 from ttp.proto.messages import Heartbeat, Registration, Successors, Upward
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Controller:
 
         def close() -> None:
             self._hear_beats(self.job.hosts[rank])
-            self.handler.take(Ended(stream.link))
+            self.handler.take(StreamEnded(stream.link))
             self._go_on()
 
         self.when_running(close)
@@ -250,7 +250,7 @@ class Controller:
 
     def agent_gone(self, link: AgentLink) -> None:
         def close() -> None:
-            self.handler.take(Ended(link))
+            self.handler.take(StreamEnded(link))
             self._go_on()
 
         self.when_running(close)

@@ -15,7 +15,7 @@ from tests.simulation.controllers import Controller
 from tests.simulation.job import LONGEST_PAUSE_S, Job
 from tests.simulation.network import DOWN, UP
 from tests.simulation.stale import stale_message
-from ttp.controller.progress import ENOUGH
+from ttp.controller.core.facts.pace import ENOUGH
 from ttp.proto.messages import CauseKind
 
 Act = Callable[[Job, random.Random, int], bool]

@@ -23,8 +23,8 @@ from tests.simulation.scheduler import Scheduler
 from tests.simulation.standbys import Standbys
 from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
-from ttp.controller import events as ev
-from ttp.controller.state import Stage
+from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CommitRecord, Thaw, Upward, WorkerExit
 
 if TYPE_CHECKING:

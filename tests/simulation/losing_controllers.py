@@ -11,13 +11,14 @@ import pytest
 from tests.simulation.job import Job, Times
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import Training, even
-from ttp.controller import settling, standbys
-from ttp.controller.events import Effect
-from ttp.controller.state import ControllerState
-from ttp.processor import succession
-from ttp.processor import transitions as tables
-from ttp.processor.events import ControllerEnded, ControllersFound
-from ttp.processor.state import Standing
+from ttp.controller.core import stages
+from ttp.controller.core.facts.events import Effect
+from ttp.controller.core.facts.state import ControllerState
+from ttp.controller.core.ranks import standbys
+from ttp.processor.core import failover
+from ttp.processor.core import transitions as tables
+from ttp.processor.core.events import ControllerEnded, ControllersFound
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import CauseKind
 
 Patch = pytest.MonkeyPatch
@@ -112,7 +113,7 @@ def all_controllers_die(seed: int) -> Scenario:
 
 
 def lost_controllers_are_not_replaced(patch: Patch) -> None:
-    patch.setattr(settling, "restore", lambda state, now, out: state)
+    patch.setattr(stages, "restore", lambda state, now, out: state)
 
 
 def new_standbys_are_told_to_agents_only(patch: Patch) -> None:
@@ -123,7 +124,7 @@ def new_standbys_are_told_to_agents_only(patch: Patch) -> None:
 
 
 def standbys_end_unseen(patch: Patch) -> None:
-    patch.setitem(tables.TRANSITIONS, (Standing.TRAINING, ControllerEnded), tables.late)
+    patch.setitem(tables.TRANSITIONS, (RankMode.TRAINING, ControllerEnded), tables.late)
 
 
 def mute_ranks_are_waited_for(patch: Patch) -> None:
@@ -133,7 +134,7 @@ def mute_ranks_are_waited_for(patch: Patch) -> None:
     def wrong(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
         return state if state.restoring.asked >= 0 else restore(state, now, out)
 
-    patch.setattr(settling, "restore", wrong)
+    patch.setattr(stages, "restore", wrong)
 
 
 def unable_ranks_are_asked_again(patch: Patch) -> None:
@@ -143,13 +144,13 @@ def unable_ranks_are_asked_again(patch: Patch) -> None:
 
 
 def ranks_look_for_no_controllers(patch: Patch) -> None:
-    patch.setitem(tables.TRANSITIONS, (Standing.TRAINING, ControllersFound), tables.late)
+    patch.setitem(tables.TRANSITIONS, (RankMode.TRAINING, ControllersFound), tables.late)
 
 
 def new_standby_is_turned_to_at_once(patch: Patch) -> None:
     """The rank that has started it leaves the order in which standbys take over."""
-    patch.setattr(succession, "lost_all", lambda state, now: True)
+    patch.setattr(failover, "lost_all", lambda state, now: True)
 
 
 def rank_0_starts_no_controller(patch: Patch) -> None:
-    patch.setattr(succession, "_starts_one", lambda state, now: False)
+    patch.setattr(failover, "_starts_one", lambda state, now: False)

@@ -13,7 +13,7 @@ from functools import partial
 from tests.simulation.disk import OLDER_STEP
 from tests.simulation.job import Job
 from tests.simulation.network import UP, Route, Stream
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Heartbeat, Phase, Registration
 
 PIDS_APART = 1000

@@ -7,7 +7,7 @@ from functools import partial
 
 from tests.simulation.faults import KINDS
 from tests.simulation.job import Job
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 
 STEPS = 300
 """More than are done before all is over."""

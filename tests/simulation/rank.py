@@ -24,11 +24,11 @@ from tests.simulation.replica import Replica
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective, ProtocolError
-from ttp.optim.participation import Contribution, Ending
-from ttp.processor import events as ev
+from ttp.optim.step_agreement.participation import Contribution, Ending
+from ttp.processor.core import events as ev
+from ttp.processor.core.state import LinkState
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
-from ttp.processor.state import Link
 from ttp.processor.worker import Task
 from ttp.proto.messages import Beat, Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
@@ -321,7 +321,7 @@ class Rank:
     @property
     def attached(self) -> Stream | None:
         """The stream on which it has registered, None while there is none."""
-        return self.stream if self.state.link is Link.UP else None
+        return self.stream if self.state.link is LinkState.UP else None
 
     def _start_failed(self) -> None:
         if not self.started:

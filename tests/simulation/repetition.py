@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.controller import transitions
+from ttp.controller.core import transitions
 
 
 def repeats_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from math import inf
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
 from tests.simulation.truth import controllers_hurt
-from ttp.controller.membership import VOUCHED_START_FACTOR
-from ttp.controller.progress import ENOUGH
+from ttp.controller.core.facts.membership import VOUCHED_START_FACTOR
+from ttp.controller.core.facts.pace import ENOUGH
 
 SLACK_S = 0.4
 """Two heartbeats: of what was heard last, and of what was vouched last."""

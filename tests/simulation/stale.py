@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from tests.simulation.job import Job
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import (
     Cause,
     CauseKind,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.controllers import Controller
 from tests.simulation.network import DOWN, UP
-from ttp.processor import events as ev
-from ttp.processor.state import Standing
+from ttp.processor.core import events as ev
+from ttp.processor.core.state import RankMode
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
@@ -111,7 +111,7 @@ class Standbys:
         standby during a fault, from the first freeze to the last thaw, nor by ranks that save without a controller."""
         job = self.job
         standing = (
-            rank.state.standing is Standing.TRAINING and not (rank.stopped or rank.hogged or rank.boundary.saving)
+            rank.state.standing is RankMode.TRAINING and not (rank.stopped or rank.hogged or rank.boundary.saving)
             for rank in job.ranks
         )
         if not all(standing):

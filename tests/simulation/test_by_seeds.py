@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.mutants import by_seeds
 from tests.simulation.mutants.changes import MODULES, mutants_of
 
-UNSEEN = ("controller.progress", "standstill", "len(named) > _NAMED: LtE")
+UNSEEN = ("controller.core.facts.pace", "standstill", "len(named) > _NAMED: LtE")
 
 
 def name_of(module: str, function: str, change: str) -> str:
@@ -23,7 +23,7 @@ def name_of(module: str, function: str, change: str) -> str:
 def test_what_random_jobs_show_is_found_with_its_seed_and_not_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = name_of("controller.decision", "decide", "not lacking: without not")
+    name = name_of("controller.core.facts.decision", "decide", "not lacking: without not")
     given = ["--mutant", name, "--jobs", "60", "--state", str(tmp_path / "state.json")]
     assert by_seeds.main(given) == 0
     told = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_what_they_do_not_show_is_said_and_more_jobs_begin_behind_those_that_wer
 
 def test_a_change_of_the_code_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "state.json"
-    state = by_seeds.State("another", {"controller.rounds:1": by_seeds.Found(5, "I1")})
+    state = by_seeds.State("another", {"controller.core.dump.freeze:1": by_seeds.Found(5, "I1")})
     state.save(path)
     assert by_seeds.State.load(path, "another") == state
     assert by_seeds.State.load(path, by_seeds.code()).found == {}
@@ -85,11 +85,11 @@ def test_a_change_that_changes_nothing_is_no_mutant() -> None:
 
 def test_the_machines_are_the_modules_that_are_no_adapters() -> None:
     assert set(by_seeds.ADAPTERS) | set(by_seeds.NOT_RANDOM) | set(by_seeds.MACHINES) == set(MODULES)
-    assert "controller.patience" in by_seeds.MACHINES and "processor.transitions" in by_seeds.MACHINES
+    assert "controller.core.dump.reassign" in by_seeds.MACHINES and "processor.core.transitions" in by_seeds.MACHINES
 
 
 def test_a_mutant_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Trying nothing would pass."""
     with pytest.raises(SystemExit, match="2"):
-        by_seeds.main(["--mutant", "controller.rounds:9999"])
-    assert "no mutant controller.rounds:9999" in capsys.readouterr().err
+        by_seeds.main(["--mutant", "controller.core.dump.freeze:9999"])
+    assert "no mutant controller.core.dump.freeze:9999" in capsys.readouterr().err

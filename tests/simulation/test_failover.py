@@ -18,7 +18,7 @@ from tests.simulation.losing_controllers import (
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
 from tests.simulation.truth import events
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 
 MOMENTS = (
     "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "got RollForward", "rolling", "write_sent", "writing",

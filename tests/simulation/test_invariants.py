@@ -17,7 +17,9 @@ from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even, ring
 from tests.simulation.truth import Snapshot
 from tests.simulation.work import Worker
-from ttp.controller import decision, leaving, presence, rolling, writing
+from ttp.controller.core.dump import finish, roll_forward, writing
+from ttp.controller.core.facts import decision
+from ttp.controller.core.ranks import liveness
 from ttp.proto.messages import Cause, CauseKind, Phase
 
 JOBS = 40
@@ -138,7 +140,7 @@ def test_a_dump_that_takes_longer_than_it_may_is_caught() -> None:
 
 
 def test_a_controller_that_tells_nobody_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "reachable", lambda members: ())
+    monkeypatch.setattr(finish, "reachable", lambda members: ())
     repeats_nothing(monkeypatch)
     caught("I11: ranks")
 
@@ -147,13 +149,13 @@ def test_a_broken_stream_that_counts_as_a_death_is_caught(monkeypatch: pytest.Mo
     """The controller believes its own word; the check asks what befell the ranks."""
 
     def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
-        return presence.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
+        return liveness.rank_died(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
 
     def streams_break_in_the_dump(scenario: Scenario) -> None:
         job = scenario.job
         job.hook("freeze_sent", 1, lambda rank: [job.drop_stream(other) for other in range(4)])
 
-    monkeypatch.setattr(presence, "suspicion", wrong)
+    monkeypatch.setattr(liveness, "suspicion", wrong)
     caught("I9", streams_break_in_the_dump)
 
 
@@ -172,7 +174,7 @@ def test_a_newer_step_that_is_given_up_for_a_local_copy_is_caught(monkeypatch: p
         for rank in (0, 2):
             job.ranks[rank].late_results[3] = 1.0
 
-    monkeypatch.setattr(rolling, "decide", wrong)
+    monkeypatch.setattr(roll_forward, "decide", wrong)
     caught("I6", two_are_late)
 
 

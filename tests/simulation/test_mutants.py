@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.rooms import imported, product
 from tests.simulation.mutants.changes import LEFT_OUT, MODULES, ROOT, Mutant, mutants_of
 from tests.simulation.mutants.equivalents import EQUIVALENT
-from tests.unit.house.test_house import file_of, imported
 
 TESTS = """
-from ttp.controller import progress
-from ttp.controller.events import ControllerSettings
-from ttp.controller.progress import ENOUGH, Pace, learn, suspects, unknown
-from ttp.controller.rank_table import RankTable
-from ttp.controller.progress import Place
+from ttp.controller.core.facts import pace as progress
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.core.facts.pace import ENOUGH, Pace, learn, suspects, unknown
+from ttp.controller.core.facts.per_rank import PerRank
+from ttp.controller.core.facts.pace import Place
 from ttp.proto.messages import Phase
 
 SETTINGS = ControllerSettings("job", 1, 2)
 
 
 def test_the_last_of_two_is_suspect():
-    places = RankTable.filled(2, Place(3, Phase.COMPUTE, False)).put(1, Place(2, Phase.COMPUTE, False))
+    places = PerRank.filled(2, Place(3, Phase.COMPUTE, False)).put(1, Place(2, Phase.COMPUTE, False))
     assert suspects(Pace(places), (0, 1)) == (1,)
 
 
@@ -44,7 +44,7 @@ def test_a_pace_begins_at_step_0():
 
 
 def test_notes_come_half_way():
-    assert Pace(RankTable.filled(2, None), moved_at=10.0, limit_s=4.0).note_at == 12.0
+    assert Pace(PerRank.filled(2, None), moved_at=10.0, limit_s=4.0).note_at == 12.0
 """
 """Tests of a machine that know of a few of its mutants."""
 
@@ -60,7 +60,7 @@ SURVIVES = ("standstill", "len(named) > _NAMED: LtE")
 
 
 def the(function: str, change: str) -> Mutant:
-    found = [m for m in mutants_of("controller.progress") if (m.function, m.change) == (function, change)]
+    found = [m for m in mutants_of("controller.core.facts.pace") if (m.function, m.change) == (function, change)]
     assert found, f"progress.{function} has no mutant '{change}' any more: choose another"
     return found[0]
 
@@ -100,17 +100,28 @@ def test_what_no_test_looks_at_survives_and_is_told_with_its_place(tried: subpro
     """The exit status says so too."""
     mutant = the(*SURVIVES)
     (line,) = [line for line in tried.stdout.splitlines() if f"({mutant.name})" in line]
-    assert line == f"SURVIVED: controller/progress.py:{mutant.line} ({mutant.name}) `{mutant.source}`: {mutant.change}"
+    assert (
+        line
+        == f"SURVIVED: controller/core/facts/pace.py:{mutant.line} ({mutant.name}) `{mutant.source}`: {mutant.change}"
+    )
     assert tried.returncode == 1
-    (row,) = [line for line in tried.stdout.splitlines() if "controller.progress" in line and "│" in line]
-    assert [cell.strip() for cell in row.split("│")][1:-1] == ["controller.progress", "6", "5", "0", "1"]
+    (row,) = [line for line in tried.stdout.splitlines() if "controller.core.facts.pace" in line and "│" in line]
+    assert [cell.strip() for cell in row.split("│")][1:-1] == ["controller.core.facts.pace", "6", "5", "0", "1"]
 
 
 def test_tests_that_fail_on_the_shipped_code_prove_nothing(tmp_path: Path) -> None:
     """They would catch every mutant: no mutant is tried."""
     failing = tmp_path / "test_failing.py"
     failing.write_text("def test_nothing_is_right():\n    assert False\n")
-    command = [sys.executable, "-m", "tests.simulation.mutants", "--seeds", "0", "--module", "controller.hangs"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.simulation.mutants",
+        "--seeds",
+        "0",
+        "--module",
+        "controller.core.ranks.stall",
+    ]
     done = subprocess.run(
         [*command, "--tests", str(failing)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
@@ -125,10 +136,10 @@ def test_every_module_has_mutants() -> None:
 
 def test_what_the_machines_import_and_what_the_simulation_runs_has_mutants_or_a_reason() -> None:
     """A new pure module, or an adapter that the simulation begins to run, cannot be left out unseen."""
-    reached = _reached("ttp.controller.machine", "ttp.processor.machine", "ttp.processor.faults")
+    reached = _reached("ttp.controller.core.machine", "ttp.processor.core.machine", "ttp.processor.core.causes")
     for path in (ROOT / "tests" / "simulation").glob("*.py"):
-        reached |= {name for name in imported(path, "tests.simulation") if _of_the_protocol(name)}
-    packages = {"ttp.controller", "ttp.processor", "ttp.proto"}
+        reached |= {name for name in imported(path) if _of_the_protocol(name)}
+    packages = {name for name, path in product().items() if path.name == "__init__.py"}
     named = {f"ttp.{module}" for module in (*MODULES, *LEFT_OUT)}
     assert reached - packages <= named, f"neither in MODULES nor in LEFT_OUT: {sorted(reached - packages - named)}"
     assert not set(MODULES) & set(LEFT_OUT) and all(LEFT_OUT.values())
@@ -139,7 +150,7 @@ def _reached(*roots: str) -> set[str]:
     todo, seen = list(roots), set(roots)
     while todo:
         module = todo.pop()
-        new = {name for name in imported(file_of(module), module.rpartition(".")[0]) if _of_the_protocol(name)} - seen
+        new = {name for name in imported(product()[module]) if _of_the_protocol(name)} - seen
         seen |= new
         todo += new
     return seen

@@ -20,8 +20,8 @@ from tests.simulation.scenario import Scenario, build
 from tests.simulation.situations import drawn
 from tests.simulation.standbys import RESTORED_S
 from tests.simulation.truth import events
-from ttp.controller import standbys
-from ttp.controller.events import Journal
+from ttp.controller.core.facts.events import Journal
+from ttp.controller.core.ranks import standbys
 from ttp.proto.messages import CauseKind
 
 LOST_S = 0.5

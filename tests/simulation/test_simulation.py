@@ -14,9 +14,9 @@ from tests.simulation.scenario import build
 from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout, even
 from tests.simulation.truth import events
-from ttp.processor import machine as process_machine
-from ttp.processor.events import Effect, Event, Received
-from ttp.processor.state import ProcessorState
+from ttp.processor.core import machine as process_machine
+from ttp.processor.core.events import Effect, Event, Received
+from ttp.processor.core.state import ProcessorState
 from ttp.proto.messages import Cause, CauseKind, Freeze, Thaw
 
 SEEDS_PER_BATCH = 60

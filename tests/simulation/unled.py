@@ -12,12 +12,12 @@ from tests.simulation import boundaries
 from tests.simulation.job import Job, Times
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import Training, even
-from ttp.controller.state import Stage
-from ttp.optim.participation import Ending
-from ttp.processor import machine, transitions
-from ttp.processor import transitions as tables
-from ttp.processor.events import Effect, Event, Received, SavedAlone, SavesAlone
-from ttp.processor.state import ProcessorState, Standing
+from ttp.controller.core.facts.state import Stage
+from ttp.optim.step_agreement.participation import Ending
+from ttp.processor.core import machine, transitions
+from ttp.processor.core import transitions as tables
+from ttp.processor.core.events import Effect, Event, Received, SavedAlone, SavesAlone
+from ttp.processor.core.state import ProcessorState, RankMode
 from ttp.proto.frozen import replace
 from ttp.proto.messages import EXIT_CODE_PREEMPTED
 
@@ -199,7 +199,7 @@ def a_failed_save_counts(patch: Patch) -> None:
     def wrong(state: ProcessorState, event: SavedAlone, now: float, out: list[Effect]) -> ProcessorState:
         return transitions._exit(state, EXIT_CODE_PREEMPTED, "saved", out)
 
-    for standing in (Standing.TRAINING, Standing.FROZEN):
+    for standing in (RankMode.TRAINING, RankMode.FROZEN):
         patch.setitem(tables.TRANSITIONS, (standing, SavedAlone), wrong)
 
 
@@ -237,7 +237,7 @@ def ranks_that_save_alone_turn_to_controllers(patch: Patch) -> None:
     def wrong(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
         return state
 
-    for standing in (Standing.TRAINING, Standing.FROZEN):
+    for standing in (RankMode.TRAINING, RankMode.FROZEN):
         patch.setitem(tables.TRANSITIONS, (standing, SavesAlone), wrong)
 
 
@@ -248,5 +248,5 @@ def a_save_alone_has_no_bound(patch: Patch) -> None:
     def wrong(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
         return replace(begin(state, event, now, out), answer_by=inf)
 
-    for standing in (Standing.TRAINING, Standing.FROZEN):
+    for standing in (RankMode.TRAINING, RankMode.FROZEN):
         patch.setitem(tables.TRANSITIONS, (standing, SavesAlone), wrong)

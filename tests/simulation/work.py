@@ -11,7 +11,7 @@ from tests.simulation.disk import OLDER_STEP, PART_BYTES, Disk, DiskError, File,
 from tests.simulation.waits import Blocked
 from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results
 from ttp.errors import TornShare
-from ttp.processor import events as ev
+from ttp.processor.core import events as ev
 from ttp.processor.worker import Held, Task, Tasks
 from ttp.proto.messages import FileEntry, Part, PublishOrder, ShareResult, WriteOrder
 
@@ -152,7 +152,7 @@ class Worker:
     # --- writing ---
 
     def _begin_write(self, order: WriteOrder) -> None:
-        """Read the values at the start and at the end: a holder must stand still meanwhile. As `OptimizerHolder.write` does, use again
+        """Read the values at the start and at the end: a holder must stand still meanwhile. As `OptimizerStateProvider.write` does, use again
         what earlier attempts have of the ordered parts, and write the others."""
         self.writing = True
         before = dict(self.replica.held(order.step))

@@ -10,7 +10,7 @@ import pytest
 
 from ttp.checkpoint.write import WrittenShares, merge_results
 from ttp.controller.handler import Handler as ControllerHandler
-from ttp.processor.events import Event, WriteDone, WriteShare
+from ttp.processor.core.events import Event, WriteDone, WriteShare
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Handler
 from ttp.processor.worker import Held, Task, Tasks

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from ttp.controller import machine
-from ttp.controller import transitions as controller_tables
-from ttp.controller.events import Effect, Send
-from ttp.controller.repeats import repeat_lost
-from ttp.controller.state import ControllerState
-from ttp.processor import orders as rank_orders
-from ttp.processor import transitions as rank_tables
-from ttp.processor.refusals import why_no_order
-from ttp.processor.state import ProcessorState
+from ttp.controller.core import machine
+from ttp.controller.core import transitions as controller_tables
+from ttp.controller.core.facts.events import Effect, Send
+from ttp.controller.core.facts.state import ControllerState
+from ttp.controller.core.ranks.repeats import repeat_lost
+from ttp.processor.core import orders as rank_orders
+from ttp.processor.core import transitions as rank_tables
+from ttp.processor.core.refusals import why_no_order
+from ttp.processor.core.state import ProcessorState
 from ttp.proto.messages import (
     Exit,
     Freeze,

@@ -12,29 +12,21 @@ import pytest
 from tests.simulation.controllers import Controller
 from tests.simulation.repetition import repeats_nothing
 from tests.simulation.standbys import Standbys
-from ttp.controller import (
-    hangs,
-    machine,
-    membership,
-    presence,
-    progress,
-    publishing,
-    rolling,
-    rounds,
-    settling,
-    takeover,
-    writing,
-)
-from ttp.controller import transitions as tables
-from ttp.controller.coverage import Coverage, coverage_of
-from ttp.controller.decision import Decision, Refusal, decide
-from ttp.controller.events import ControllerSettings, Effect, Send
-from ttp.controller.leaving import refuse
-from ttp.controller.planning import hand_over, share_out
-from ttp.controller.presence import welcome
-from ttp.controller.publishing import start_publishing
-from ttp.controller.state import ControllerState, Stage
-from ttp.processor import orders
+from ttp.controller.core import machine, stages
+from ttp.controller.core import transitions as tables
+from ttp.controller.core.dump import freeze, publishing, roll_forward, writing
+from ttp.controller.core.dump.finish import refuse
+from ttp.controller.core.dump.publishing import start_publishing
+from ttp.controller.core.facts import membership
+from ttp.controller.core.facts import pace as progress
+from ttp.controller.core.facts.coverage import Coverage, coverage_of
+from ttp.controller.core.facts.decision import Decision, Refusal, decide
+from ttp.controller.core.facts.events import ControllerSettings, Effect, Send
+from ttp.controller.core.facts.planning import hand_over, share_out
+from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.controller.core.ranks import liveness, stall, takeover
+from ttp.controller.core.ranks.liveness import welcome
+from ttp.processor.core import orders
 from ttp.processor.gate import Gate
 from ttp.processor.worker import Tasks
 from ttp.proto.messages import (
@@ -56,7 +48,7 @@ Verdict = Decision | Refusal
 
 
 def with_decide(patch: Patch, wrong: Callable[..., Verdict]) -> None:
-    patch.setattr(rolling, "decide", wrong)
+    patch.setattr(roll_forward, "decide", wrong)
 
 
 # --- who is a holder, and of what ---
@@ -97,7 +89,7 @@ def one_axis_of_coverage(patch: Patch) -> None:
         first = min((group.holders[0] for group in coverage.groups), default=0)
         return replace(coverage, groups=tuple(g for g in coverage.groups if (g.holders[0] - first) % 2 == 0))
 
-    for module in (settling, takeover):
+    for module in (stages, takeover):
         patch.setattr(module, "coverage_of", wrong)
 
 
@@ -119,8 +111,8 @@ def forgotten_records(patch: Patch) -> None:
 
 def records_of_the_decided_round_only(patch: Patch) -> None:
     """What a rank told in an earlier round, and then died, is forgotten."""
-    merge = rounds._merge
-    patch.setattr(rounds, "_merge", lambda records, report, out: merge((), report, out))
+    merge = freeze._merge
+    patch.setattr(freeze, "_merge", lambda records, report, out: merge((), report, out))
 
 
 def rolls_who_is_not_ready(patch: Patch) -> None:
@@ -144,7 +136,7 @@ def record_of_an_older_step(patch: Patch) -> None:
         factor, rates = 0.5 / max(1, record.step - 1), (0.1 / max(1, record.step - 1),)
         return RollForward(freeze_id, replace(record, clip_factor=factor, learning_rates=rates))
 
-    patch.setattr(rolling, "RollForward", wrong)
+    patch.setattr(roll_forward, "RollForward", wrong)
 
 
 def refuses_when_somebody_is_missing(patch: Patch) -> None:
@@ -171,7 +163,7 @@ def rolls_only_the_first(patch: Patch) -> None:
 
 
 def publishes_before_all_is_written(patch: Patch) -> None:
-    patch.setitem(settling._ADVANCE, Stage.WRITING, lambda state, now, out: start_publishing(state, now, out))
+    patch.setitem(stages._ADVANCE, Stage.WRITING, lambda state, now, out: start_publishing(state, now, out))
 
 
 def publishes_as_an_older_step(patch: Patch) -> None:
@@ -230,7 +222,7 @@ def publishes_an_older_record(patch: Patch) -> None:
         decision = replace(dump.decision, record=fault.records[0] if fault.records else None)
         return start_publishing(replace(state, dump=replace(dump, decision=decision)), now, out)
 
-    patch.setitem(settling._ADVANCE, Stage.WRITING, wrong)
+    patch.setitem(stages._ADVANCE, Stage.WRITING, wrong)
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
@@ -255,22 +247,22 @@ def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
 
 def working_renews_nothing(patch: Patch) -> None:
     """Only an answer proves that an order is carried out."""
-    patch.setattr(tables, "got_on", lambda state, rank, now: state)
+    patch.setattr(tables, "note_progress", lambda state, rank, now: state)
 
 
 def new_process_is_taken_for_the_old(patch: Patch) -> None:
     """A rank that registers with another pid is only there again."""
-    die = presence.die
+    die = liveness.rank_died
 
     def wrong(state: ControllerState, rank: int, cause: Cause, *rest: Any) -> ControllerState:
         return state if "was replaced by" in cause.text else die(state, rank, cause, *rest)
 
-    patch.setattr(presence, "die", wrong)
+    patch.setattr(liveness, "rank_died", wrong)
 
 
 def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
     """They are told the lease, and no address."""
-    patch.setattr(presence, "Successors", lambda addresses, lease_s: Successors((), lease_s))
+    patch.setattr(liveness, "Successors", lambda addresses, lease_s: Successors((), lease_s))
 
 
 def beats_renew_no_lease(patch: Patch) -> None:
@@ -286,7 +278,7 @@ def beats_renew_no_lease(patch: Patch) -> None:
 def pauses_are_not_heard_of(patch: Patch) -> None:
     """A rank that says that it does something else counts as one that does not get on."""
     advance = progress.advance
-    patch.setattr(hangs, "advance", lambda pace, beat, *rest: advance(pace, replace(beat, paused=False), *rest))
+    patch.setattr(stall, "advance", lambda pace, beat, *rest: advance(pace, replace(beat, paused=False), *rest))
 
 
 # --- reports, suspicions, thaws ---
@@ -296,7 +288,7 @@ def old_reports_count(patch: Patch) -> None:
     """A report of an earlier freeze is taken for one of this; the rank may have trained since."""
 
     def wrong(state: Any, message: StateReport, now: float, out: Any) -> Any:
-        return rounds.take_report(state, replace(message, freeze_id=state.freeze_id), out)
+        return freeze.take_report(state, replace(message, freeze_id=state.freeze_id), out)
 
     for stage in (Stage.FREEZING, Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING):
         patch.setitem(tables.TRANSITIONS, (stage, StateReport), wrong)
@@ -304,13 +296,13 @@ def old_reports_count(patch: Patch) -> None:
 
 def decides_without_all_reports(patch: Patch) -> None:
     """Who has not reported yet is left out."""
-    ask = rounds._ask
+    ask = freeze._ask
 
     def wrong(*arguments: Any) -> Any:
         state: Any = ask(*arguments)
         return replace(state, fault=replace(state.fault, awaiting=min(1, state.fault.awaiting)))
 
-    patch.setattr(rounds, "_ask", wrong)
+    patch.setattr(freeze, "_ask", wrong)
 
 
 def thaws_some(patch: Patch) -> None:
@@ -319,21 +311,21 @@ def thaws_some(patch: Patch) -> None:
     def wrong(ranks: tuple[int, ...], message: Any) -> Send:
         return Send(ranks[:-1] if isinstance(message, Thaw) else ranks, message)
 
-    patch.setattr(rounds, "Send", wrong)
+    patch.setattr(freeze, "Send", wrong)
 
 
 def never_sees_silence(patch: Patch) -> None:
-    def wrong(members: Any, now: float, *rest: Any, **options: Any) -> membership.Swept:
-        return membership.Swept(replace(members, sweep_at=float("inf")), (), ())
+    def wrong(members: Any, now: float, *rest: Any, **options: Any) -> membership.LeaseSweep:
+        return membership.LeaseSweep(replace(members, sweep_at=float("inf")), (), ())
 
-    patch.setattr(machine, "sweep", wrong)
+    patch.setattr(machine, "sweep_leases", wrong)
 
 
 def suspicion_is_death(patch: Patch) -> None:
     def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
-        return presence.die(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
+        return liveness.rank_died(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
 
-    for module in (presence, machine):
+    for module in (liveness, machine):
         patch.setattr(module, "suspicion", wrong)
 
 
@@ -349,12 +341,12 @@ def one_lease_for_a_hang(patch: Patch) -> None:
 
 def nobody_assembles(patch: Patch) -> None:
     """Training never begins: nothing bad can happen then."""
-    patch.setitem(settling._ADVANCE, Stage.ASSEMBLING, lambda state, now, out: state)
+    patch.setitem(stages._ADVANCE, Stage.ASSEMBLING, lambda state, now, out: state)
 
 
 def hang_without_proof(patch: Patch) -> None:
     """Nothing disproves a hang: whoever got on since is dumped all the same."""
-    patch.setattr(hangs, "_disproved", lambda state, rank, order, now, out: state)
+    patch.setattr(stall, "_disproved", lambda state, rank, order, now, out: state)
 
 
 # --- what is given up, and what not ---
@@ -387,7 +379,7 @@ def no_older_step_is_tried(patch: Patch) -> None:
 
 def a_leap_of_the_clock_counts_as_silence(patch: Patch) -> None:
     """Of a controller that hears nobody."""
-    patch.setattr(machine, "came_back", membership.forgive)
+    patch.setattr(machine, "controller_resumed", membership.renew_all_leases)
 
 
 # --- takeovers ---
@@ -397,23 +389,23 @@ def takes_over_without_a_freeze(patch: Patch) -> None:
     repeats_nothing(patch)
 
     def wrong(state: Any, now: float, out: Any) -> Any:
-        state = takeover.gather(state, now, out)
+        state = takeover.gather_ranks(state, now, out)
         if state.stage is Stage.FREEZING and not state.fault.causes:
             return replace(state, stage=Stage.RUNNING, fault=None)
         return state
 
-    patch.setitem(settling._ADVANCE, Stage.GATHERING, wrong)
+    patch.setitem(stages._ADVANCE, Stage.GATHERING, wrong)
 
 
 def thaws_what_another_ordered(patch: Patch) -> None:
-    judge = takeover.judge
+    judge = takeover.decide_takeover
 
     def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
         changed: Any = judge(state, fault, now, out)
         finals = changed.fault.causes and "had begun a dump" in changed.fault.causes[0].text
         return state if finals else changed
 
-    patch.setattr(settling, "judge", wrong)
+    patch.setattr(stages, "decide_takeover", wrong)
 
 
 def freezes_counted_from_one(patch: Patch) -> None:
@@ -421,14 +413,14 @@ def freezes_counted_from_one(patch: Patch) -> None:
 
 
 def unknown_shards_forgotten(patch: Patch) -> None:
-    start_dump = rolling.start_dump
-    patch.setattr(settling, "start_dump", lambda state, now, out: start_dump(replace(state, job_groups=0), now, out))
+    start_dump = roll_forward.start_dump
+    patch.setattr(stages, "start_dump", lambda state, now, out: start_dump(replace(state, job_groups=0), now, out))
 
 
 def standbys_kept_secret(patch: Patch) -> None:
     """Not even the list in the store helps."""
     patch.setattr(Standbys, "look", lambda self, process: None)
-    for module in (presence, settling):
+    for module in (liveness, stages):
         patch.setattr(module, "welcome", lambda state, rank: replace(welcome(state, rank), successors=()))
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from tests.simulation.rank import Rank
-from ttp.controller import membership, presence, rolling, takeover
-from ttp.controller import transitions as tables
-from ttp.controller.decision import Refusal
-from ttp.controller.membership import Member
-from ttp.controller.state import Stage
+from ttp.controller.core import transitions as tables
+from ttp.controller.core.dump import roll_forward
+from ttp.controller.core.facts import membership
+from ttp.controller.core.facts.decision import Refusal
+from ttp.controller.core.facts.membership import Member
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.ranks import liveness, takeover
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Vouch
 
@@ -20,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 
 def _with_alive_at(patch: Patch, wrong: Any) -> None:
-    for module in (membership, rolling):
+    for module in (membership, roll_forward):
         patch.setattr(module, "alive_at", wrong)
 
 
@@ -32,12 +34,12 @@ def vouches_are_not_believed(patch: Patch) -> None:
 
 def who_attached_late_is_not_waited_for(patch: Patch) -> None:
     """A round ends when the time of those is over that were there at its beginning."""
-    patch.setattr(presence, "ask_late", lambda state, rank, now: state)
+    patch.setattr(liveness, "ask_late", lambda state, rank, now: state)
 
 
 def an_older_step_is_taken_at_once(patch: Patch) -> None:
     """Local copies cover it, while a rank that has the newest step is about to answer."""
-    patch.setattr(rolling, "_is_less", lambda verdict, fault: isinstance(verdict, Refusal))
+    patch.setattr(roll_forward, "_is_less", lambda verdict, fault: isinstance(verdict, Refusal))
 
 
 def vouches_never_age(patch: Patch) -> None:

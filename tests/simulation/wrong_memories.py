@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from tests.simulation.wrong_controllers import Reports, Verdict, with_decide
-from ttp.controller import leaving, patience, presence, publishing, rolling, rounds, settling, takeover, writing
-from ttp.controller import transitions as controller_tables
-from ttp.controller.decision import decide
-from ttp.controller.incident import report
-from ttp.controller.state import Stage
-from ttp.processor import transitions as rank_tables
-from ttp.processor.state import Standing
+from ttp.controller.core import stages
+from ttp.controller.core import transitions as controller_tables
+from ttp.controller.core.dump import finish, publishing, reassign, roll_forward, writing
+from ttp.controller.core.dump import freeze as rounds
+from ttp.controller.core.facts.decision import decide
+from ttp.controller.core.facts.incident import report
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.ranks import liveness, takeover
+from ttp.processor.core import transitions as rank_tables
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw
 
 Patch = pytest.MonkeyPatch
@@ -36,7 +39,7 @@ def second_order_is_lost_with_its_writer(patch: Patch) -> None:
         known = replace(dump, work=dump.work.put_all(first), pending=dump.pending - dropped)
         return replace_writers(replace(state, dump=known), lost, now, out)
 
-    for module in (writing, presence, patience):
+    for module in (writing, liveness, reassign):
         patch.setattr(module, "replace_writers", wrong)
 
 
@@ -90,14 +93,14 @@ def published_of_an_earlier_freeze_counts(patch: Patch) -> None:
 
 def rolls_are_waited_for_from_the_fault_on(patch: Patch) -> None:
     """A long freeze leaves the ranks that roll forward no time."""
-    order_rolls = rolling._order_rolls
+    order_rolls = roll_forward._order_rolls
 
     def wrong(state: Any, verdict: Any, now: float, out: Any) -> Any:
         state = order_rolls(state, verdict, now, out)
         by = state.fault.began + state.settings.progress_timeout_s
         return replace(state, dump=replace(state.dump, progress_by=by))
 
-    patch.setattr(rolling, "_order_rolls", wrong)
+    patch.setattr(roll_forward, "_order_rolls", wrong)
 
 
 def torn_ranks_local_copy_counts(patch: Patch) -> None:
@@ -126,7 +129,7 @@ def reported_faults_are_forgotten_at_a_takeover(patch: Patch) -> None:
     """The rank that raised is thawed with the others, and training stops there. It does not report its fault again when it is thawed:
     that would heal the mistake, at the price of one thaw and one freeze more."""
     _takes_over_knowing(patch, lambda state, cause: cause not in state.early)
-    row = (Standing.FROZEN, Thaw)
+    row = (RankMode.FROZEN, Thaw)
     thaw = rank_tables.TRANSITIONS[row]
 
     def wrong(state: Any, *rest: Any) -> Any:
@@ -146,7 +149,7 @@ def ranks_that_never_came_are_no_cause(patch: Patch) -> None:
 
 def a_dump_is_gone_on_with_when_all_had_begun_it(patch: Patch) -> None:
     """One rank that was only frozen is reason enough to open all gates, those that can never be opened as well."""
-    judge = takeover.judge
+    judge = takeover.decide_takeover
 
     def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
         changed: Any = judge(state, fault, now, out)
@@ -154,7 +157,7 @@ def a_dump_is_gone_on_with_when_all_had_begun_it(patch: Patch) -> None:
         begun = [cause for cause in changed.fault.causes if cause.kind is CauseKind.CONTROLLER_LOST]
         return state if begun and len(begun[0].ranks) < len(alive) else changed
 
-    patch.setattr(settling, "judge", wrong)
+    patch.setattr(stages, "decide_takeover", wrong)
 
 
 # --- what is reported of a fault ---
@@ -166,7 +169,7 @@ def refused_faults_are_not_reported(patch: Patch) -> None:
     def wrong(state: Any, outcome: Any, now: float, out: Any) -> Any:
         return report(state, outcome, now, out) if outcome.saved is not None else state
 
-    patch.setattr(leaving, "report", wrong)
+    patch.setattr(finish, "report", wrong)
 
 
 def steps_before_the_saved_one_count_as_lost(patch: Patch) -> None:
@@ -177,4 +180,4 @@ def steps_before_the_saved_one_count_as_lost(patch: Patch) -> None:
             outcome = replace(outcome, kept_step=outcome.saved.step - 1)
         return report(state, outcome, now, out)
 
-    patch.setattr(leaving, "report", wrong)
+    patch.setattr(finish, "report", wrong)

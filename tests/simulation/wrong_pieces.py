@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from ttp.controller import publishing, rolling, settling
-from ttp.controller import transitions as tables
-from ttp.controller.events import Journal
-from ttp.controller.leaving import leave
-from ttp.controller.publishing import start_publishing
+from ttp.controller.core import stages
+from ttp.controller.core import transitions as tables
+from ttp.controller.core.dump import publishing, roll_forward
+from ttp.controller.core.dump.finish import leave
+from ttp.controller.core.dump.publishing import start_publishing
+from ttp.controller.core.facts.events import Journal
 
 Patch = pytest.MonkeyPatch
 
@@ -54,7 +55,7 @@ def publisher_of_another_host(patch: Patch) -> None:
 
 
 def _living(state: Any) -> list[int]:
-    return [rank for rank in range(state.settings.world_size) if rolling.is_holder(state, rank)]
+    return [rank for rank in range(state.settings.world_size) if roll_forward.is_holder(state, rank)]
 
 
 def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
@@ -72,7 +73,7 @@ def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
         return start(state, now, out)
 
     patch.setattr(tables, "published", remembers)
-    patch.setattr(settling, "start_publishing", wrong)
+    patch.setattr(stages, "start_publishing", wrong)
 
 
 def _says_published(state: Any, directory: str, now: float, out: Any) -> Any:

@@ -14,10 +14,10 @@ from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, key_of
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective
-from ttp.optim.participation import Contribution
-from ttp.processor import orders
-from ttp.processor import transitions as tables
-from ttp.processor.events import OpenGate
+from ttp.optim.step_agreement.participation import Contribution
+from ttp.processor.core import orders
+from ttp.processor.core import transitions as tables
+from ttp.processor.core.events import OpenGate
 from ttp.processor.gate import Gate
 from ttp.proto.fence import Fence
 from ttp.proto.messages import Phase, PublishOrder, StateReport, Thaw, WriteOrder

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ttp.errors import ConfigError
-from ttp.optim.split import local_of
+from ttp.optim.shard_layout.split import local_of
 
 
 class Average(Protocol):

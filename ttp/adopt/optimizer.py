@@ -28,26 +28,26 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ttp.adopt.adopted_state import AdoptedState, check_optimizer
 from ttp.adopt.averages import Average
 from ttp.adopt.numbers import PassNumbers
-from ttp.adopt.state import AdoptedState, check_optimizer
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFinite, ProtocolError
-from ttp.exchange import exchange_json, world
+from ttp.exchange.json_collectives import exchange_json, world
+from ttp.interfaces.update_tracker import NullTracker, UpdateTracker
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
-from ttp.optim.lane import Lane
-from ttp.optim.participation import Ending
-from ttp.optim.spanning import Spanning
-from ttp.optim.split import gradient_of
-from ttp.optim.verdict import ClipNorm, clip_factor
+from ttp.optim.device_stream import Lane
+from ttp.optim.shard_layout.split import gradient_of
+from ttp.optim.step_agreement.participation import Ending
+from ttp.optim.step_agreement.spanning import Spanning
+from ttp.optim.step_agreement.step_result import ClipNorm, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
-from ttp.tracking import NullTracker, UpdateTracker
 
 log = logging.getLogger("ttp")
 
 
 class AdoptedOptimizer:
-    """Implements `ttp.protected.ProtectedOptimizer` over the trainer's own model and optimizer."""
+    """Implements `ttp.interfaces.protected_optimizer.ProtectedOptimizer` over the trainer's own model and optimizer."""
 
     def __init__(
         self,

@@ -25,21 +25,21 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ttp import checked
 from ttp.adopt.averages import Average
-from ttp.adopt.feed import Feed
-from ttp.adopt.host import HostObjects, Stateful, check_taken
-from ttp.adopt.loader_states import LoaderStates, check_kept
 from ttp.adopt.optimizer import AdoptedOptimizer
-from ttp.adopt.position import DataPosition
-from ttp.adopt.seeds import Seeds
-from ttp.adopt.seen import CHOICES, Seen, check_record
+from ttp.adopt.trainer_state.feed import Feed
+from ttp.adopt.trainer_state.host_objects import HostObjects, Stateful, check_taken
+from ttp.adopt.trainer_state.loader_states import LoaderStates, check_kept
+from ttp.adopt.trainer_state.position import DataPosition
+from ttp.adopt.trainer_state.seeds import Seeds
+from ttp.adopt.trainer_state.seen import CHOICES, SeenBatches, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
-from ttp.exchange import check_joined
-from ttp.optim.verdict import ClipNorm
-from ttp.protection import show
+from ttp.exchange.json_collectives import check_joined
+from ttp.inputs import checked
+from ttp.optim.step_agreement.step_result import ClipNorm
+from ttp.runtime.rank_runtime import show
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def protect(
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
         try:
             seeds = Seeds(adopted.device, enabled=reseed)
-            seen = Seen(session.rank, session.world_size, on_data_mismatch)
+            seen = SeenBatches(session.rank, session.world_size, on_data_mismatch)
             return Guard(model, adopted, host, session, resume, save_interval, compare_every, seeds, seen)
         except BaseException:
             session.close()
@@ -140,7 +140,7 @@ class Guard:
         save_interval: int,
         compare_every: int,
         seeds: Seeds,
-        seen: Seen,
+        seen: SeenBatches,
     ) -> None:
         self.session = session
         self._adopted = adopted

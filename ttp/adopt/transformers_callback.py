@@ -28,14 +28,14 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import has_length
 
-from ttp.adopt.host import from_json
 from ttp.adopt.protect import Guard, protect
+from ttp.adopt.trainer_state.host_objects import from_json
 from ttp.checkpoint import find
 from ttp.checkpoint.find import open_checkpoint
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch
-from ttp.exchange import broadcast_json
-from ttp.protection import show
+from ttp.exchange.json_collectives import broadcast_json
+from ttp.runtime.rank_runtime import show
 
 _FOLDER = "ttp_resume"
 _PASSES = "ttp_passes_over_the_stream"

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ttp.adopt.state import unwrapped
+from ttp.adopt.adopted_state import unwrapped
 from ttp.checkpoint.format.durable import steps_in
-from ttp.protection import show
+from ttp.runtime.rank_runtime import show
 from ttp.session import ResumePoint, Session, find_session
 
 _KNOWN_AFTER = 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ttp.chaos.scenario import FaultSpec
+from ttp.chaos.faults.scenario import FaultSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class MatrixCase:
     """A kind of fault, a phase, and the role of the rank or node that is hit."""
 
     kind: str
@@ -22,6 +22,6 @@ class Cell:
         return f"{self.kind}/{self.phase}/{self.role}"
 
 
-def labelled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+def labelled(cells: Iterable[MatrixCase]) -> tuple[MatrixCase, ...]:
     """Return the cells with faults that carry their names."""
     return tuple(replace(cell, fault=replace(cell.fault, label=cell.name)) for cell in cells)

@@ -25,22 +25,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ttp import checked
 from ttp.chaos import matrix
-from ttp.chaos.campaign import Soak, run_campaign
+from ttp.chaos.faults.scenario import EVENTS, KINDS, load_scenario
 from ttp.chaos.folder import empty
-from ttp.chaos.job import JobError
-from ttp.chaos.live import Screen, show_summary
-from ttp.chaos.nodes import NodesError
-from ttp.chaos.patience import Patience
-from ttp.chaos.report import page, write_report
-from ttp.chaos.result import result_of, write_result
-from ttp.chaos.scenario import EVENTS, KINDS, load_scenario
+from ttp.chaos.nodes.interrupts import InterruptGuard
+from ttp.chaos.nodes.namespaces import NodesError
+from ttp.chaos.observed.training_job import JobError
+from ttp.chaos.report.html_page import page, write_report
+from ttp.chaos.report.result_json import result_of, write_result
+from ttp.chaos.report.terminal import Screen, show_summary
+from ttp.chaos.run.campaign import Soak, run_campaign
 from ttp.config import MOST_S
-from ttp.console import open_console
 from ttp.errors import ConfigError
-from ttp.input_file import read_json
-from ttp.options import above_zero, whole
+from ttp.inputs import checked
+from ttp.inputs.input_file import read_json
+from ttp.inputs.options import above_zero, whole
+from ttp.text.console import open_console
 
 GOOD, BAD, USAGE, PARTLY = 0, 1, 2, 3
 MOST_RESULT_BYTES = 1 << 30
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(own)
     console = open_console()
     try:
-        with Patience(lambda text: console.print(escape(text))) as patience:
+        with InterruptGuard(lambda text: console.print(escape(text))) as patience:
             return _do(console, args, command, patience)
     except ConfigError as error:
         console.print(f"[red]ttp chaos:[/] {escape(str(error))}")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _do(console: Console, args: argparse.Namespace, command: Sequence[str], patience: Patience) -> int:
+def _do(console: Console, args: argparse.Namespace, command: Sequence[str], patience: InterruptGuard) -> int:
     match args.what:
         case "run":
             return _run(console, args, command, patience)
@@ -128,7 +128,7 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="print what has been run so far, and run nothing")
 
 
-def _run(console: Console, args: argparse.Namespace, command: Sequence[str], patience: Patience) -> int:
+def _run(console: Console, args: argparse.Namespace, command: Sequence[str], patience: InterruptGuard) -> int:
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
         scenario = dataclasses.replace(scenario, seed=args.seed)
@@ -205,7 +205,7 @@ def _check(console: Console, path: Path) -> int:
     return GOOD
 
 
-def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> int:
+def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard) -> int:
     output = (args.output or Path("output/chaos-nodes" if args.nodes else "output/chaos-matrix")).resolve()
     if args.table:
         print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
@@ -229,7 +229,7 @@ def _matrix(console: Console, args: argparse.Namespace, patience: Patience) -> i
     return GOOD if good else BAD
 
 
-def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
+def _plan(args: argparse.Namespace, output: Path) -> matrix.MatrixPlan:
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", args.shard)
     if match is None or not int(match[1]) < int(match[2]):
         raise ConfigError(f"--shard is {checked.shown(args.shard)}: wanted I/N with I from 0 to N - 1")
@@ -237,7 +237,7 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.Plan:
     known = dict.fromkeys(cell.kind for cell in matrix.cells(nodes=args.nodes))
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"--kinds has {unknown[0]!r}: wanted some of {', '.join(known)}")
-    return matrix.Plan(
+    return matrix.MatrixPlan(
         output=output,
         repeat=args.repeat,
         per_job=args.per_job,

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ttp.chaos.folder import empty
-from ttp.chaos.job import Job, JobError, Kill
-from ttp.chaos.verdict import Comparison, FaultTimeline, by_step, compare, lost_steps, timeline
-from ttp.console import open_console
+from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
+from ttp.chaos.verdict.timeline import FaultTimeline, RunComparison, by_step, compare, lost_steps, timeline
 from ttp.errors import ConfigError
-from ttp.options import MOST, whole
+from ttp.inputs.options import MOST, whole
+from ttp.text.console import open_console
 
 STAGE_WORDS = {
     "death_seen": "death seen by the controller",
@@ -86,11 +86,11 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
     if args.text:
         overrides += ["--dataset_config.dataset_dir", str(Path(args.text).resolve())]
 
-    with Job(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config) as hurt:
+    with TrainingJob(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config) as hurt:
         kill = _train_and_kill(console, hurt, victim, kill_step, fraction)
         _follow(console, hurt, args.steps, "after the kill")
         _expect_success(hurt)
-    with Job(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+    with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _follow(console, whole, args.steps, "unbroken run")
         _expect_success(whole)
 
@@ -102,7 +102,7 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
     return _report(console, kill, line, same, lost, leftovers, plot)
 
 
-def _train_and_kill(console: Console, job: Job, victim: int, kill_step: int, fraction: float) -> Kill:
+def _train_and_kill(console: Console, job: TrainingJob, victim: int, kill_step: int, fraction: float) -> Kill:
     with console.status("starting the ranks"):
         job.wait_for(lambda: job.last_step() >= 1, "first step", 120)
     with console.status(f"training towards step {kill_step}"):
@@ -114,7 +114,7 @@ def _train_and_kill(console: Console, job: Job, victim: int, kill_step: int, fra
     return kill
 
 
-def _follow(console: Console, job: Job, steps: int, what: str) -> None:
+def _follow(console: Console, job: TrainingJob, steps: int, what: str) -> None:
     with console.status(what) as status:
 
         def ended() -> bool:
@@ -124,13 +124,13 @@ def _follow(console: Console, job: Job, steps: int, what: str) -> None:
         job.wait_for(ended, "end of the job", 300)
 
 
-def _expect_success(job: Job) -> None:
+def _expect_success(job: TrainingJob) -> None:
     status = job.wait()
     if status != 0:
         raise JobError(f"{' '.join(job.command)} ended with status {status}\n{job.console_tail()}")
 
 
-def _plot(hurt: Job, whole: Job, line: FaultTimeline, path: Path) -> str:
+def _plot(hurt: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
@@ -156,7 +156,7 @@ def _report(
     console: Console,
     kill: Kill,
     line: FaultTimeline,
-    same: Comparison,
+    same: RunComparison,
     lost: int | None,
     leftovers: Sequence[str],
     plot: str,

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.campaign import Campaign, run_campaign
-from ttp.chaos.incident import NOT_REACHED
-from ttp.chaos.judge import VIOLATED
-from ttp.chaos.result import write_result
-from ttp.chaos.scenario import parse_scenario
+from ttp.chaos.faults.scenario import parse_scenario
+from ttp.chaos.report.result_json import write_result
+from ttp.chaos.run.campaign import Campaign, run_campaign
+from ttp.chaos.verdict.fault_outcome import NOT_REACHED
+from ttp.chaos.verdict.invariants import VIOLATED
 
 RunChaos = Callable[..., Campaign]
 

@@ -23,11 +23,19 @@ from rich.console import Console
 from rich.table import Table
 
 from ttp.chaos.folder import empty
-from ttp.chaos.job import Job, JobError, Kill
-from ttp.chaos.verdict import Comparison, FaultTimeline, Line, compare, known_to_the_dead_alone, lost_steps, timeline
-from ttp.console import open_console
+from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
+from ttp.chaos.verdict.timeline import (
+    FaultTimeline,
+    Line,
+    RunComparison,
+    compare,
+    known_to_the_dead_alone,
+    lost_steps,
+    timeline,
+)
 from ttp.errors import ConfigError
-from ttp.options import whole
+from ttp.inputs.options import whole
+from ttp.text.console import open_console
 
 STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
@@ -77,18 +85,20 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def run(
     console: Console, args: Any, overrides: Sequence[str], rng: random.Random, output: Path
-) -> tuple[list[Survived], Comparison, list[str]]:
+) -> tuple[list[Survived], RunComparison, list[str]]:
     """Train the killed job and the unbroken one and judge them."""
     steps = (args.kills + 1) * STEPS_A_KILL
     overrides = ["--training_config.training_iters", str(steps), *overrides]
     launcher = ["--max-restarts", str(args.kills + 1)]
-    with Job(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher) as hurt:
+    with TrainingJob(
+        output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher
+    ) as hurt:
         kills = []
         for number in range(args.kills):
             kills.append(_kill_once(hurt, rng, args.ranks, number))
             console.print(f"kill {number + 1}: rank {kills[-1].rank} after step {kills[-1].after_step}")
         _finish(hurt)
-    with Job(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+    with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _finish(whole)
     metrics = hurt.metrics()
     survived = []
@@ -107,7 +117,7 @@ def judged(kill: Kill, line: FaultTimeline, journal: Sequence[Line]) -> Survived
     return Survived(kill, line, lost)
 
 
-def _kill_once(job: Job, rng: random.Random, ranks: int, number: int) -> Kill:
+def _kill_once(job: TrainingJob, rng: random.Random, ranks: int, number: int) -> Kill:
     """Wait for the start's first new step, then kill a random rank at a random moment."""
     job.wait_for(lambda: len(job.starts()) == number + 1 and len(job.pids()) == ranks, f"start {number + 1}", 120)
     first = job.last_step()
@@ -118,14 +128,14 @@ def _kill_once(job: Job, rng: random.Random, ranks: int, number: int) -> Kill:
     return job.kill(rng.randrange(ranks))
 
 
-def _finish(job: Job) -> None:
+def _finish(job: TrainingJob) -> None:
     status = job.wait(900)
     if status != 0:
         raise JobError(f"the job ended with status {status}\n{job.console_tail()}")
 
 
 def _report(
-    console: Console, survived: list[Survived], same: Comparison, leftovers: list[str], seed: int, wanted: int
+    console: Console, survived: list[Survived], same: RunComparison, leftovers: list[str], seed: int, wanted: int
 ) -> int:
     table = Table(
         "kill", "rank", "last step on record", "published step", "lost", "seen", "frozen", "published", "first new step"

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.chaos.campaign import Campaign, run_campaign
-from ttp.chaos.cell import Cell, labelled
-from ttp.chaos.harness import Told
-from ttp.chaos.incident import NOT_REACHED
-from ttp.chaos.inject import POINTS, START_POINTS
-from ttp.chaos.job import read_jsonl
-from ttp.chaos.judge import VIOLATED
+from ttp.chaos.cell import MatrixCase, labelled
+from ttp.chaos.faults.inject import POINTS, START_POINTS
+from ttp.chaos.faults.scenario import FaultSpec, Moment, Scenario
 from ttp.chaos.node_cells import NODES, RANKS_PER_NODE, node_cells
-from ttp.chaos.nodes_job import RENDEZVOUS
-from ttp.chaos.patience import Patience
-from ttp.chaos.result import write_result
-from ttp.chaos.scenario import FaultSpec, Moment, Scenario
+from ttp.chaos.nodes.interrupts import InterruptGuard
+from ttp.chaos.observed.nodes_job import RENDEZVOUS
+from ttp.chaos.observed.training_job import read_jsonl
+from ttp.chaos.report.result_json import write_result
+from ttp.chaos.run.campaign import Campaign, run_campaign
+from ttp.chaos.run.harness import Told
+from ttp.chaos.verdict.fault_outcome import NOT_REACHED
+from ttp.chaos.verdict.invariants import VIOLATED
 
 RANKS = 4
 STEPS = 220
@@ -48,7 +48,7 @@ ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20", "TTP_VOUCHED_LEASE
 flight recorder: its entries keep the heap from being used again while they fill their ring, which looks like a leak in so short a job."""
 
 
-def cells(*, nodes: bool = False) -> tuple[Cell, ...]:
+def cells(*, nodes: bool = False) -> tuple[MatrixCase, ...]:
     """Return every cell that can occur on one node, or those of `node_cells.py`."""
     if nodes:
         return node_cells()
@@ -64,21 +64,21 @@ def _fault(kind: str, rank: int | None = None, **fields: Any) -> FaultSpec:
     return FaultSpec(kind=kind, ranks=ranks, moment=fields.pop("moment", _soon()), **fields)
 
 
-def _in_step() -> Iterator[Cell]:
+def _in_step() -> Iterator[MatrixCase]:
     for kind in IN_STEP:
         for point in POINTS:
             for role, rank in ROLES.items():
-                yield Cell(kind, point, role, _fault(kind, rank, point=point))
+                yield MatrixCase(kind, point, role, _fault(kind, rank, point=point))
     for kind in ("kill", "stop", "term"):  # from outside, wherever the rank is
         for role, rank in ROLES.items():
-            yield Cell(kind, "any", role, _fault(kind, rank, point="now"))
+            yield MatrixCase(kind, "any", role, _fault(kind, rank, point="now"))
     for one in range(RANKS):
         for other in range(one + 1, RANKS):
             pair = FaultSpec(kind="kill", ranks=(one, other), count=2, moment=_soon(), point="now")
-            yield Cell("two kills", "any", f"ranks {one} and {other}", pair)
+            yield MatrixCase("two kills", "any", f"ranks {one} and {other}", pair)
 
 
-def _in_dump() -> Iterator[Cell]:
+def _in_dump() -> Iterator[MatrixCase]:
     """A second fault while the first one's dump is written or published, at each system call that counts."""
     for role, rank in ROLES.items():
         for point in ("write", "publish") if role != "last" else ("write",):
@@ -86,50 +86,52 @@ def _in_dump() -> Iterator[Cell]:
                 for kind in ("kill", "stop", "abort"):
                     second = FaultSpec(kind=kind, ranks=(rank,), point=point, call=call)
                     first = _fault("kill", PARTED[role], point="backward", then=(second,))
-                    yield Cell(f"{kind} in a dump", f"{point} {call}", role, first)
+                    yield MatrixCase(f"{kind} in a dump", f"{point} {call}", role, first)
 
 
-def _in_start() -> Iterator[Cell]:
+def _in_start() -> Iterator[MatrixCase]:
     """A second fault while the next start begins."""
     for role, rank in ROLES.items():
         for point in START_POINTS:
             for kind in ("kill", "segv"):
                 second = FaultSpec(kind=kind, ranks=(rank,), point=point)
-                yield Cell(f"{kind} in a start", point, role, _fault("kill", rank, point="now", then=(second,)))
+                yield MatrixCase(f"{kind} in a start", point, role, _fault("kill", rank, point="now", then=(second,)))
 
 
-def _mild() -> Iterator[Cell]:
+def _mild() -> Iterator[MatrixCase]:
     """What need not be a fault at all."""
     for role, rank in ROLES.items():
         for point in POINTS:
-            yield Cell("slow", point, role, _fault("slow", rank, point=point, for_s=1.5))
-        yield Cell("stop, and go on", "any", role, _fault("stop", rank, point="now", for_s=1.0))
-        yield Cell("cpu hog", "any", role, _fault("cpu", rank, point="now", for_s=2.0))
-        yield Cell("memory hog", "any", role, _fault("memory", rank, point="now", for_s=2.0, mib=512))
+            yield MatrixCase("slow", point, role, _fault("slow", rank, point=point, for_s=1.5))
+        yield MatrixCase("stop, and go on", "any", role, _fault("stop", rank, point="now", for_s=1.0))
+        yield MatrixCase("cpu hog", "any", role, _fault("cpu", rank, point="now", for_s=2.0))
+        yield MatrixCase("memory hog", "any", role, _fault("memory", rank, point="now", for_s=2.0, mib=512))
 
 
-def _elsewhere() -> Iterator[Cell]:
-    yield Cell("kill_agent", "any", "launcher", _fault("kill_agent"))
-    yield Cell(
+def _elsewhere() -> Iterator[MatrixCase]:
+    yield MatrixCase("kill_agent", "any", "launcher", _fault("kill_agent"))
+    yield MatrixCase(
         "corrupt", "published", "checkpoint", _fault("kill", 2, point="now", then=(_then("corrupt", "published"),))
     )
     for kind in ("kill_controller", "stop_controller"):
         idle = _fault(kind, for_s=8.0 if kind == "stop_controller" else 0.0)
-        yield Cell(kind, "training", "controller", idle)
+        yield MatrixCase(kind, "training", "controller", idle)
         for event in DUMP_EVENTS:
             dump = _fault("kill", 2, point="now", then=(_then(kind, event),))
-            yield Cell(kind, event, "controller", dump)
+            yield MatrixCase(kind, event, "controller", dump)
     again = _then("kill_controller", "standby_started")
-    yield Cell("kill_controller", "in turn", "controller", _fault("kill_controller", then=(again,)))
+    yield MatrixCase("kill_controller", "in turn", "controller", _fault("kill_controller", then=(again,)))
     last = (again, FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started"), point="now"))
-    yield Cell("kill_controller", "in turn", "and a rank", _fault("kill_controller", then=last, expect=("saved",)))
+    yield MatrixCase(
+        "kill_controller", "in turn", "and a rank", _fault("kill_controller", then=last, expect=("saved",))
+    )
 
 
 def _then(kind: str, event: str) -> FaultSpec:
     return FaultSpec(kind=kind, moment=Moment(event=event), for_s=8.0 if kind == "stop_controller" else 0.0)
 
 
-def _disk() -> Iterator[Cell]:
+def _disk() -> Iterator[MatrixCase]:
     allowed = ("saved", "refused", "fell_back")
     for role, rank in ROLES.items():
         for kind, point in (
@@ -143,14 +145,16 @@ def _disk() -> Iterator[Cell]:
             if role == "last" and point == "publish":
                 continue
             second = FaultSpec(kind=kind, ranks=(rank,), point=point, for_s=0.1)
-            yield Cell(kind, point, role, _fault("kill", PARTED[role], point="now", then=(second,), expect=allowed))
+            yield MatrixCase(
+                kind, point, role, _fault("kill", PARTED[role], point="now", then=(second,), expect=allowed)
+            )
 
 
 # --- running ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MatrixPlan:
     """What of the matrix is to be run now."""
 
     output: Path
@@ -165,7 +169,7 @@ class Plan:
     """The cells of two nodes."""
 
 
-def ordered(plan: Plan) -> list[Cell]:
+def ordered(plan: MatrixPlan) -> list[MatrixCase]:
     """Return this shard's cells in their order: shuffled, one of each kind first, then the rest; again for each repeat."""
     rng = random.Random(plan.seed)
     wanted = [cell for cell in cells(nodes=plan.nodes) if not plan.kinds or cell.kind in plan.kinds]
@@ -177,7 +181,7 @@ def ordered(plan: Plan) -> list[Cell]:
     return ([*first, *rest] * plan.repeat)[index::count]
 
 
-def open_cells(plan: Plan) -> list[Cell]:
+def open_cells(plan: MatrixPlan) -> list[MatrixCase]:
     """Return the cells that have not been run as often as they should."""
     done: dict[str, int] = {}
     for line in read_lines(plan.output):
@@ -192,7 +196,7 @@ def open_cells(plan: Plan) -> list[Cell]:
     return left[: plan.limit] if plan.limit is not None else left
 
 
-def next_batch(todo: Sequence[Cell], most: int) -> list[Cell]:
+def next_batch(todo: Sequence[MatrixCase], most: int) -> list[MatrixCase]:
     """Return the cells that the next job takes, in order. One that costs the only standby and starts nothing anew ends a job: without
     one, nothing is promised of a later fault of the controller (docs/limits.md)."""
     for count, cell in enumerate(todo[:most], 1):
@@ -219,7 +223,9 @@ def command(*, nodes: bool = False) -> list[str]:
     ]
 
 
-def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | None = None) -> Iterator[Campaign]:
+def run_matrix(
+    plan: MatrixPlan, told: Told = lambda *_: None, patience: InterruptGuard | None = None
+) -> Iterator[Campaign]:
     """Run jobs until no cell is open or the time is over; yield each job's campaign when its cells are on record."""
     plan.output.mkdir(parents=True, exist_ok=True)
     todo = open_cells(plan)
@@ -252,7 +258,7 @@ def run_matrix(plan: Plan, told: Told = lambda *_: None, patience: Patience | No
         number += 1
 
 
-def _put_down(output: Path, job: int, batch: Sequence[Cell], campaign: Campaign) -> None:
+def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Campaign) -> None:
     """Add the job's cells to the file."""
     wrong = [f"{v.name}: {v.text}" for lap in campaign.laps for v in lap.verdicts if v.state == VIOLATED]
     with open(output / "cells.jsonl", "a", encoding="utf-8") as file:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ttp.chaos.cell import Cell, labelled
-from ttp.chaos.scenario import FaultSpec, Moment
+from ttp.chaos.cell import MatrixCase, labelled
+from ttp.chaos.faults.scenario import FaultSpec, Moment
 
 NODES, RANKS_PER_NODE = 2, 2
 ROLES = {"first": (0, 1), "last": (3, 2)}
@@ -24,19 +24,19 @@ FIELDS: dict[str, dict[str, float]] = {
 }
 
 
-def node_cells() -> tuple[Cell, ...]:
+def node_cells() -> tuple[MatrixCase, ...]:
     """Return every cell of two nodes."""
     return labelled((*_in_training(), *_in_dump()))
 
 
-def _in_training() -> Iterator[Cell]:
+def _in_training() -> Iterator[MatrixCase]:
     for kind, fields in FIELDS.items():
         for role, (rank, _) in ROLES.items():
             fault = FaultSpec(kind=kind, ranks=(rank,), moment=Moment(after_steps=(3, 7)), **fields)  # type: ignore[arg-type]
-            yield Cell(kind, "training", role, fault)
+            yield MatrixCase(kind, "training", role, fault)
 
 
-def _in_dump() -> Iterator[Cell]:
+def _in_dump() -> Iterator[MatrixCase]:
     for kind, fields in FIELDS.items():
         for event in EVENTS:
             for role, (rank, neighbour) in ROLES.items():
@@ -49,4 +49,4 @@ def _in_dump() -> Iterator[Cell]:
                     then=(second,),
                     expect=("saved",),
                 )
-                yield Cell(f"{kind} in a dump", event, role, first)
+                yield MatrixCase(f"{kind} in a dump", event, role, first)

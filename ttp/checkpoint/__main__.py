@@ -1,4 +1,4 @@
-"""`python -m ttp.checkpoint`: the same as `ttp ckpt`, see `cli.py`."""
+"""`python -m ttp.checkpoint`: the same as `ttp ckpt`, see `cli/main.py`."""
 
 import sys
 

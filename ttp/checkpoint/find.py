@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Return every rank's JSON value, by rank."""
 
 
-class Alone:
+class SingleProcess:
     """One process by itself."""
 
     index = 0
@@ -110,7 +110,7 @@ def first_valid(
 
     With `ranks`, every rank calls this with the same paths, each judges its share, and all return the same checkpoint.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or SingleProcess()
     skipped: list[str] = []
     for path in map(Path, paths):
         manifest, reason = None, ""
@@ -133,7 +133,7 @@ def find_newest_valid(
 
     With `ranks`, every rank calls this, each checks its share of the files. Raises OSError when none of `dirs` can be read.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or SingleProcess()
     names = [str(path) for path in list_readable(dirs, lambda directory, error: on_skip(directory, str(error)))]
     share = (ranks.index, ranks.count)
     names = ranks.exchange(names if ranks.index == 0 else [])[0]  # the first rank's list

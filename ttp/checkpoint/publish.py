@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import ttp
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import advance_tracker, fsync_directory, sha256_of, step_directory_name
 from ttp.checkpoint.format.file_index import Contents, read_contents, wrong_files
@@ -30,6 +29,7 @@ from ttp.checkpoint.verify import check_complete, verify
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
 from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
+from ttp.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Publication:
             created_unix_s=time.time() if self.created_unix_s is None else self.created_unix_s,
             attempt=self.tmp_name,
             term=self.term,
-            versions={"torch": str(torch.__version__), "ttp": ttp.__version__},
+            versions={"torch": str(torch.__version__), "ttp": VERSION},
         )
 
     def own_files(self) -> list[FileEntry]:

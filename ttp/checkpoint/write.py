@@ -33,7 +33,7 @@ from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import claimed, make_staging
 from ttp.errors import CheckpointError, NotWritable
 from ttp.proto.messages import FileEntry, Part, ShareResult
-from ttp.wording import size_text
+from ttp.text.wording import size_text
 
 FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""

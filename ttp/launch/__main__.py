@@ -18,7 +18,7 @@ def main() -> None:
     from ttp.launch.streams import make_streams_last
 
     make_streams_last()
-    from ttp.launch.aside import calls_under_way, end_despite_calls
+    from ttp.launch.rendezvous.bounded_call import calls_under_way, end_despite_calls
 
     try:
         _run()

@@ -24,20 +24,20 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
-from ttp.launch.attempt_directory import AttemptDirectory
-from ttp.launch.controllers import START_VARIABLE
-from ttp.launch.crash_loop import FutileStarts
-from ttp.launch.launching import Launching
-from ttp.launch.processes import children_leading_sessions, end_workers
-from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.report.exit_status import exception_text, recorded_by, root_cause_first, traceback_text
-from ttp.launch.round import SHUTDOWN_S, Round
-from ttp.launch.signals import Notices
-from ttp.launch.stores import ROUND_S
+from ttp.exchange.first_step import progress_key
+from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
+from ttp.launch.attempts.attempt_directory import AttemptDirectory
+from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.attempts.crash_loop import CrashLoop
+from ttp.launch.attempts.signals import ShutdownSignals
+from ttp.launch.links.controller_shutdown import START_VARIABLE
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S
+from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
-from ttp.progress import progress_key
-from ttp.wording import ranks_text
+from ttp.launch.watch.processes import children_leading_sessions, end_workers
+from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
 
@@ -76,21 +76,23 @@ class HoldAgent(LocalElasticAgent):
     `spec.rdzv_handler` must be a FreshStoreRendezvous. `agent_arguments` go to LocalElasticAgent.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, launching: Launching, **agent_arguments: Any) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, launching: LaunchContext, **agent_arguments: Any
+    ) -> None:
         if not isinstance(spec.rdzv_handler, FreshStoreRendezvous):
             raise TypeError(f"HoldAgent needs a FreshStoreRendezvous, got {type(spec.rdzv_handler).__name__}")
         super().__init__(spec, logs_specs, **agent_arguments)
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
-        self._round: Round | None = None
-        self._notices = Notices()
+        self._round: Attempt | None = None
+        self._notices = ShutdownSignals()
         self._attempt_directory = AttemptDirectory()
         self._lost_starts: list[tuple[str, str]] = []
         """Of each of the last starts in a row that a lost node has ended: which node, and whether its store was never reached
         from here."""
         self.last_words = ""
         """Why the job has failed here, once it has."""
-        self._futile_starts = FutileStarts(launching.futile_starts)
+        self._futile_starts = CrashLoop(launching.futile_starts)
         self._pause_s = 0.0
         """Before the next rendezvous, when the last start was for nothing."""
         # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
@@ -155,7 +157,7 @@ class HoldAgent(LocalElasticAgent):
         try:
             local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
-            self._round = Round(
+            self._round = Attempt(
                 self._launching,
                 job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
                 job_store=job_store,
@@ -234,7 +236,7 @@ class HoldAgent(LocalElasticAgent):
         self._judge(round_, result, worker_group.spec.max_restarts)
         return result
 
-    def _makes_room(self, round_: Round) -> bool:
+    def _makes_room(self, round_: Attempt) -> bool:
         """Where a node waits to be taken in, have the workers persist and leave; False when there is none, or when
         the job was done before."""
         if not (round_.living() and round_.has_controller and self._rendezvous_handler.num_nodes_waiting() > 0):
@@ -242,7 +244,7 @@ class HoldAgent(LocalElasticAgent):
         round_.take_leave(SET_CHANGES)
         return not round_.succeeded()
 
-    def _misses_a_node(self, round_: Round) -> bool:
+    def _misses_a_node(self, round_: Attempt) -> bool:
         """Say whether a node was lost before the ranks had a controller; then all that are left meet again."""
         words = round_.lost_node if round_.living() else ""
         if words:
@@ -250,7 +252,7 @@ class HoldAgent(LocalElasticAgent):
             self._rendezvous_handler.meet_again()
         return bool(words)
 
-    def _after_success(self, round_: Round, result: RunResult) -> RunResult:
+    def _after_success(self, round_: Attempt, result: RunResult) -> RunResult:
         """Wait for the other nodes, whose workers may still run, as torch's exit barrier does; but end when the job has
         failed on one, and start again with one whose workers have failed: it cannot without this node.
         """
@@ -359,7 +361,7 @@ class HoldAgent(LocalElasticAgent):
         if came is not None and not noticed:
             raise came  # else it is lost: this was the end of one start, and the next would follow
 
-    def _end_start(self, round_: Round, death_sig: signal.Signals, timeout_s: float) -> None:
+    def _end_start(self, round_: Attempt, death_sig: signal.Signals, timeout_s: float) -> None:
         """Let the workers leave, or end those that have never had a controller."""
         if name := self._notices.name:
             round_.told_to_end(name)
@@ -370,12 +372,12 @@ class HoldAgent(LocalElasticAgent):
 
     # --- telling ---
 
-    def _put_cause_first(self, result: RunResult, round_: Round) -> RunResult:
+    def _put_cause_first(self, result: RunResult, round_: Attempt) -> RunResult:
         seen = {rank: death.seen_unix_s for rank, death in round_.deaths().items()}
-        failures = root_cause_first(result.failures, seen)
+        failures = sort_root_cause_first(result.failures, seen)
         return RunResult(state=result.state, return_values=result.return_values, failures=failures)
 
-    def _judge(self, round_: Round, result: RunResult, max_restarts: int) -> None:
+    def _judge(self, round_: Attempt, result: RunResult, max_restarts: int) -> None:
         """Say in one line what happened and what comes, with the root cause's traceback where nobody else shows it.
         Have the restart wait when the start was for nothing, and allow none when it could change nothing."""
         what = round_.outcome()
@@ -419,14 +421,14 @@ class HoldAgent(LocalElasticAgent):
             self._pause_s = futile.wait_s
             log.warning("restarting (%d of %d restarts): %s%s", restart, max_restarts, what, pause)
 
-    def _tell_others(self, round_: Round, what: str, *, again: bool) -> None:
+    def _tell_others(self, round_: Attempt, what: str, *, again: bool) -> None:
         """Say to nodes whose workers have succeeded, or that wait for this one's, what comes."""
         if round_.neighbours is not None:
             words = f"{socket.gethostname()} has failed ({what})"
             tell = round_.neighbours.tell_restart if again else round_.neighbours.tell_failed
             tell(f"{words} and starts again" if again else words)
 
-    def _made_a_step(self, round_: Round) -> bool | None:
+    def _made_a_step(self, round_: Attempt) -> bool | None:
         """Return whether a rank has reported a finished step; None: that is not known, or the ranks left on a preemption notice."""
         if round_.told_to_leave():
             return None

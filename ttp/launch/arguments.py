@@ -12,10 +12,10 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 from ttp.config import MOST_S, enabled
+from ttp.inputs.options import above_zero, whole
 from ttp.launch import msrun
-from ttp.launch.crash_loop import FUTILE_STARTS
-from ttp.launch.deathwatch import LONGEST_POLL_S, POLL_S
-from ttp.options import above_zero, whole
+from ttp.launch.attempts.crash_loop import FUTILE_STARTS
+from ttp.launch.watch.death_watch import LONGEST_POLL_S, POLL_S
 
 LEAST_POLL_S = 1e-4
 MAX_RESTARTS = 3

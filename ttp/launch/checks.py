@@ -15,10 +15,10 @@ from pathlib import Path
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.events.handlers import get_logging_handler
 
-from ttp import checked
 from ttp.errors import ConfigError
-from ttp.launch.topology import RESOLVE_S
-from ttp.meeting import why_unknown
+from ttp.exchange.discovery import why_unknown
+from ttp.inputs import checked
+from ttp.launch.rendezvous.topology import RESOLVE_S
 
 MOST_RESTARTS = 2**31 - 1
 LEAST_MONITOR_S = 1e-3

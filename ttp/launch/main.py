@@ -33,16 +33,16 @@ from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
+from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
-from ttp.launch.courier import Link
-from ttp.launch.handlers import make_rendezvous, plain_endpoint
-from ttp.launch.launching import Launching, Running
+from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
-from ttp.launch.rendezvous import FreshStoreRendezvous
-from ttp.launch.report.exit_status import briefly
+from ttp.launch.rendezvous.choose import make_rendezvous, plain_endpoint
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
+from ttp.launch.rendezvous.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
+from ttp.launch.report.exit_status import summarize
 from ttp.launch.report.reporter import Reporter
-from ttp.launch.signals import without_ignored
-from ttp.launch.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.nccl import set_nccl
 
 log = logging.getLogger("ttp.launch")
@@ -110,11 +110,11 @@ def _warn_of_unknown_variables() -> None:
         log.warning("the variable %s is set, and nothing reads it: %s", name, meant)
 
 
-def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launching:
+def make_launching(settings: Settings, args: Namespace, run_id: str) -> LaunchContext:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
     launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
 
-    def open_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> Link:
+    def open_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> ControllerLink:
         from ttp.controller.agent_link import AgentLink
 
         ranks = tuple(sorted(pids))
@@ -125,7 +125,7 @@ def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launchin
 
         agent_link.request_shutdown(address, reason="the launcher ends this start of the job")
 
-    return Launching(
+    return LaunchContext(
         total_timeout_s=settings.total_timeout_s,
         poll_s=args.ttp_death_poll,
         open_link=open_link,
@@ -138,7 +138,7 @@ def make_launching(settings: Settings, args: Namespace, run_id: str) -> Launchin
 
 
 def launch(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[str], launching: Launching
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[str], launching: LaunchContext
 ) -> dict[int, Any]:
     """Run this node's agent to the job's end and return the workers' results by rank.
 
@@ -174,7 +174,7 @@ def launch(
         if result.is_failed():
             reason = agent.last_words
             why = f"{here}: the job has failed: {reason}"
-            brief = {rank: briefly(failure) for rank, failure in result.failures.items()}
+            brief = {rank: summarize(failure) for rank, failure in result.failures.items()}
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=brief)
         values: dict[int, Any] = result.return_values
         elsewhere = handler.failed_elsewhere()
@@ -212,7 +212,7 @@ def make_agent(
     entrypoint: Callable[..., Any] | str,
     args: list[str],
     handler: FreshStoreRendezvous,
-    launching: Launching,
+    launching: LaunchContext,
 ) -> HoldAgent:
     """Make the agent; settings that only newer versions of torch know are handed on where they exist."""
     own = {

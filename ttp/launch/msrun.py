@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttp.errors import ConfigError
+from ttp.inputs.options import whole
 from ttp.launch.checks import MOST_WORKERS
-from ttp.options import whole
 
 PORT = 8118
 """msrun's default of --master_port."""

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttp.errors import ConfigError
-from ttp.mindio import handlers
 from ttp.mindio.job import DEFAULT_PORT, current_job
 from ttp.mindio.newer import OptimizerType as OptimizerType
 from ttp.mindio.newer import tft_destroy_controller as tft_destroy_controller
@@ -75,6 +74,7 @@ from ttp.mindio.repair import tft_reset_limit_step as tft_reset_limit_step
 from ttp.mindio.repair import tft_set_update_end_time as tft_set_update_end_time
 from ttp.mindio.repair import tft_set_update_start_time as tft_set_update_start_time
 from ttp.mindio.repair import tft_wait_next_action as tft_wait_next_action
+from ttp.mindio.saving import save_handlers
 
 __all__ = [
     "Action",
@@ -172,12 +172,12 @@ def ttp_start_processor(ip: str, port: int = DEFAULT_PORT) -> None:
 
 def ttp_register_save_ckpt_handler(handler: Callable[[int, int, list[int], Any], object]) -> None:
     """Register what saves at a fault: `handler(save_rank, step, rank_list, args)`, args being what `ttp_set_ckpt_args` was given."""
-    current_job().save_handler = handlers.save_handler(handler)
+    current_job().save_handler = save_handlers.save_handler(handler)
 
 
 def ttp_register_rename_handler(handler: Callable[[Any], int | None]) -> None:
     """Register what publishes: `handler(args)` returns 0 (or nothing) when the checkpoint is visible, 1 when it could not be made so."""
-    current_job().rename_handler = handlers.rename_handler(handler)
+    current_job().rename_handler = save_handlers.rename_handler(handler)
 
 
 def ttp_set_ckpt_args(args: Any) -> None:

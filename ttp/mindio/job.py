@@ -18,18 +18,18 @@ import torch.distributed as dist
 from ttp import session as sessions
 from ttp.config import Settings, enabled, host_name
 from ttp.errors import ConfigError, Overtaken
-from ttp.exchange import exchange_json, world
-from ttp.mindio.handlers import RenameHandler, SaveHandler
-from ttp.mindio.local_save import LocalSave
+from ttp.exchange.json_collectives import exchange_json, world
 from ttp.mindio.model_parallel import ModelParallel, read_parallel_state
 from ttp.mindio.optimizer import TTPReplicaOptimizer
-from ttp.mindio.publisher import HandlerPublisher
-from ttp.mindio.save_calls import Watcher
-from ttp.mindio.state import WholeState
-from ttp.mindio.step_args import StepArgsBox
-from ttp.optim.placement import grid
-from ttp.protection import Protection, show
+from ttp.mindio.saving.local_save import LocalSave
+from ttp.mindio.saving.publisher import HandlerPublisher
+from ttp.mindio.saving.save_calls import Watcher
+from ttp.mindio.saving.save_handlers import RenameHandler, SaveHandler
+from ttp.mindio.saving.step_args import StepArgsBox
+from ttp.mindio.state_files.whole_state import WholeState
+from ttp.optim.shard_layout.placement import grid
 from ttp.proto.messages import Cause, CauseKind
+from ttp.runtime.rank_runtime import Protection, show
 from ttp.session import Session
 
 DEFAULT_PORT = 8000

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import ConfigError
-from ttp.exchange import exchange_json, world
+from ttp.exchange.json_collectives import exchange_json, world
 
 _MODULES = ("parallel_state", "mpu")
 """Last part of the module's name: ascendspeed.core.parallel_state, megatron.core.parallel_state, megatron.mpu."""

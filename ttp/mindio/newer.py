@@ -15,9 +15,9 @@ from typing import Any
 from ttp import persist
 from ttp.config import enabled
 from ttp.errors import ConfigError
-from ttp.mindio import handlers
 from ttp.mindio.job import ReplicaGroups, current_job
-from ttp.protection import show
+from ttp.mindio.saving import save_handlers
+from ttp.runtime.rank_runtime import show
 
 
 class OptimizerType(enum.IntEnum):
@@ -130,12 +130,12 @@ def tft_register_save_ckpt_handler(func: Callable[..., object], ctx: Any = None)
         experts = job.optimizer is not None and job.optimizer.place.expert_size > 1
         return (OptimizerType.ATTENTION, OptimizerType.MOE) if experts else (OptimizerType.ATTENTION,)
 
-    job.save_handler = handlers.newer_save_handler(func, kinds, ctx)
+    job.save_handler = save_handlers.newer_save_handler(func, kinds, ctx)
 
 
 def tft_register_rename_handler(func: Callable[..., object], ctx: Any = None) -> None:
     """Register what publishes: `func(step, args)`, which raises when it cannot."""
-    current_job().rename_handler = handlers.newer_rename_handler(func)
+    current_job().rename_handler = save_handlers.newer_rename_handler(func)
 
 
 def tft_is_reboot_node() -> bool:

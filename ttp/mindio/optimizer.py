@@ -22,20 +22,21 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import CheckpointError, ConfigError, Overtaken
-from ttp.exchange import world
-from ttp.mindio import given, native, param_state
+from ttp.exchange.json_collectives import world
+from ttp.mindio import given
 from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
-from ttp.mindio.state import WholeState, gather_whole, load_whole, part_tensors
+from ttp.mindio.state_files import native, param_state
+from ttp.mindio.state_files.whole_state import WholeState, gather_whole, load_whole, part_tensors
 from ttp.mindio.zeros import CountingOddReplicaOptimizer, CountingReplicaOptimizer
-from ttp.optim.participation import Ending
 from ttp.optim.replica_optimizer import ClipNorm
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer as Core
+from ttp.optim.step_agreement.participation import Ending
 from ttp.proto.messages import CommitRecord
 
 
-class Job(Protocol):
+class OptimizerJob(Protocol):
     """What the optimizer needs of the job that it belongs to (`ttp.mindio.job`)."""
 
     def built(self, optimizer: TTPReplicaOptimizer) -> ModelParallel:
@@ -91,7 +92,7 @@ class TTPReplicaOptimizer:
         given.check(optimizer, fp16, bf16, params_dtype)
         from ttp.mindio.job import current_job  # which imports this module
 
-        self._job: Job = current_job()
+        self._job: OptimizerJob = current_job()
         self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
         self.grad_scaler = grad_scaler
         self.clip_grad = clip_grad

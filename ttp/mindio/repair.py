@@ -13,7 +13,7 @@ from typing import Any
 
 from ttp.errors import ConfigError
 from ttp.mindio.job import current_job
-from ttp.protection import show
+from ttp.runtime.rank_runtime import show
 
 OK, FAILED = 0, 1
 

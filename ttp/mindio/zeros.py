@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ttp.optim.part import Part
-from ttp.optim.participation import Ending
+from ttp.optim.part import ParameterPart
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer, TTPReplicaOptimizer
+from ttp.optim.step_agreement.participation import Ending
 from ttp.proto.messages import CommitRecord
 
 
-def count_zeros(parts: Sequence[Part]) -> torch.Tensor:
+def count_zeros(parts: Sequence[ParameterPart]) -> torch.Tensor:
     """Return how many zeros this rank counts: each element of the model is counted on one rank, padding on none."""
     total = torch.zeros((), dtype=torch.float64, device=parts[0].memory[0].params.device)
     for part in parts:

@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
-from ttp.exchange import exchange_json
-from ttp.optim.layout import Layout, ParamSpec
-from ttp.optim.split import block_of, is_first_copy, local_of, put_local, sharing_of
-from ttp.optim.wires import BucketMemory
+from ttp.exchange.json_collectives import exchange_json
+from ttp.optim.collectives import BucketMemory
+from ttp.optim.shard_layout.layout import Layout, ParamSpec
+from ttp.optim.shard_layout.split import block_of, is_first_copy, local_of, put_local, sharing_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

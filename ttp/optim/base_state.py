@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.errors import ConfigError
-from ttp.optim.verdict import ScaleState
+from ttp.optim.step_agreement.step_result import ScaleState
 
 _FUSED = ("Adam", "AdamW", "SGD")
 """Bases whose fused kernel is the default where torch has one for the device."""

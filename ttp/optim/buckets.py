@@ -19,9 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ttp.errors import ConfigError
-from ttp.optim.lane import Lane
-from ttp.optim.split import gradient_of, local_of
-from ttp.optim.wires import BucketMemory, Wires, Works
+from ttp.optim.collectives import BucketMemory, Wires, Works
+from ttp.optim.device_stream import Lane
+from ttp.optim.shard_layout.split import gradient_of, local_of
 
 SCATTERING = 2
 """Reduce-scatters under way when another bucket is launched, at most: gloo's point-to-point works are not known to be done before

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ttp.optim.layout import Layout
+from ttp.optim.shard_layout.layout import Layout
 
 _NAMED = 4
 

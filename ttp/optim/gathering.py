@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttp.optim.part import Part
+from ttp.optim.part import ParameterPart
 
 
 class Gather:
     """The gather of all parts' parameters."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ParameterPart]) -> None:
         self._parts = parts
         self._works: list[Any] = []
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import LayoutError
-from ttp.exchange import exchange_json
+from ttp.exchange.json_collectives import exchange_json
 from ttp.optim.assembly import NamedParam, allocate, check_agreement, hosts_of, specs
 from ttp.optim.buckets import Bucket
-from ttp.optim.layout import Layout
-from ttp.optim.shards import HeldShards
-from ttp.optim.wires import BucketMemory, Wires, make_wires
+from ttp.optim.collectives import BucketMemory, Wires, make_wires
+from ttp.optim.held_shards import HeldShards
+from ttp.optim.shard_layout.layout import Layout
 from ttp.proto.messages import ShardGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ParameterPart:
     """Ranks in it are those of `group`."""
 
     group: Any
@@ -101,7 +101,9 @@ def by_process_group(named: Sequence[NamedParam], main: Any) -> list[tuple[Any, 
     return [(group, places) for group, places in found if places]
 
 
-def build_part(group: Any, named: Sequence[NamedParam], places: Sequence[int], cut: Cut, device: torch.device) -> Part:
+def build_part(
+    group: Any, named: Sequence[NamedParam], places: Sequence[int], cut: Cut, device: torch.device
+) -> ParameterPart:
     """Cut the parameters for the ranks of `group` and lay them out in memory (a collective over it). Raises LayoutError."""
     world, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     ring, replicas = (cut.ring, cut.replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
@@ -114,7 +116,7 @@ def build_part(group: Any, named: Sequence[NamedParam], places: Sequence[int], c
     memory = allocate(layout, rank, mine, cut.grad_dtype, group, cut.gradient_accumulation_shard)
     wires = make_wires(layout, group, rank, cut.timeout)
     shards = HeldShards(layout, rank, memory, cut.local_copy, cut.masters_apart)
-    return Part(group, rank, layout, mine, tuple(places), memory, wires, shards)
+    return ParameterPart(group, rank, layout, mine, tuple(places), memory, wires, shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class JobParam:
     group: int
 
 
-def job_params(parts: Sequence[Part], span: Any, device: torch.device) -> tuple[JobParam, ...]:
+def job_params(parts: Sequence[ParameterPart], span: Any, device: torch.device) -> tuple[JobParam, ...]:
     """Return all parameters of the model, in the order of their names' first rank (a collective over `span`, the ranks that
     share the model; None: nobody else). Raises LayoutError when two ranks know a name with another shape or param group."""
     mine: list[Any] = [[spec.name, list(spec.whole_shape), spec.group] for part in parts for spec in part.layout.params]

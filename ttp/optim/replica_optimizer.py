@@ -27,22 +27,22 @@ from torch.optim import Optimizer
 
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
+from ttp.interfaces.update_tracker import NullTracker, UpdateTracker
 from ttp.optim import comparison
-from ttp.optim.agreement import compare_parts
 from ttp.optim.assembly import mark_copied, named_groups
 from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
+from ttp.optim.device_stream import Lane
 from ttp.optim.gathering import Gather
-from ttp.optim.lane import Lane
-from ttp.optim.overflow import SkippedSteps
 from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
-from ttp.optim.participation import Ending
+from ttp.optim.replica_check import compare_parts
 from ttp.optim.shards_only import OptimizerOfShards
-from ttp.optim.spanning import Spanning
-from ttp.optim.verdict import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
+from ttp.optim.step_agreement.overflow import SkippedSteps
+from ttp.optim.step_agreement.participation import Ending
+from ttp.optim.step_agreement.spanning import Spanning
+from ttp.optim.step_agreement.step_result import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
 from ttp.proto.messages import CommitRecord, ShardGroup
-from ttp.tracking import NullTracker, UpdateTracker
 
 __all__ = ["ClipNorm", "ClipValue", "LossScale", "StepResult", "TTPOddReplicaOptimizer", "TTPReplicaOptimizer"]
 

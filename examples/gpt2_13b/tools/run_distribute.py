@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ttp.errors import ConfigError
-from ttp.launch.rank_table import RankTable, read_rank_table
-from ttp.trainer.config_file import load_config
+from ttp.launch.rendezvous.rank_table import RankTable, read_rank_table
+from ttp.trainer.config.loader import load_config
 
 USAGE = "run_distribute.sh RANK_TABLE_FILE CONFIG_PATH DEVICE_RANGE RUN_MODE RANK_SIZE"
 NUMBER = r"([0-9]{1,9})"

@@ -92,7 +92,9 @@ def printed(tallies: dict[str, Tally], seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("--module", action="append", choices=MODULES, help="only this one; may be said several times")
-    parser.add_argument("--mutant", action="append", default=[], help="only this one (controller.rounds:12); likewise")
+    parser.add_argument(
+        "--mutant", action="append", default=[], help="only this one (controller.core.dump.freeze:12); likewise"
+    )
     parser.add_argument("--seeds", type=int, default=300, help="simulated jobs of each mutant (default: 300)")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files and folders; none: simulated jobs alone")
     parser.add_argument("--longest-s", type=float, default=math.inf, help="leave out checks that take longer than this")

@@ -27,7 +27,7 @@ IN_ONE_GO = 30
 MOST_JOBS = 20_000
 STATE = ROOT / "output/mutants/by_seeds.json"
 ADAPTERS = ("controller.handler", "processor.handler", "processor.gate", "processor.worker", "processor.starting")
-NOT_RANDOM = ("controller.answers", "processor.refusals", "proto.limits", "proto.names", "proto.fence")
+NOT_RANDOM = ("controller.core.facts.answers", "processor.core.refusals", "proto.limits", "proto.names", "proto.fence")
 """They refuse what no machine of this job sends."""
 MACHINES = tuple(module for module in MODULES if module not in (*ADAPTERS, *NOT_RANDOM))
 IMPORT = "its import"
@@ -143,7 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 when every mutant of this go was found, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants.by_seeds", description=__doc__)
     parser.add_argument("--module", action="append", choices=MODULES, help="only this one; may be said several times")
-    parser.add_argument("--mutant", action="append", default=[], help="only this one (controller.rounds:12); likewise")
+    parser.add_argument(
+        "--mutant", action="append", default=[], help="only this one (controller.core.dump.freeze:12); likewise"
+    )
     parser.add_argument("--most", type=int, default=IN_ONE_GO, help="mutants in this go (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=MOST_JOBS, help="jobs of each mutant (default: %(default)s)")
     parser.add_argument("--state", type=Path, default=STATE, help="what has been tried (default: %(default)s)")

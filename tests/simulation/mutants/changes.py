@@ -17,24 +17,25 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    *(f"controller.{name}" for name in (
-        "decision", "coverage", "rounds", "settling", "machine", "rolling", "writing", "publishing", "planning", "membership",
-        "presence", "takeover", "leaving", "patience", "hangs", "progress", "transitions", "rank_table", "answers", "repeats", "standbys",
-        "state", "handler",
+    *(f"controller.core.{name}" for name in (
+        "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.writing", "dump.publishing",
+        "facts.planning", "facts.membership", "ranks.liveness", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
+        "facts.pace", "transitions", "facts.per_rank", "facts.answers", "ranks.repeats", "ranks.standbys", "facts.state",
     )),
-    *(f"processor.{name}" for name in (
-        "orders", "transitions", "machine", "succession", "pace", "gate", "refusals", "state", "faults", "handler", "worker", "starting",
-    )),
+    "controller.handler",
+    *(f"processor.core.{name}" for name in ("orders", "transitions", "machine", "failover", "step_times", "refusals", "state", "causes")),
+    *(f"processor.{name}" for name in ("gate", "handler", "worker", "starting")),
     *(f"proto.{name}" for name in ("fence", "limits", "names")),
 )  # fmt: skip
 """The machines with all that they import, and what of the adapters the simulation runs."""
 LEFT_OUT = {
-    "controller.events": "fields, whose defaults are settings that every job overrides",
-    "processor.events": "fields, whose defaults are settings that every job overrides",
+    "controller.core.facts.events": "fields, whose defaults are settings that every job overrides",
+    "processor.core.events": "fields, whose defaults are settings that every job overrides",
     "proto.messages": "fields",
     "proto.incident": "fields",
-    "controller.incident": "what is reported of a fault, by which nothing is decided: I15 judges it",
+    "controller.core.facts.incident": "what is reported of a fault, by which nothing is decided: I15 judges it",
     "proto.frozen": "dataclasses, made faster",
+    "controller.agent_link": "the launcher's: a thread, a stream and a clock around calls, which tests of agents drive",
     "proto.codec": "not of the machines: the simulation uses its envelopes only",
 }
 """Modules that have no mutants although the machines or the simulation import them, and why."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import ttp
-from ttp.adopt import seen
+from ttp.adopt.trainer_state import seen
 from ttp.config import Settings
 from ttp.errors import ConfigError, DataMismatch
 

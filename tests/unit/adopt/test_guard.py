@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ttp
 from ttp.adopt import protect, transformers_callback
-from ttp.adopt.host import from_json, to_json
-from ttp.adopt.position import DataPosition
+from ttp.adopt.trainer_state.host_objects import from_json, to_json
+from ttp.adopt.trainer_state.position import DataPosition
 from ttp.adopt.transformers_callback import TTPCallback
 from ttp.checkpoint import find
 from ttp.checkpoint.format.manifest import read_manifest

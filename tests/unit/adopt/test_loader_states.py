@@ -17,8 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.unit.adopt.test_data_after_a_restart import Fed
 from tests.unit.adopt.test_seen import Augmented, sigchld  # noqa: F401
-from ttp.adopt import loader_states
-from ttp.adopt.loader_states import LoaderStates, stateful
+from ttp.adopt.trainer_state import loader_states
+from ttp.adopt.trainer_state.loader_states import LoaderStates, stateful
 from ttp.errors import DataMismatch
 
 BATCHES = 9

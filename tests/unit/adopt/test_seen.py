@@ -16,23 +16,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.unit.adopt.test_data_after_a_restart import Fed
-from ttp.adopt.fingerprint import SAMPLED_LEAVES, Fingerprint
-from ttp.adopt.seeds import Seeds
-from ttp.adopt.seen import KEPT, Seen
+from ttp.adopt.trainer_state.fingerprint import SAMPLED_LEAVES, Fingerprint
+from ttp.adopt.trainer_state.seeds import Seeds
+from ttp.adopt.trainer_state.seen import KEPT, SeenBatches
 from ttp.errors import DataMismatch
 
 
 def record(rank: int = 0, world_size: int = 2, batches: int = 20) -> dict[str, Any]:
     """Return the record of a rank that had `batches` batches of epoch 3, and has begun as many steps."""
-    seen = Seen(rank, world_size, "error")
+    seen = SeenBatches(rank, world_size, "error")
     for index in range(batches):
         seen.batch(3, index, torch.tensor([index]))
         seen.forward(index + 1, (torch.tensor([index]),), [0.5], counted=False)
     return seen.record()
 
 
-def resumed(rank: int = 0, world_size: int = 2, **of: int) -> Seen:
-    seen = Seen(rank, world_size, "error")
+def resumed(rank: int = 0, world_size: int = 2, **of: int) -> SeenBatches:
+    seen = SeenBatches(rank, world_size, "error")
     seen.expect(record(**of))
     return seen
 

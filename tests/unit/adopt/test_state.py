@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
+from ttp.adopt.adopted_state import AdoptedState, unwrapped
 from ttp.adopt.optimizer import AdoptedOptimizer
-from ttp.adopt.state import AdoptedState, unwrapped
 from ttp.errors import ConfigError
 from ttp.optim.base_state import restore_hyper_parameters
 

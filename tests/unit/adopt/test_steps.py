@@ -17,8 +17,8 @@ import ttp
 from ttp.adopt import optimizer as module
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import ConfigError, ProtocolError
-from ttp.optim import spanning
-from ttp.optim.participation import NUMBERS, Contribution
+from ttp.optim.step_agreement import spanning
+from ttp.optim.step_agreement.participation import NUMBERS, Contribution
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
-from ttp.adopt.ticks import Ticks
+from ttp.adopt.trainer_state.ticks import Ticks
 
 
 def optimizer() -> torch.optim.Optimizer:

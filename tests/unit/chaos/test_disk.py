@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.conftest import Job, job
-from ttp.chaos.disk import dump_faults
-from ttp.chaos.inject import parse_faults
+from ttp.chaos.faults.disk import dump_faults
+from ttp.chaos.faults.inject import parse_faults
 from ttp.checkpoint import find
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, NotWritable
@@ -75,8 +75,8 @@ def test_a_kill_comes_between_the_acts_that_it_names(tmp_path: Path, call: str, 
 from pathlib import Path
 import torch
 from tests.unit.checkpoint.conftest import Job
-from ttp.chaos.disk import dump_faults
-from ttp.chaos.inject import parse_faults
+from ttp.chaos.faults.disk import dump_faults
+from ttp.chaos.faults.inject import parse_faults
 directory = Path({str(tmp_path)!r})
 job = Job({{"model.w": torch.arange(9.0)}})
 results = job.write(directory, "{TMP}", 1)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos import hook as hooks
-from ttp.chaos.control import Control, Message, Peer
-from ttp.chaos.hook import Hook, Order, RankFaults, order_line
-from ttp.chaos.inject import AsynchronousFault, Fault, InjectedFault
+from ttp.chaos.faults import rank_hook as hooks
+from ttp.chaos.faults.control_socket import Control, Message, Peer
+from ttp.chaos.faults.inject import AsynchronousFault, InjectedFault, Injection
+from ttp.chaos.faults.rank_hook import FaultOrder, Hook, RankFaults, order_line
 from ttp.config import Settings
 from ttp.errors import ConfigError
 from ttp.proto.messages import CommitRecord
@@ -46,7 +46,7 @@ class Holder:
 class Harness:
     """The other end, on a thread of its own, which gives each rank these orders when it says hello."""
 
-    def __init__(self, control: Control, *orders: Order) -> None:
+    def __init__(self, control: Control, *orders: FaultOrder) -> None:
         self.heard: list[Message] = []
         self.peer: Peer | None = None
         self._control, self._orders, self._over = control, orders, False
@@ -76,7 +76,7 @@ class Harness:
 
 
 @contextlib.contextmanager
-def hooked(*orders: Order) -> Iterator[tuple[Harness, Hook]]:
+def hooked(*orders: FaultOrder) -> Iterator[tuple[Harness, Hook]]:
     with Control() as control:
         harness = Harness(control, *orders)
         try:
@@ -91,7 +91,7 @@ def hooked(*orders: Order) -> Iterator[tuple[Harness, Hook]]:
 
 def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_told_before() -> None:
     """Other points and earlier steps pass; the harness knows of the blow before it falls."""
-    with hooked(Order(5, Fault("raise", 1, 4, "ready"))) as (harness, hook):
+    with hooked(FaultOrder(5, Injection("raise", 1, 4, "ready"))) as (harness, hook):
         optimizer = Optimizer()
         on_point = hook.at_steps(optimizer, None)
         on_point("ready", 3)
@@ -122,7 +122,7 @@ def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None
         harness.until("hello")
         assert harness.peer is not None
         with pytest.raises(AsynchronousFault):  # it may come before `give` is back
-            harness.peer.give([Order(1, Fault("async", 1, 0, "now"))])
+            harness.peer.give([FaultOrder(1, Injection("async", 1, 0, "now"))])
             end = time.monotonic() + DEADLINE_S
             while time.monotonic() < end:
                 time.sleep(0.005)
@@ -130,7 +130,7 @@ def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None
 
 def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> None:
     """Whatever its step; the one after it is written."""
-    with hooked(Order(2, Fault("enospc", 1, 0, "write", times=1))) as (harness, hook):
+    with hooked(FaultOrder(2, Injection("enospc", 1, 0, "write", times=1))) as (harness, hook):
         around = hook.around(lambda point, step, path: contextlib.nullcontext())
         with around("publish", 8, str(tmp_path)):
             os.mkdir(tmp_path / "published")
@@ -143,7 +143,9 @@ def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> N
 
 def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_told(tmp_path: Path) -> None:
     """Only a disk's fault begins with the dump; any other begins when it is committed."""
-    with hooked(Order(2, Fault("slow", 1, 0, "write", call=1)), Order(3, Fault("raise", 1, 1, "done"))) as (
+    with hooked(
+        FaultOrder(2, Injection("slow", 1, 0, "write", call=1)), FaultOrder(3, Injection("raise", 1, 1, "done"))
+    ) as (
         harness,
         hook,
     ):
@@ -191,7 +193,7 @@ def test_orders_that_come_after_the_wait_for_the_first_ones_are_taken(
     with connection:
         peer = Peer(connection)
         with pytest.raises(AsynchronousFault):  # it may come before `give` is back
-            peer.give([Order(1, Fault("async", 1, 0, "now"))])
+            peer.give([FaultOrder(1, Injection("async", 1, 0, "now"))])
             end = time.monotonic() + DEADLINE_S
             while time.monotonic() < end:
                 time.sleep(0.005)
@@ -204,7 +206,7 @@ def test_orders_that_come_together_are_all_taken(mute_harness: socket.socket) ->
 
         def answer() -> None:
             connection = stack.enter_context(mute_harness.accept()[0])
-            orders = [Order(number, Fault("raise", 1, number, "ready")) for number in (1, 2)]
+            orders = [FaultOrder(number, Injection("raise", 1, number, "ready")) for number in (1, 2)]
             lines = [{"cancel": False, "orders": [order_line(order)]} for order in orders]
             connection.sendall("".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
@@ -247,7 +249,7 @@ def test_a_harness_that_has_gone_does_not_end_a_rank_whose_trainer_has_sigpipe_a
     """As a trainer does whose output goes to `| head`; in a process of its own, for a default SIGPIPE ends one without a word."""
     program = f"""
 import signal, socket, threading
-from ttp.chaos.hook import Hook
+from ttp.chaos.faults.rank_hook import Hook
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 with socket.socket(socket.AF_UNIX) as harness:
     harness.bind({str(tmp_path / "harness")!r})

@@ -11,20 +11,20 @@ import time
 
 import pytest
 
-from ttp.chaos.inject import Fault, InjectedFault, injector, parse_faults, start_injector
+from ttp.chaos.faults.inject import InjectedFault, Injection, injector, parse_faults, start_injector
 from ttp.errors import ConfigError
 
 
 def test_faults_are_parsed() -> None:
     """Several faults, with and without a round."""
     text = "kill:rank=2,step=7,point=updating; raise:rank=0,step=3,point=ready,round=1"
-    assert parse_faults(text) == (Fault("kill", 2, 7, "updating"), Fault("raise", 0, 3, "ready", 1))
+    assert parse_faults(text) == (Injection("kill", 2, 7, "updating"), Injection("raise", 0, 3, "ready", 1))
     assert parse_faults("") == ()
-    assert parse_faults("slow:rank=0,step=3,point=done,for=2.5") == (Fault("slow", 0, 3, "done", for_s=2.5),)
-    wanted = Fault("kill", 1, 4, "publish", call=1, call_name="rename")
+    assert parse_faults("slow:rank=0,step=3,point=done,for=2.5") == (Injection("slow", 0, 3, "done", for_s=2.5),)
+    wanted = Injection("kill", 1, 4, "publish", call=1, call_name="rename")
     assert parse_faults("kill:rank=1,step=4,point=publish,call=rename.1") == (wanted,)
     assert parse_faults("eio:rank=1,step=4,point=write,call=2,times=1") == (
-        Fault("eio", 1, 4, "write", call=2, times=1),
+        Injection("eio", 1, 4, "write", call=2, times=1),
     )
 
 
@@ -72,7 +72,7 @@ def test_hook_acts_at_its_place_only() -> None:
 def injected(action: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
     code = (
         "import os, signal, threading, time\n"
-        "from ttp.chaos.inject import injector, parse_faults\n"
+        "from ttp.chaos.faults.inject import injector, parse_faults\n"
         f"hook = injector(parse_faults('{action}:rank=0,step=1,point=done'), 0, 0)\n"
         f"{before}\n"
         "hook('done', 1)\n"
@@ -101,7 +101,7 @@ def test_pythons_lock_is_held_for_good() -> None:
     """No other thread of the process runs, and SIGTERM changes nothing: only SIGKILL does."""
     code = (
         "import signal, threading, time\n"
-        "from ttp.chaos.inject import injector, parse_faults\n"
+        "from ttp.chaos.faults.inject import injector, parse_faults\n"
         "def side():\n"
         "    while True:\n"
         "        print('alive', flush=True)\n"
@@ -143,7 +143,7 @@ def test_a_slow_point_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_points_of_a_start_have_no_step_and_are_hit_in_their_round_only() -> None:
     """A fault of a start is committed at its point, by its rank, in its round."""
     faults = parse_faults("raise:rank=1,point=loaded,round=2; raise:rank=1,step=4,point=ready,round=2")
-    assert faults[0] == Fault("raise", 1, 0, "loaded", 2)
+    assert faults[0] == Injection("raise", 1, 0, "loaded", 2)
     for rank, round_number in ((0, 2), (1, 1)):
         start_injector(faults, rank, round_number)("loaded")
     at_point = start_injector(faults, 1, 2)

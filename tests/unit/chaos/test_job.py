@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ttp.chaos.job import GrowingLines
+from ttp.chaos.observed.training_job import GrowingLines
 
 
 def test_lines_are_read_whole_and_once(tmp_path: Path) -> None:

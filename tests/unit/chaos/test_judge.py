@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ttp.chaos.campaign import Campaign, Lap, comparable, read_unbroken, write_unbroken
-from ttp.chaos.incident import NOT_REACHED, OVERDUE, Firing, Incident, settle
-from ttp.chaos.judge import HELD, UNSEEN, VIOLATED, Run, judge
-from ttp.chaos.memory import MIB, Curve, Sample
-from ttp.chaos.report import page
-from ttp.chaos.result import result_of, write_result
-from ttp.chaos.scenario import parse_scenario
-from ttp.chaos.watch import Record, Resumed, Seen, StepTold
+from ttp.chaos.faults.scenario import parse_scenario
+from ttp.chaos.observed.leaks import MIB, Curve, Sample
+from ttp.chaos.observed.recorder import Record, Resumed, Seen, StepTold
+from ttp.chaos.report.html_page import page
+from ttp.chaos.report.result_json import result_of, write_result
+from ttp.chaos.run.campaign import Campaign, Lap, comparable, read_unbroken, write_unbroken
+from ttp.chaos.verdict.fault_outcome import NOT_REACHED, OVERDUE, FaultOutcome, Firing, settle
+from ttp.chaos.verdict.invariants import HELD, UNSEEN, VIOLATED, Run, judge
 from ttp.errors import ConfigError
 
 KILLED_S = 100.0
@@ -76,7 +76,7 @@ def unbroken() -> Record:
 
 def good_run(change: Callable[[Record], None] = lambda record: None) -> Run:
     record = good_record()
-    incident = Incident(1, 0, "kill of rank 1", "", ("saved",))
+    incident = FaultOutcome(1, 0, "kill of rank 1", "", ("saved",))
     incident.firings.append(Firing("kill", "rank 1 (pid 71)", KILLED_S, "", SAVED, (1, 0)))
     incident.over_unix_s = 105.5
     change(record)
@@ -362,7 +362,7 @@ def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
 def campaign(tmp_path: Path) -> Campaign:
     scenario = parse_scenario({"name": "a <b>", "seed": 3, "faults": [{"fault": "kill"}]}, "here")
     run = good_run()
-    skipped = Incident(2, 0, "kill of rank random", "", ("saved",))
+    skipped = FaultOutcome(2, 0, "kill of rank random", "", ("saved",))
     settle(skipped, run.record, NOT_REACHED)
     run = Run(run.record, [*run.incidents, skipped], 0, (), (), run.unbroken, ())
     made = Campaign(scenario, ["ttprun", "train.py"], tmp_path, unbroken=unbroken())

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from tests.unit.chaos.test_judge import campaign, good_run
 from ttp.chaos import cli, fixture
-from ttp.chaos.campaign import Campaign, Lap, Soak
 from ttp.chaos.cli import main
 from ttp.chaos.fixture import RunChaos, chaos
-from ttp.chaos.judge import VIOLATED, judge
-from ttp.chaos.live import Screen, incident_line, show_summary
-from ttp.chaos.watch import Record
+from ttp.chaos.observed.recorder import Record
+from ttp.chaos.report.terminal import Screen, incident_line, show_summary
+from ttp.chaos.run.campaign import Campaign, Lap, Soak
+from ttp.chaos.verdict.invariants import VIOLATED, judge
 
 __all__ = ["chaos"]
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.cell import Cell
+from ttp.chaos.cell import MatrixCase
 from ttp.chaos.cli import main
-from ttp.chaos.inject import POINTS
+from ttp.chaos.faults.inject import POINTS
+from ttp.chaos.faults.scenario import FaultSpec, Moment
 from ttp.chaos.matrix import (
     IN_STEP,
     ROLES,
-    Plan,
+    MatrixPlan,
     cells,
     command,
     next_batch,
@@ -25,10 +26,9 @@ from ttp.chaos.matrix import (
     table,
 )
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
-from ttp.chaos.scenario import FaultSpec, Moment
 
 
-def put_down(output: Path, cell: Cell, **fields: Any) -> None:
+def put_down(output: Path, cell: MatrixCase, **fields: Any) -> None:
     line = {"cell": cell.name, "kind": cell.kind, "happened": True, "blows": 1, "as_expected": True, "outcome": "saved"}
     line |= {"stages_ms": {"first_new_step": 4000.0}, **fields}
     with open(output / "cells.jsonl", "a") as file:
@@ -58,20 +58,20 @@ def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:
     words = command(nodes=True)
     assert words[words.index("--nproc-per-node") + 1] == "2" and "{endpoints}" in words
     assert "{endpoints}" not in command()
-    assert ordered(Plan(output=Path(), nodes=True))[0] in made
+    assert ordered(MatrixPlan(output=Path(), nodes=True))[0] in made
     assert "| lose_node in a dump | 12 | 0 |" in table([], nodes=True)
 
 
 def test_the_first_cells_are_one_of_each_kind() -> None:
     """So a short run is a fair sample."""
     kinds = {cell.kind for cell in cells()}
-    first = ordered(Plan(output=Path()))[: len(kinds)]
+    first = ordered(MatrixPlan(output=Path()))[: len(kinds)]
     assert {cell.kind for cell in first} == kinds
 
 
 def test_no_cell_comes_after_one_that_leaves_its_start_without_a_standby() -> None:
     """A kill or stop of the controller while all train starts nothing anew; the next job has a standby again."""
-    todo, jobs = ordered(Plan(output=Path(), repeat=2)), []
+    todo, jobs = ordered(MatrixPlan(output=Path(), repeat=2)), []
     before = list(todo)
     while todo:
         jobs.append(next_batch(todo, 8))
@@ -97,20 +97,20 @@ def test_an_interrupted_run_keeps_its_unbroken_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("ttp.chaos.matrix.run_campaign", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            list(run_matrix(Plan(output=tmp_path, limit=1)))
+            list(run_matrix(MatrixPlan(output=tmp_path, limit=1)))
     assert given == [None, tmp_path / "unbroken.json"]
 
 
 def test_shards_are_parts_of_one_whole() -> None:
     """No cell is in two, none in none."""
-    whole = sorted(cell.name for cell in ordered(Plan(output=Path(), repeat=2)))
-    parts = [ordered(Plan(output=Path(), repeat=2, shard=(index, 3))) for index in range(3)]
+    whole = sorted(cell.name for cell in ordered(MatrixPlan(output=Path(), repeat=2)))
+    parts = [ordered(MatrixPlan(output=Path(), repeat=2, shard=(index, 3))) for index in range(3)]
     assert sorted(cell.name for part in parts for cell in part) == whole
 
 
 def test_what_was_run_is_not_run_again_and_what_did_not_happen_is(tmp_path: Path) -> None:
     """A cell is open until it has happened as often as it should."""
-    plan = Plan(output=tmp_path, repeat=2)
+    plan = MatrixPlan(output=tmp_path, repeat=2)
     one, other = ordered(plan)[:2]
     put_down(tmp_path, one)
     put_down(tmp_path, other, happened=False)
@@ -120,7 +120,7 @@ def test_what_was_run_is_not_run_again_and_what_did_not_happen_is(tmp_path: Path
 
 def test_the_table_counts_what_was_run_and_what_was_not_expected(tmp_path: Path) -> None:
     """A row a kind, and a sum."""
-    one = ordered(Plan(output=tmp_path))[0]
+    one = ordered(MatrixPlan(output=tmp_path))[0]
     put_down(tmp_path, one)
     put_down(tmp_path, one, as_expected=False, outcome="unsaved", blows=2)
     rows = table(read_lines(tmp_path)).splitlines()

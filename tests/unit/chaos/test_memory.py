@@ -13,8 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ttp.chaos.memory import LEAST_SAMPLES, LEAST_STEPS, MIB, MOST_SAMPLES, WARM_UP_STEPS, Curve, Sample, growth_of
-from ttp.chaos.memory import own_bytes as own
+from ttp.chaos.observed.leaks import (
+    LEAST_SAMPLES,
+    LEAST_STEPS,
+    MIB,
+    MOST_SAMPLES,
+    WARM_UP_STEPS,
+    Curve,
+    Sample,
+    growth_of,
+)
+from ttp.chaos.observed.leaks import own_bytes as own
 
 BASE_MIB = 230.0
 STEPS_A_SAMPLE = 12

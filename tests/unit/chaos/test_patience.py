@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from ttp.chaos.nodes import Terminated
-from ttp.chaos.patience import Patience
+from ttp.chaos.nodes.interrupts import InterruptGuard
+from ttp.chaos.nodes.namespaces import Terminated
 
 
 @pytest.mark.parametrize(("signum", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
@@ -17,7 +17,7 @@ def test_the_first_signal_raises_and_the_second_one_ends_the_waiting(
 ) -> None:
     """Nothing raises any more once something has; the handlers of before are back at the end."""
     before = signal.getsignal(signum)
-    with Patience() as patience:
+    with InterruptGuard() as patience:
         with pytest.raises(kind):
             signal.raise_signal(signum)
         assert not patience.over
@@ -31,7 +31,7 @@ def test_the_first_signal_raises_and_the_second_one_ends_the_waiting(
 
 def test_a_signal_while_a_run_is_taken_down_comes_when_that_is_done() -> None:
     """It ends the waiting at once, and raises afterwards; the next one does not."""
-    with Patience() as patience:
+    with InterruptGuard() as patience:
         patience.ending()
         signal.raise_signal(signal.SIGINT)
         assert patience.over
@@ -42,7 +42,7 @@ def test_a_signal_while_a_run_is_taken_down_comes_when_that_is_done() -> None:
 
 def test_an_undisturbed_end_leaves_everything_as_it_was() -> None:
     """The next run of the same campaign is ended by its first signal, too."""
-    with Patience() as patience:
+    with InterruptGuard() as patience:
         for _ in range(2):
             patience.ending()
             patience.ended()
@@ -55,7 +55,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """A shell's background job is not ended by the Ctrl-C that is meant for another one."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Patience() as patience:
+        with InterruptGuard() as patience:
             signal.raise_signal(signal.SIGINT)
         assert not patience.over
     finally:
@@ -67,7 +67,7 @@ def test_another_thread_changes_no_handler() -> None:
     found = []
 
     def enter() -> None:
-        with Patience():
+        with InterruptGuard():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)

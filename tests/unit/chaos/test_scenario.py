@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.scenario import FAULT_FIELDS, KINDS, OUTCOMES, SCENARIO_FIELDS, Moment, load_scenario, parse_scenario
+from ttp.chaos.faults.scenario import (
+    FAULT_FIELDS,
+    KINDS,
+    OUTCOMES,
+    SCENARIO_FIELDS,
+    Moment,
+    load_scenario,
+    parse_scenario,
+)
 from ttp.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "chaos"

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 
 from ttp.chaos.cli import USAGE, main
-from ttp.chaos.control import Peer
-from ttp.chaos.nodes import NodesError
-from ttp.chaos.scenario import parse_scenario
-from ttp.chaos.strike import Striker
-from ttp.chaos.target import Target
-from ttp.chaos.watch import Record
+from ttp.chaos.faults.control_socket import Peer
+from ttp.chaos.faults.external import Injector
+from ttp.chaos.faults.scenario import parse_scenario
+from ttp.chaos.nodes.namespaces import NodesError
+from ttp.chaos.observed.recorder import Record
+from ttp.chaos.observed.target import Target
 
 NODES = 3
 
@@ -56,10 +56,10 @@ def peers() -> dict[int, Peer]:
     return {rank: cast(Peer, SimpleNamespace(rank=rank, pid=1000 + rank)) for rank in range(NODES)}
 
 
-def blow(target: Any, seed: int, **fault: Any) -> tuple[Striker, int, str]:
+def blow(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, str]:
     """Strike; return the striker, the index of the node that was told, and what was told."""
     (spec,) = parse_scenario({"faults": [fault], "nodes": NODES}, "here").faults
-    striker = Striker(cast(Target, target), random.Random(seed))
+    striker = Injector(cast(Target, target), random.Random(seed))
     for peer in peers().values():
         striker.met(peer)
     (firing,) = striker.elsewhere(spec, Record(), peers())
@@ -90,14 +90,14 @@ def test_a_rank_that_runs_on_no_node_is_told(target: Any) -> None:
     """The command may start its ranks elsewhere."""
     (spec,) = parse_scenario({"faults": [{"fault": "lose_node", "rank": 0}], "nodes": NODES}, "here").faults
     with pytest.raises(NodesError, match="rank 0 runs on none of the 3 nodes"):
-        Striker(cast(Target, target), random.Random(0)).elsewhere(spec, Record(), peers())
+        Injector(cast(Target, target), random.Random(0)).elsewhere(spec, Record(), peers())
 
 
 def test_a_scenario_of_nodes_is_refused_with_the_reason_where_none_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is started; the status is that of wrong usage."""
-    monkeypatch.setattr("ttp.chaos.campaign.why_not", lambda: "not root: network namespaces need it")
+    monkeypatch.setattr("ttp.chaos.run.campaign.why_not", lambda: "not root: network namespaces need it")
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("{name: far, nodes: 2, faults: [{fault: lose_node}]}")
     assert main(["run", str(scenario), "--output", str(tmp_path / "out"), "--", "true"]) == USAGE

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ttp.chaos.strike import flip_bits
-from ttp.chaos.tensors import compare_checkpoints
+from ttp.chaos.faults.external import flip_bits
+from ttp.chaos.verdict.tensors import compare_checkpoints
 
 
 def checkpoint(path: Path, **tensors: torch.Tensor) -> Path:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.job import Kill
 from ttp.chaos.kills import judged
-from ttp.chaos.verdict import compare, lost_steps, timeline
+from ttp.chaos.observed.training_job import Kill
+from ttp.chaos.verdict.timeline import compare, lost_steps, timeline
 
 
 def metric(step: int, loss: float, **more: Any) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ttp.chaos.watch import Watch
+from ttp.chaos.observed.recorder import Recorder
 from ttp.controller.journal import set_aside
 
 
 def test_journals_are_read_wherever_a_start_keeps_them(tmp_path: Path) -> None:
     """The second start's first directory had died: its journal is in the next one; no line is read twice."""
-    watch = Watch()
+    watch = Recorder()
     for start, name in enumerate(("a", "b", "b")):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
@@ -30,7 +30,7 @@ def test_a_journal_that_a_later_launch_has_moved_aside_is_read_to_its_end(tmp_pa
     def line(unix_s: float) -> str:
         return json.dumps({"unix_s": unix_s, "event": "assembled", "fields": {"world_size": 2}}) + "\n"
 
-    watch, path = Watch(), tmp_path / "journal_0.jsonl"
+    watch, path = Recorder(), tmp_path / "journal_0.jsonl"
     watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
     path.write_text(line(1.0) + line(2.0))
     assert len(watch.look()) == 2
@@ -46,7 +46,7 @@ def test_a_journal_that_is_moved_aside_between_two_looks_at_its_folder_is_read_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch that begins moves it between the harness' listing and its opening."""
-    watch, path = Watch(), tmp_path / "journal_0.jsonl"
+    watch, path = Recorder(), tmp_path / "journal_0.jsonl"
     watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
     path.write_text(json.dumps({"unix_s": 1.0, "event": "assembled", "fields": {"world_size": 2}}) + "\n")
     listing = Path.glob

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ttp.checkpoint.cli import main
 from ttp.checkpoint.cli.export import nested
 from ttp.checkpoint.format import keys
-from ttp.trainer.config import ModelConfig, plain
-from ttp.trainer.model import build_model
-from ttp.trainer.tokenizer import BYTES
+from ttp.trainer.config.schema import ModelConfig, plain
+from ttp.trainer.data.tokenizer import BYTES
+from ttp.trainer.model.gpt import build_model
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job

@@ -23,9 +23,9 @@ from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.staging import clean_stale
 from ttp.checkpoint.verify import verify
 from ttp.checkpoint.write import write_share
-from ttp.directories import RunDirectories
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, TornShare
 from ttp.proto.messages import FileEntry
+from ttp.runtime.directory_lock import RunDirectories
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.test_prune import steps
 from ttp.checkpoint import verify
 from ttp.errors import ConfigError
-from ttp.retention import Retention, check_keep
+from ttp.runtime.retention import Retention, check_keep
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -44,7 +44,7 @@ def test_every_checkpoint_is_read_once(job: Job, tmp_path: Path, monkeypatch: py
         return found(path)
 
     found = verify.verify
-    monkeypatch.setattr("ttp.retention.verify.verify", note)
+    monkeypatch.setattr("ttp.runtime.retention.verify.verify", note)
     retention = Retention(2)
     for step in (10, 20, 30):
         job.save(tmp_path, step)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.runtime.test_replay import EVENTS, record
-from ttp import last_step, saved_alone
-from ttp.chaos.campaign import read_unbroken
 from ttp.chaos.cli import main as chaos_main
+from ttp.chaos.run.campaign import read_unbroken
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
-from ttp.input_file import read_json
+from ttp.exchange import last_step, saved_alone
+from ttp.inputs.input_file import read_json
 from ttp.trainer.convert import main as convert_main
-from ttp.trainer.tokenizer import _named_end
+from ttp.trainer.data.tokenizer import _named_end
 
 
 def a_pipe(path: Path) -> None:

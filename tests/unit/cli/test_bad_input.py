@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ttp.chaos.scenario import load_scenario, parse_scenario
+from ttp.chaos.faults.scenario import load_scenario, parse_scenario
 from ttp.config import Settings
 from ttp.errors import ConfigError
+from ttp.inputs.strict_yaml import load_yaml
 from ttp.launch.checks import check_workers
-from ttp.strict_yaml import load_yaml
 from ttp.trainer.__main__ import main as trainer_main
-from ttp.trainer.config_file import load_config
+from ttp.trainer.config.loader import load_config
 
 YAML = [
     ("a: !!timestamp x", "line 1: got a value of type 'tag:yaml.org,2002:timestamp', expected a plain one"),

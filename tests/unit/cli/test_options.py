@@ -12,9 +12,9 @@ import pytest
 from ttp.chaos import cli, demo, kills
 from ttp.checkpoint.cli.main import parser as ckpt_parser
 from ttp.controller.__main__ import parse as controller_parse
+from ttp.inputs.options import above_zero, whole
 from ttp.launch.arguments import make_parser
-from ttp.launch.stores import main as stores_main
-from ttp.options import above_zero, whole
+from ttp.launch.rendezvous.multi_endpoint import main as stores_main
 
 CONTROLLER = ["--job-id", "j", "--journal", "j.jsonl"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.wording import counted, ranks_text, runs, size_text
+from ttp.text.wording import counted, ranks_text, runs, size_text
 
 
 @pytest.mark.parametrize(

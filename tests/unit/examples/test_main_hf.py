@@ -20,7 +20,7 @@ import transformers
 from tests.shown import ROOT
 from tests.unit.examples.loading import EXAMPLES, module_of
 from ttp.errors import ConfigError
-from ttp.trainer.devices import choose_device
+from ttp.trainer.devices.binding import choose_device
 from ttp.trainer.world import World, joined
 
 DOCUMENT = (ROOT / "docs" / "from" / "musa_huggingface.md").read_text(encoding="utf-8")

@@ -18,11 +18,11 @@ import pytest
 from tests.shown import ROOT
 from tests.unit.examples.loading import EXAMPLES
 from ttp.errors import ConfigError, TTPError
-from ttp.launch.rank_table import read_rank_table
-from ttp.trainer.chunks import check_stages, cut_of
-from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.model import UNCOUNTED
-from ttp.trainer.op_parallel import PlacedLayer, TransformerOpParallelConfig, load_pipeline_func, place_layers
+from ttp.launch.rendezvous.rank_table import read_rank_table
+from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
+from ttp.trainer.model.gpt import UNCOUNTED
+from ttp.trainer.parallel.op_parallel import PlacedLayer, TransformerOpParallelConfig, load_pipeline_func, place_layers
+from ttp.trainer.parallel.pipeline_stages import check_stages, cut_of
 from ttp.trainer.world import World
 
 FOLDER = EXAMPLES / "translation"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests import document
-from ttp.controller.state import Stage
-from ttp.controller.transitions import TRANSITIONS
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.transitions import TRANSITIONS
 
 TEXT = document.DOCUMENT.read_text(encoding="utf-8")
 

@@ -6,25 +6,17 @@ import ast
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = {
-    "ttp": "ttp",
-    "controller": "ttp.controller",
-    "processor": "ttp.processor",
-    "trainer": "ttp.trainer",
-    "proto": "ttp.proto",
-}
+from tests.rooms import FOLDERS, ROOT, imported, product, python_files, under_link
 
 PURE_ROOTS = [
-    "ttp.controller.machine",
-    "ttp.processor.machine",
-    "ttp.processor.faults",
+    "ttp.controller.core.machine",
+    "ttp.processor.core.machine",
+    "ttp.processor.core.causes",
     "ttp.proto.messages",
-    "ttp.optim.layout",
+    "ttp.optim.shard_layout.layout",
     "ttp.optim.comparison",
 ]
 """These and whatever they import are pure."""
@@ -34,48 +26,15 @@ PURE_MAY_IMPORT = {
     "operator", "re", "types", "typing",
 }  # fmt: skip
 
-CHECKS_OF_INPUT = ("ttp.checked", "ttp.input_file", "ttp.options")
+CHECKS_OF_INPUT = ("ttp.inputs.checked", "ttp.inputs.input_file", "ttp.inputs.options")
 """They import nothing of the rest."""
 
 MAY_IMPORT = {
     "ttp.proto": ("ttp.proto", "ttp.errors"),
-    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.wording", *CHECKS_OF_INPUT, "ttp.controller"),
+    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.text.wording", *CHECKS_OF_INPUT, "ttp.controller"),
     "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }
-
-
-def python_files(folder: str) -> list[Path]:
-    return sorted(p for p in (ROOT / folder).rglob("*.py") if "_pb2" not in p.name and not mapped_under_ttp(p))
-
-
-def mapped_under_ttp(path: Path) -> bool:
-    """Say whether a file is `ttp/controller/...`: a link in a checkout, a copy in a source distribution."""
-    first, second, *_ = (*path.relative_to(ROOT).parts, "")
-    return first == "ttp" and second in FOLDERS
-
-
-def imported(path: Path, package: str) -> set[str]:
-    """Return the absolute names of all modules that a file imports."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parent, base]).rstrip(".")
-            names.add(base)
-    return names
-
-
-def file_of(module: str) -> Path:
-    """Return a project module's file."""
-    folder, _, rest = module.removeprefix("ttp.").partition(".")
-    base = ROOT / folder if folder in FOLDERS else ROOT / "ttp" / folder
-    path = base / rest.replace(".", "/") if rest else base
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @pytest.mark.parametrize("root", PURE_ROOTS)
@@ -84,7 +43,7 @@ def test_pure_module_reaches_data_modules_only(root: str) -> None:
     todo, seen = [root], {root}
     while todo:
         module = todo.pop()
-        for name in sorted(imported(file_of(module), module.rpartition(".")[0])):
+        for name in sorted(imported(product()[module])):
             if not name.startswith("ttp."):
                 assert name.split(".")[0] in PURE_MAY_IMPORT, f"{module}, which {root} needs, imports {name}"
             elif name not in seen:
@@ -97,7 +56,7 @@ def test_imports_point_down(package: str) -> None:
     """trainer -> ttp -> controller, processor -> proto; controller and processor meet only through proto."""
     folder = package.removeprefix("ttp.")
     for path in python_files(folder):
-        for name in sorted(imported(path, package)):
+        for name in sorted(imported(path)):
             if name == "ttp" or name.startswith("ttp."):
                 allowed = MAY_IMPORT[package]
                 assert any(name == a or name.startswith(a + ".") for a in allowed), (
@@ -108,8 +67,7 @@ def test_imports_point_down(package: str) -> None:
 def test_ttp_does_not_import_the_trainer() -> None:
     """The bundled trainer is a user like any other."""
     for path in python_files("ttp"):
-        package = "ttp" + "".join(f".{part}" for part in path.relative_to(ROOT / "ttp").parts[:-1])
-        assert not any(n.startswith("ttp.trainer") for n in imported(path, package)), path
+        assert not any(n.startswith("ttp.trainer") for n in imported(path)), path
 
 
 def test_only_config_reads_ttp_variables_from_the_environment() -> None:
@@ -123,7 +81,7 @@ def test_only_config_reads_ttp_variables_from_the_environment() -> None:
         for path in python_files(folder):
             relative = str(path.relative_to(ROOT))
             if relative in allowed or relative.startswith(
-                ("ttp/launch/", "ttp/chaos/job", "ttp/chaos/nodes.py", "ttp/chaos/target.py", "trainer/")
+                ("ttp/launch/", "ttp/chaos/observed/", "ttp/chaos/nodes/namespaces.py", "trainer/")
             ):
                 continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -141,7 +99,7 @@ def test_package_list_equals_the_tree() -> None:
     found = set()
     for folder, package in FOLDERS.items():
         for init in (ROOT / folder).rglob("__init__.py"):
-            if not mapped_under_ttp(init):
+            if not under_link(init):
                 parts = init.parent.relative_to(ROOT / folder).parts
                 found.add(".".join([package, *parts]))
     assert listed == found

@@ -27,12 +27,12 @@ from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp import cli
-from ttp.chaos.result import write_result
+from ttp.chaos.report.result_json import write_result
 from ttp.checkpoint.format import keys
 from ttp.launch.arguments import parse
-from ttp.trainer.config import ModelConfig, plain
-from ttp.trainer.model import build_model
-from ttp.trainer.tokenizer import BYTES, byte_level_files
+from ttp.trainer.config.schema import ModelConfig, plain
+from ttp.trainer.data.tokenizer import BYTES, byte_level_files
+from ttp.trainer.model.gpt import build_model
 
 COMMANDS = shown.all_shown()
 
@@ -61,7 +61,13 @@ def test_a_file_is_a_document_by_its_docstring_or_its_first_comment() -> None:
     """Text files as a whole, of others what explains them; further comments and strings are no documentation."""
     documents = shown.documents()
     assert {"README.md", "docs/ttprun.md", "docs/decisions/0002-scale.md", "examples/ddp/train.py"} <= set(documents)
-    for part in ("ttp/cli.py", "controller/replay.py", "processor/gate.py", "trainer/plan.py", "benchmarks/gate.py"):
+    for part in (
+        "ttp/cli.py",
+        "controller/replay.py",
+        "processor/gate.py",
+        "trainer/plan/estimate.py",
+        "benchmarks/gate.py",
+    ):
         assert documents[part], f"{part} has no docstring"
     script = shown.shown(documents["examples/gpt/pretrain_gpt.sh"])
     assert set(script) == {"bash examples/gpt/pretrain_gpt.sh", "bash examples/gpt/pretrain_gpt.sh xx.yaml"}

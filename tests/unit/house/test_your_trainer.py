@@ -7,7 +7,8 @@ import re
 
 import ttp
 from tests.shown import ROOT
-from ttp.adopt import seen, usage
+from ttp.adopt import usage
+from ttp.adopt.trainer_state import seen
 from ttp.adopt.transformers_callback import TTPCallback
 
 TEXT = (ROOT / "docs" / "your_trainer.md").read_text(encoding="utf-8")

@@ -10,9 +10,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.couriers import Switchboard
 from tests.unit.launch.start import Start
-from ttp.launch import round as rounds
-from ttp.launch.courier import Courier
-from ttp.launch.rendezvous import JobStore
+from ttp.launch.attempts import attempt as rounds
+from ttp.launch.links.controller_client import ControllerClient
+from ttp.launch.rendezvous.fresh_store import JobStore
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,10 @@ def switchboard() -> Switchboard:
 
 
 @pytest.fixture
-def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[Courier]:
+def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[ControllerClient]:
     """Return a courier of round 7 that looks often."""
-    made = Courier(JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    made = ControllerClient(
+        JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01
+    )
     yield made
     made.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from ttp.launch.deathwatch import Death
+from ttp.launch.watch.death_watch import Death
 
 DEADLINE_S = 20.0
 

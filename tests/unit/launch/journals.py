@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ttp.launch.report.incident import Ending, Line, Report, report_of
+from ttp.launch.report.incident import AttemptEnd, Line, Report, report_of
 
 JOURNALS = Path(__file__).parent / "journals"
-NOTHING = Ending(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
+NOTHING = AttemptEnd(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
 
 
 def journal(name: str) -> list[Line]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.waiting import until
-from ttp.launch.launching import Launching
-from ttp.launch.rendezvous import JobStore
+from ttp.exchange.discovery import controller_key
+from ttp.launch.attempts.attempt import Attempt
+from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import Reporter
-from ttp.launch.round import Round
-from ttp.meeting import controller_key
 
 DEADLINE_S = 30.0
 START_ID = f"none-of-the-kind-{os.getpid()}"
@@ -95,8 +95,8 @@ class Start:
             self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
         code = "import sys; sys.exit(int(sys.stdin.readline()))"
         self.workers = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
-        self.round = Round(
-            Launching(
+        self.round = Attempt(
+            LaunchContext(
                 total_timeout_s=total_timeout_s,
                 poll_s=0.002,
                 open_link=lambda address, job_id, pids, running: self.line,

@@ -21,14 +21,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.unit.launch.test_rendezvous import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotStarted
-from ttp.launch.courier import Link
-from ttp.launch.launching import Launching, Running
-from ttp.launch.processes import exit_status
-from ttp.launch.rendezvous import FreshStoreRendezvous, JobStore
+from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.links.controller_client import ControllerLink
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.report.exit_status import Recorded
+from ttp.launch.watch.processes import exit_status
 
 
-def no_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> Link:
+def no_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> ControllerLink:
     raise ConnectionError("no controller in this test")
 
 
@@ -42,7 +42,9 @@ def make_agent(nodes: FixedNodes | None = None, max_restarts: int = 3) -> HoldAg
         args=("600",),
         max_restarts=max_restarts,
     )
-    launching = Launching(total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None)
+    launching = LaunchContext(
+        total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None
+    )
     return HoldAgent(spec, DefaultLogsSpecs(), launching)
 
 
@@ -165,7 +167,9 @@ def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
 def test_the_rendezvous_must_give_fresh_stores() -> None:
     """torch's handler alone would fail the first restart."""
     spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=FixedNodes(HashStore(), 0, 1), entrypoint="true")
-    launching = Launching(total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None)
+    launching = LaunchContext(
+        total_timeout_s=5.0, poll_s=0.002, open_link=no_link, request_shutdown=lambda address: None
+    )
     with pytest.raises(TypeError, match="needs a FreshStoreRendezvous, got FixedNodes"):
         HoldAgent(spec, DefaultLogsSpecs(), launching)
 
@@ -441,7 +445,7 @@ def test_a_script_that_is_not_there_is_refused_before_any_worker(
     """In torch's order of things Python would be started first, and say so once a rank."""
     asked: list[object] = []
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: asked.append(group))
-    monkeypatch.setattr("ttp.launch.signals.Notices.install", lambda self: None)
+    monkeypatch.setattr("ttp.launch.attempts.signals.ShutdownSignals.install", lambda self: None)
     agent = make_agent()
     for script, refused in ((str(tmp_path), False), (str(tmp_path / "nosuch.py"), True), ("", False)):
         monkeypatch.setattr(agent, "_launching", replace(agent._launching, script=script))

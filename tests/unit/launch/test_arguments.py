@@ -13,13 +13,13 @@ import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from ttp import meeting
 from ttp.errors import ConfigError
-from ttp.launch import handlers, topology
+from ttp.exchange import discovery
 from ttp.launch.arguments import hides_stderr, make_parser
-from ttp.launch.handlers import store_host
 from ttp.launch.main import main
-from ttp.launch.topology import choose_rendezvous
+from ttp.launch.rendezvous import choose, topology
+from ttp.launch.rendezvous.choose import store_host
+from ttp.launch.rendezvous.topology import choose_rendezvous
 
 OWN_FLAGS = [
     "--rank-table-file",
@@ -315,7 +315,7 @@ def test_a_name_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch) 
         if (answer := answers.pop(0)) is not None:
             raise answer
 
-    monkeypatch.setattr(meeting, "LONGEST_LOOK_S", 0.0)
+    monkeypatch.setattr(discovery, "LONGEST_LOOK_S", 0.0)
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     topology.check_host_name("node-x", 1)
     assert len(answers) == 3
@@ -364,10 +364,10 @@ def test_a_backend_whose_client_is_missing_is_refused_with_what_to_do(monkeypatc
     def load(parameters: object) -> None:
         raise ModuleNotFoundError("No module named 'etcd'")
 
-    monkeypatch.setattr(handlers, "get_rendezvous_handler", load)
+    monkeypatch.setattr(choose, "get_rendezvous_handler", load)
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="etcd-v2", rdzv_endpoint="a:2379")
     with pytest.raises(ConfigError, match=r"'etcd-v2', and its client cannot be loaded \(No module named 'etcd'\)"):
-        handlers.make_rendezvous(config)
+        choose.make_rendezvous(config)
 
 
 def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

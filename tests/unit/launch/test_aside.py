@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 from ttp import launch
-from ttp.launch import aside
-from ttp.launch.aside import Aside
+from ttp.launch.rendezvous import bounded_call
+from ttp.launch.rendezvous.bounded_call import BoundedCall
 
 
 def test_what_a_call_has_failed_with_is_known_in_a_line() -> None:
     def fail() -> None:
         raise RuntimeError("no answer\nframe #0\nframe #1")
 
-    call = Aside(fail)
+    call = BoundedCall(fail)
     assert call.wait(30) and not call.succeeded and call.trouble == "no answer"
-    other = Aside(lambda: 3)
+    other = BoundedCall(lambda: 3)
     assert other.wait(30) and other.trouble == "" and other.result() == 3
 
 
@@ -27,11 +27,11 @@ def test_a_process_without_such_calls_ends_as_ever() -> None:
     program = """
 import atexit, signal, sys, threading
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
-from ttp.launch.aside import Aside, end_despite_calls
-from ttp.launch.signals import Notices
+from ttp.launch.rendezvous.bounded_call import BoundedCall, end_despite_calls
+from ttp.launch.attempts.signals import ShutdownSignals
 signal.signal(signal.SIGTERM, _terminate_process_handler)
-Notices().install()
-assert Aside(lambda: 3).wait(30)
+ShutdownSignals().install()
+assert BoundedCall(lambda: 3).wait(30)
 for thread in threading.enumerate():
     if thread.name == "ttp-rendezvous":
         thread.join(30)
@@ -50,7 +50,7 @@ def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None
     made = [re.findall(r'name="([^"]*)"', call) for text in sources for call in re.findall(r"\bThread\((.*)\)", text)]
     names = {name for found in made for name in found}
     assert all(made) and len(made) == sum(text.count("threading.Thread(") for text in sources)
-    assert names == {*aside._MAY_HANG, "ttp-signals", "ttp-death-watch", "ttp-controller-file"} - {
+    assert names == {*bounded_call._MAY_HANG, "ttp-signals", "ttp-death-watch", "ttp-controller-file"} - {
         "RendezvousKeepAlive"
     }
 
@@ -60,9 +60,9 @@ def test_a_process_ends_while_a_call_hangs_in_torch() -> None:
     program = """
 import socket, sys
 from torch.distributed import TCPStore
-from ttp.launch.aside import Aside, end_despite_calls
+from ttp.launch.rendezvous.bounded_call import BoundedCall, end_despite_calls
 server = socket.create_server(("127.0.0.1", 0))
-call = Aside(lambda: TCPStore("127.0.0.1", server.getsockname()[1], is_master=False))
+call = BoundedCall(lambda: TCPStore("127.0.0.1", server.getsockname()[1], is_master=False))
 assert not call.wait(0.5)
 sys.stdout.write("said")
 end_despite_calls(3)

@@ -16,15 +16,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.couriers import DEADLINE_S, FakeLink, Switchboard, death
 from tests.waiting import until
-from ttp.launch import courier as courier_module
-from ttp.launch.courier import NEWS_S, ControllerEntry, Courier
-from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key, log_dir_key, process_key
-from ttp.progress import FirstStep, progress_key
-from ttp.standby import enter
+from ttp.exchange.discovery import controller_key, log_dir_key, process_key
+from ttp.exchange.first_step import FirstStep, progress_key
+from ttp.launch.links import controller_client as courier_module
+from ttp.launch.links.controller_client import NEWS_S, ControllerClient, ControllerEntry
+from ttp.launch.rendezvous.fresh_store import JobStore
+from ttp.runtime.standby import enter
 
 
-def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
+def test_the_controller_of_this_round_is_found(
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+) -> None:
     """Another round's entry is not taken for it."""
     store.set(controller_key(6), "old:1 11")
     courier.start()
@@ -36,7 +38,7 @@ def test_the_controller_of_this_round_is_found(store: TCPStore, switchboard: Swi
 
 
 def test_deaths_before_and_after_the_controller_are_told_in_order(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """A worker may die before rank 0 has published its controller."""
     courier.report(death("exiting"))
@@ -48,7 +50,7 @@ def test_deaths_before_and_after_the_controller_are_told_in_order(
 
 
 def test_a_new_controller_under_the_same_key_is_told_all_and_the_old_link_closed(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """A standby that has become active publishes itself in the place of the dead one."""
     store.set(controller_key(7), "host:8000 12")
@@ -61,7 +63,7 @@ def test_a_new_controller_under_the_same_key_is_told_all_and_the_old_link_closed
 
 
 def test_a_controller_that_was_lost_is_known_but_not_connected(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """The link waits for it or for a standby: while it waits nobody leads the ranks, and deaths are kept for whoever comes."""
     store.set(controller_key(7), "host:8000 12")
@@ -77,7 +79,7 @@ def test_a_controller_that_was_lost_is_known_but_not_connected(
 
 
 def test_the_link_learns_of_the_standbys_of_this_round(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """Also of one that is published later, and of none of another round: it is where the controller is replaced from."""
     enter(store, 6, 1, "old:1")
@@ -92,7 +94,7 @@ def test_the_link_learns_of_the_standbys_of_this_round(
 
 
 def test_an_unreachable_controller_is_known_but_not_connected(
-    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is still to be ended with the job; reports do not raise into the death watch."""
     switchboard.error = ConnectionError("refused")
@@ -107,7 +109,7 @@ def test_a_controller_published_in_the_last_moment_is_known_at_the_end(
     store: TCPStore, switchboard: Switchboard
 ) -> None:
     """Rank 0 publishes and dies before the next look: the controller must not be left behind."""
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
     courier.start()
     store.set(controller_key(7), "host:8000 12")
     courier.close(DEADLINE_S)
@@ -126,7 +128,7 @@ def test_the_journals_folder_is_watched_until_there_was_enough_to_see(
         return len(seen) == 3
 
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {}, switchboard, watch_log_dir=watch, search_s=0.005)
+    courier = ControllerClient(place, {}, switchboard, watch_log_dir=watch, search_s=0.005)
     courier.start()
     store.set(log_dir_key(6), "/old")
     store.set(log_dir_key(7), "/output/log")
@@ -139,7 +141,7 @@ def test_the_first_step_is_known_even_when_it_came_in_the_last_moment(
     store: TCPStore, switchboard: Switchboard
 ) -> None:
     """Of this start; a later word of it changes nothing."""
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
     courier.start()
     store.set(progress_key(6), "3")
     assert courier.first_step is None
@@ -154,14 +156,14 @@ def test_a_checkpoint_that_was_skipped_is_told_with_the_first_step(store: TCPSto
     for name in ("iter_0000004", "iter_0000012_superseded_1", "iter_0000012", "iter_0000010"):
         told.skip(Path("/my runs") / name)
     told.tell(9)
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
     courier.start()
     courier.close(DEADLINE_S)
     assert (courier.first_step, courier.skipped) == (9, "/my runs/iter_0000012")
 
 
 def test_a_first_step_that_is_no_number_is_not_used_and_the_search_goes_on(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     store.set(progress_key(7), "nonsense here")
     courier.start()
@@ -171,7 +173,7 @@ def test_a_first_step_that_is_no_number_is_not_used_and_the_search_goes_on(
     assert courier.first_step is None and courier.skipped == ""
 
 
-def test_a_later_word_of_the_first_step_changes_nothing(store: TCPStore, courier: Courier) -> None:
+def test_a_later_word_of_the_first_step_changes_nothing(store: TCPStore, courier: ControllerClient) -> None:
     store.set(progress_key(7), "9 /runs/iter_0000008")
     courier.start()
     until(lambda: courier.first_step == 9)
@@ -181,7 +183,7 @@ def test_a_later_word_of_the_first_step_changes_nothing(store: TCPStore, courier
 
 
 def test_a_garbled_entry_is_not_used(
-    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is named in the log; a good one that follows is taken."""
     store.set(controller_key(7), "nonsense")
@@ -249,15 +251,15 @@ def cable(store: TCPStore) -> Iterator[Cable]:
 
 
 @pytest.fixture
-def far(cable: Cable, switchboard: Switchboard) -> Iterator[Courier]:
+def far(cable: Cable, switchboard: Switchboard) -> Iterator[ControllerClient]:
     """Return a courier on a node that reaches the store by the cable."""
-    made = Courier(JobStore("127.0.0.1", cable.port, 7), {1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
+    made = ControllerClient(JobStore("127.0.0.1", cable.port, 7), {1: 71}, switchboard, search_s=0.01, recheck_s=0.01)
     yield made
     made.close()
 
 
 def test_a_controller_that_is_published_after_a_reset_connection_is_found(
-    store: TCPStore, cable: Cable, switchboard: Switchboard, far: Courier, caplog: pytest.LogCaptureFixture
+    store: TCPStore, cable: Cable, switchboard: Switchboard, far: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was found before stays, and its link as well."""
     far.start()
@@ -275,7 +277,7 @@ def test_a_controller_that_is_published_after_a_reset_connection_is_found(
 
 
 def test_what_the_ranks_have_told_is_not_known_while_the_store_does_not_answer(
-    store: TCPStore, cable: Cable, far: Courier, caplog: pytest.LogCaptureFixture
+    store: TCPStore, cable: Cable, far: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the first answer, and when the launcher that has the store has ended; then it is not asked for ever."""
     assert far.unanswered == f"the workers' store at 127.0.0.1:{cable.port} does not answer"
@@ -291,7 +293,7 @@ def test_what_the_ranks_have_told_is_not_known_while_the_store_does_not_answer(
     assert not far.connected
 
 
-def looking(courier: Courier) -> threading.Thread:
+def looking(courier: ControllerClient) -> threading.Thread:
     """Ask for a look, with more time than the test has."""
     thread = threading.Thread(target=courier.look_now, args=(600.0,), daemon=True)
     thread.start()
@@ -300,7 +302,7 @@ def looking(courier: Courier) -> threading.Thread:
 
 def test_a_look_that_is_asked_for_does_not_wait_for_the_next_one(store: TCPStore, switchboard: Switchboard) -> None:
     """At a fault it matters what the ranks told a moment ago; and nobody waits once it is known."""
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=600.0, recheck_s=600.0)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=600.0, recheck_s=600.0)
     courier.start()
     until(lambda: courier.unanswered == "")
     store.set(controller_key(7), "host:8000 12")
@@ -319,7 +321,7 @@ def test_a_look_has_ended_only_when_what_it_found_is_taken_in(store: TCPStore) -
         ended.append(made._done == made._begun)
         return FakeLink()
 
-    made = Courier(JobStore("127.0.0.1", store.port, 7), {}, open_link, search_s=600.0)
+    made = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, open_link, search_s=600.0)
     store.set(controller_key(7), "host:8000 12")
     made.start()
     until(lambda: made.connected)
@@ -337,7 +339,7 @@ def test_who_waits_for_a_look_goes_on_when_the_store_is_lost_for_good(switchboar
             assert go_on.wait(DEADLINE_S)
             raise ConnectionRefusedError("refused")
 
-    courier = Courier(JobStore("127.0.0.1", 1, 7), {}, switchboard)
+    courier = ControllerClient(JobStore("127.0.0.1", 1, 7), {}, switchboard)
     inner: Any = courier
     inner._connect = LostStore
     courier.start()
@@ -363,7 +365,7 @@ def test_a_store_that_never_answered_is_not_given_up(
     port: int, switchboard: Switchboard, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Node 0's launcher may open it later. The search ends with the attempt all the same."""
-    courier = Courier(JobStore("127.0.0.1", port, 7), {}, switchboard, search_s=0.01, recheck_s=0.01)
+    courier = ControllerClient(JobStore("127.0.0.1", port, 7), {}, switchboard, search_s=0.01, recheck_s=0.01)
     courier.start()
     until(lambda: "connecting anew" in caplog.text)
     courier.look_now(0.05)
@@ -375,7 +377,7 @@ def test_a_store_that_never_answered_is_not_given_up(
 
 
 def test_an_answer_of_long_ago_says_nothing_of_now(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), search_s=600.0)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), search_s=600.0)
     courier.start()
     until(lambda: courier.unanswered == "")
     late = SimpleNamespace(monotonic=lambda: time.monotonic() + NEWS_S)
@@ -388,7 +390,7 @@ def test_the_ranks_processes_are_told_once_when_all_have_said_them(store: TCPSto
     """Nothing more is asked then; another start's are not taken for them."""
     told: list[Mapping[int, str]] = []
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {4: 70, 5: 71}, switchboard, processes_known=told.append, search_s=0.005)
+    courier = ControllerClient(place, {4: 70, 5: 71}, switchboard, processes_known=told.append, search_s=0.005)
     store.set(process_key(6, 4), "1 1")
     store.set(process_key(7, 5), "1071 8")
     courier.start()

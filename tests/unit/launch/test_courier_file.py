@@ -14,27 +14,27 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.unit.launch.couriers import DEADLINE_S, FakeLink, Switchboard, death
 from tests.unit.launch.start import silent_store
 from tests.waiting import until
-from ttp.controller_file import Controllers, write
-from ttp.launch.courier import ControllerEntry, Courier
-from ttp.launch.rendezvous import JobStore
-from ttp.meeting import controller_key, log_dir_key
-from ttp.standby import enter
+from ttp.exchange.controller_file import Controllers, write
+from ttp.exchange.discovery import controller_key, log_dir_key
+from ttp.launch.links.controller_client import ControllerClient, ControllerEntry
+from ttp.launch.rendezvous.fresh_store import JobStore
+from ttp.runtime.standby import enter
 
 KNOWN = Controllers(("host:8000",), 12, "/output/log")
 
 
 @pytest.fixture
-def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[Courier]:
+def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[ControllerClient]:
     """Return a courier whose store takes connections and never answers."""
     with silent_store() as port:
         place = JobStore("127.0.0.1", port, 7)
-        made = Courier(place, {1: 71}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+        made = ControllerClient(place, {1: 71}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
         yield made
     made.close()
 
 
 def test_a_controller_is_found_and_told_of_deaths_though_the_store_never_answers(
-    tmp_path: Path, switchboard: Switchboard, alone: Courier
+    tmp_path: Path, switchboard: Switchboard, alone: ControllerClient
 ) -> None:
     """With the place of its journals, and with the standbys that the ranks write down when they know of them."""
     alone.start()
@@ -54,7 +54,7 @@ def test_a_look_that_is_asked_for_reads_the_file_too(tmp_path: Path, switchboard
     """At a fault the store may be slow, and what the ranks wrote a moment ago is on this node."""
     with silent_store() as port:
         place = JobStore("127.0.0.1", port, 7)
-        courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
         courier.start()
         courier.look_now(0.1)
         assert courier.entry is None
@@ -69,7 +69,9 @@ def test_a_file_that_was_written_in_the_last_moment_is_read_at_the_end(
 ) -> None:
     """The journals are read after the ranks and the controllers have ended."""
     with silent_store() as port:
-        courier = Courier(JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        courier = ControllerClient(
+            JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0
+        )
         courier.start()
         courier.look_now(0.1)
         write(tmp_path, KNOWN)
@@ -84,7 +86,7 @@ def test_what_file_and_store_both_have_is_one_controller(
     """On another node than rank 0's the file does not know its process."""
     write(tmp_path, Controllers(("host:8000", "one:8001"), 0, "/own/log"))
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier = ControllerClient(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
     courier.start()
     until(lambda: courier.connected)
     store.set(controller_key(7), "host:8000 12")
@@ -105,7 +107,7 @@ def test_the_newest_controller_counts_wherever_it_is_named(
     """What was read before in the other place is not taken for news again at every look."""
     store.set(controller_key(7), "host:8000 12")
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
     courier.start()
     until(lambda: courier.connected)
     write(tmp_path, Controllers(("other:9000",), 13, "/output/log"))
@@ -123,14 +125,14 @@ def test_the_newest_controller_counts_wherever_it_is_named(
 
 def test_the_own_nodes_place_of_the_journals_counts_wherever_it_is_read_first(store: TCPStore, tmp_path: Path) -> None:
     """Rank 0's may be on another node's disk. The file may be read while the store answers, too."""
-    courier = Courier(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
+    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
     store.set(log_dir_key(7), "/rank/0/log")
     courier._look_for_log_dir(store)
     assert courier.log_dir == Path("/rank/0/log")
     write(tmp_path, Controllers(("host:8000",), 0, "/own/log"))
     courier._read(tmp_path, open_link=False)
     assert courier.log_dir == Path("/own/log")
-    slow = Courier(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
+    slow = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
 
     def get(key: str) -> bytes:
         slow._read(tmp_path, open_link=False)
@@ -142,7 +144,7 @@ def test_the_own_nodes_place_of_the_journals_counts_wherever_it_is_read_first(st
 
 
 def test_standbys_that_were_read_before_the_link_was_open_are_told_to_it(
-    tmp_path: Path, switchboard: Switchboard, alone: Courier
+    tmp_path: Path, switchboard: Switchboard, alone: ControllerClient
 ) -> None:
     write(tmp_path, Controllers(("host:8000", "one:8001"), 12, "/output/log"))
     alone.start()
@@ -163,7 +165,7 @@ def test_a_link_to_a_controller_that_was_replaced_meanwhile_is_closed(store: TCP
 
     write(tmp_path, KNOWN)
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {1: 71}, open_link, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier = ControllerClient(place, {1: 71}, open_link, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
     courier.start()
     assert opening.wait(DEADLINE_S)
     store.set(controller_key(7), "other:9000 13")
@@ -188,7 +190,7 @@ def test_a_look_that_is_asked_for_waits_for_the_file_too(store: TCPStore, tmp_pa
         return FakeLink()
 
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {}, open_link, attempt_dir=tmp_path, search_s=600.0, recheck_s=0.01)
+    courier = ControllerClient(place, {}, open_link, attempt_dir=tmp_path, search_s=600.0, recheck_s=0.01)
     courier.start()
     until(lambda: courier._done == 1 and courier._file_done == 1, "the first looks, which find nothing")
     write(tmp_path, KNOWN)
@@ -213,7 +215,7 @@ def test_a_refused_file_is_named_once_and_the_store_asked_alone(
     """One that is good later is taken."""
     (tmp_path / "controllers.json").write_text('{"addresses": ["nonsense"], "pid": 1, "log_dir": "/l"}')
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = Courier(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
     courier.start()
     courier.look_now(DEADLINE_S)
     courier.look_now(DEADLINE_S)
@@ -237,7 +239,7 @@ def test_a_link_that_is_opened_behind_the_end_is_closed(tmp_path: Path) -> None:
 
     write(tmp_path, KNOWN)
     with silent_store() as port:
-        courier = Courier(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
+        courier = ControllerClient(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
         courier.start()
         assert opening.wait(DEADLINE_S)
         courier.close(0.01)

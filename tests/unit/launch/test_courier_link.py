@@ -9,13 +9,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.couriers import DEADLINE_S, Switchboard, death
 from tests.waiting import until
-from ttp.launch.courier import Courier
-from ttp.meeting import controller_key
-from ttp.standby import enter
+from ttp.exchange.discovery import controller_key
+from ttp.launch.links.controller_client import ControllerClient
+from ttp.runtime.standby import enter
 
 
 def test_whom_the_controller_has_given_up_is_asked_on_the_line(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """Without a controller nothing is known to be decided."""
     assert courier.given_up() is None
@@ -27,7 +27,7 @@ def test_whom_the_controller_has_given_up_is_asked_on_the_line(
 
 
 def test_a_link_that_fails_does_not_reach_the_death_watch(
-    store: TCPStore, switchboard: Switchboard, courier: Courier, caplog: pytest.LogCaptureFixture
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.set(controller_key(7), "host:8000 12")
     courier.start()
@@ -42,7 +42,7 @@ def test_a_link_that_fails_does_not_reach_the_death_watch(
 
 
 def test_a_death_is_reported_while_a_controller_is_asked_whom_it_has_given_up(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """That may take a second; the death watch does not wait for it."""
     asked, go_on = threading.Event(), threading.Event()
@@ -71,7 +71,7 @@ def test_a_death_is_reported_while_a_controller_is_asked_whom_it_has_given_up(
 
 
 def test_since_when_the_ranks_are_sent_away_is_what_the_link_has_heard(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     store.set(controller_key(7), "host:8000 12")
     assert courier.sent_away_monotonic_s is None
@@ -82,7 +82,9 @@ def test_since_when_the_ranks_are_sent_away_is_what_the_link_has_heard(
     assert courier.sent_away_monotonic_s == 7.0
 
 
-def test_the_link_is_closed_with_the_courier(store: TCPStore, switchboard: Switchboard, courier: Courier) -> None:
+def test_the_link_is_closed_with_the_courier(
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+) -> None:
     store.set(controller_key(7), "host:8000 12")
     courier.start()
     until(lambda: courier.connected)
@@ -91,7 +93,7 @@ def test_the_link_is_closed_with_the_courier(store: TCPStore, switchboard: Switc
 
 
 def test_a_standby_is_kept_once_however_often_it_is_read(
-    store: TCPStore, switchboard: Switchboard, courier: Courier
+    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
 ) -> None:
     """The store is looked into once a second for as long as the job lasts."""
     enter(store, 7, 1, "one:8001")

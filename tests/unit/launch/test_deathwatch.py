@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ttp.launch.deathwatch import PF_EXITING, Death, DeathWatch, FlagsProbe, Probe, StatusProbe
-from ttp.launch.processes import Lost, exit_status
+from ttp.launch.watch.death_watch import PF_EXITING, Death, DeathWatch, FlagsProbe, Probe, StatusProbe
+from ttp.launch.watch.processes import Lost, exit_status
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 DEADLINE_S = 20.0
@@ -127,7 +127,9 @@ def test_exiting_is_reported_before_the_cause_is_known(monkeypatch: pytest.Monke
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("ttp.launch.deathwatch.exit_status", lambda pid: -signal.SIGKILL if freed.is_set() else None)
+    monkeypatch.setattr(
+        "ttp.launch.watch.death_watch.exit_status", lambda pid: -signal.SIGKILL if freed.is_set() else None
+    )
     reports = Reports()
     watch = DeathWatch({3: 12345}, reports, probe=Ending)
     watch.start()

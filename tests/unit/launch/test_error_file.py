@@ -17,7 +17,7 @@ from ttp.launch.report.exit_status import exception_text, traceback_text
 
 RAISING = """
 import sys
-from ttp import error_file
+from ttp.exchange import error_file
 def hook(kind, exc, trace): print("hook", kind.__name__)
 sys.excepthook = hook
 error_file.install()
@@ -84,7 +84,7 @@ import os, sys
 import ttp
 if sys.argv[1] == "own hook":  # as a library that prints tracebacks in colours
     sys.excepthook = lambda kind, exc, trace: None
-    ttp.error_file.install()
+    ttp.exchange.error_file.install()
 elif sys.argv[1] == "fork" and os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 1)
 raise ValueError("boom")
@@ -133,7 +133,7 @@ def test_an_unwritable_place_changes_nothing(tmp_path: Path) -> None:
 def test_somebody_may_be_called_before_the_end() -> None:
     """Once, with the exception, before the traceback is printed; not where the process ends by itself."""
     code = """
-from ttp import error_file
+from ttp.exchange import error_file
 for _ in range(2):
     error_file.before_end(lambda exc: print("held for", exc, flush=True))
 {end}

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ttp.launch.deathwatch import Death
 from ttp.launch.report.exit_status import (
-    Fault,
-    briefly,
+    RankFailure,
     describe,
     exception_text,
     first_failure,
     outcome_text,
     recorded_by,
-    root_cause_first,
+    sort_root_cause_first,
+    summarize,
 )
+from ttp.launch.watch.death_watch import Death
 from ttp.proto.messages import Cause, CauseKind
 
 
@@ -82,7 +82,7 @@ def test_lines_name_ranks_pids_and_causes() -> None:
 
 def test_the_killed_rank_is_torchs_root_cause_within_the_same_second() -> None:
     """torch compares whole seconds and takes the first of equals; after a hold it reads all at one moment."""
-    failures = root_cause_first(
+    failures = sort_root_cause_first(
         {0: failure(0, 75), 1: failure(1, 75), 2: failure(2, -9), 3: failure(3, 1)},
         {0: 10.2, 1: 10.3, 2: 10.5, 3: 10.4},
     )
@@ -93,7 +93,7 @@ def test_the_killed_rank_is_torchs_root_cause_within_the_same_second() -> None:
 
 def test_the_first_exception_is_the_root_though_its_process_ended_later(tmp_path: Path) -> None:
     """Rank 1 raised at 10.0 and took three seconds to leave; rank 0 fell over it meanwhile."""
-    failures = root_cause_first(
+    failures = sort_root_cause_first(
         {0: failure(0, 1, write_error(tmp_path / "0.json", "RuntimeError: reset by peer", 11.0)),
          1: failure(1, 1, write_error(tmp_path / "1.json", "ValueError: boom", 10.0))},
         {0: 12.0, 1: 13.0},
@@ -104,7 +104,7 @@ def test_the_first_exception_is_the_root_though_its_process_ended_later(tmp_path
 
 def test_an_error_file_does_not_outrun_a_kill_by_rounding(tmp_path: Path) -> None:
     """The file's own timestamp is cut to whole seconds: 10.52 would become 10, before the kill at 10.5."""
-    failures = root_cause_first(
+    failures = sort_root_cause_first(
         {1: failure(1, 1, write_error(tmp_path / "1.json", "RuntimeError: reset by peer", 10.52)), 2: failure(2, -9)},
         {1: 10.9, 2: 10.5},
     )
@@ -113,7 +113,7 @@ def test_an_error_file_does_not_outrun_a_kill_by_rounding(tmp_path: Path) -> Non
 
 def test_a_persisted_rank_that_recorded_an_exception_can_be_the_root(tmp_path: Path) -> None:
     """It raised, was held, persisted, and left with 75 like the others."""
-    failures = root_cause_first(
+    failures = sort_root_cause_first(
         {0: failure(0, 75), 1: failure(1, 75, write_error(tmp_path / "1.json", "ValueError: boom", 10.0))},
         {0: 9.0, 1: 13.0},
     )
@@ -139,12 +139,13 @@ def test_the_exceptions_of_all_failed_workers_are_read(tmp_path: Path) -> None:
 def test_torchs_report_quotes_an_exception_without_its_traceback(tmp_path: Path) -> None:
     """The failure itself, and its error file, are as they were: `@record` copies that for whoever started the launcher."""
     failed = failure(0, 1, write_error(tmp_path / "0.json", "ValueError: boom", 10.0))
-    report = str(ChildFailedError("job", {0: briefly(failed)}))
+    report = str(ChildFailedError("job", {0: summarize(failed)}))
     assert "ValueError: boom (in the error file)" in report and "Traceback ..." not in report
     assert (
-        "Traceback ..." in str(ChildFailedError("job", {0: failed})) and briefly(failed).error_file == failed.error_file
+        "Traceback ..." in str(ChildFailedError("job", {0: failed}))
+        and summarize(failed).error_file == failed.error_file
     )
-    assert briefly(killed := failure(0, -9)) is killed
+    assert summarize(killed := failure(0, -9)) is killed
 
 
 def test_a_long_exception_is_quoted_in_brief_beside_the_whole_one(tmp_path: Path) -> None:
@@ -153,12 +154,12 @@ def test_a_long_exception_is_quoted_in_brief_beside_the_whole_one(tmp_path: Path
     failed = failure(0, 1, write_error(tmp_path / "0.json", said, 10.0))
     brief = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), wanted (1, 10): it was writ..."
     assert exception_text(failed) == f"{brief} (traceback: {tmp_path / '0.json'})"
-    assert f"{brief} (in the error file)" in str(ChildFailedError("job", {0: briefly(failed)}))
+    assert f"{brief} (in the error file)" in str(ChildFailedError("job", {0: summarize(failed)}))
     assert Cause(CauseKind.EXCEPTION, (0,), said).brief == brief
     assert Cause(CauseKind.HUNG, (0,), said).brief == said, "nobody else tells that"
 
 
 def test_a_fault_has_one_deadline() -> None:
     """What is left never goes below zero."""
-    fault = Fault("rank 2 died", 100.0, 220.0)
+    fault = RankFailure("rank 2 died", 100.0, 220.0)
     assert fault.left_s(100.0) == 120.0 and fault.left_s(219.0) == 1.0 and fault.left_s(500.0) == 0.0

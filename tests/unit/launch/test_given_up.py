@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from ttp.launch.stragglers import PATIENCE_S, GivenUp, stopped
+from ttp.launch.attempts.leftover_ranks import PATIENCE_S, GivenUp, stopped
 
 
 class Clock:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch.hang_stacks import FRAMES, ask, block_of, gather, main_frames, read_asked, read_blocks
-from ttp.launch.processes import catches
+from ttp.launch.watch.hang_stacks import FRAMES, ask, block_of, gather, main_frames, read_asked, read_blocks
+from ttp.launch.watch.processes import catches
+from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, StackWriter, process_text
-from ttp.processor.voice import Voice
 
 LONG_S = 30.0
 REASON = "nobody has got on for 3.0 s: rank 1 in READY of step 9"
@@ -24,7 +24,7 @@ REASON = "nobody has got on for 3.0 s: rank 1 in READY of step 9"
 
 def save(path: Path, *reasons: str) -> int:
     """Have this process's stacks written as a rank does; return the line at which the main thread waits for them."""
-    writer = StackWriter(path, Voice(1))
+    writer = StackWriter(path, AsyncLog(1))
     for reason in reasons:
         writer.save(reason)
         writer.finish(LONG_S)
@@ -73,9 +73,9 @@ HELD = """
 import ctypes, sys, threading
 from pathlib import Path
 from ttp.processor.stacks import StackWriter
-from ttp.processor.voice import Voice
+from ttp.processor.async_log import AsyncLog
 if sys.argv[2] == "listens":
-    StackWriter(Path(sys.argv[1]) / "stacks.log", Voice(1)).listen()
+    StackWriter(Path(sys.argv[1]) / "stacks.log", AsyncLog(1)).listen()
 def beat(stop=threading.Event()):
     while not stop.wait(0.001):
         Path(sys.argv[1], "beat").touch()
@@ -133,7 +133,7 @@ def test_a_file_that_goes_while_stacks_are_waited_for_costs_its_rank_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its folder is taken away in the middle of a fault: the others are waited for, and nothing is raised."""
-    writer = StackWriter(tmp_path / "rank_0" / "stacks.log", Voice(0))
+    writer = StackWriter(tmp_path / "rank_0" / "stacks.log", AsyncLog(0))
     writer.listen()
     gone = tmp_path / "rank_1" / ASKED_NAME
     gone.parent.mkdir()
@@ -161,7 +161,7 @@ def test_a_process_is_not_asked_by_an_earlier_ones_file(tmp_path: Path) -> None:
 def test_stacks_are_asked_for_until_the_writer_is_closed(tmp_path: Path) -> None:
     """A user's script may go on after its session: the signal then does nothing."""
     path = tmp_path / "rank_0" / "stacks.log"
-    writer = StackWriter(path, Voice(0))
+    writer = StackWriter(path, AsyncLog(0))
     writer.listen()
     ask(tmp_path, {0: os.getpid()}, within_s=LONG_S)
     writer.close()

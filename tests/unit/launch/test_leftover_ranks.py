@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ttp.launch import stragglers
-from ttp.launch.stragglers import GivenUp, Stragglers
+from ttp.launch.attempts import leftover_ranks
+from ttp.launch.attempts.leftover_ranks import GivenUp, LeftoverRanks
 
 
 class Node:
@@ -33,7 +33,7 @@ class Node:
         )
         watch: Any = SimpleNamespace(living=lambda: list(self.living))
         courier: Any = SimpleNamespace(connected=True, given_up=self.given_up, log_dir=Path("/log"))
-        self.stragglers = Stragglers({0: 70, 1: 71}, shells, watch, courier, self.ended)
+        self.stragglers = LeftoverRanks({0: 70, 1: 71}, shells, watch, courier, self.ended)
 
     def given_up(self) -> frozenset[int] | None:
         self.asked += 1
@@ -57,11 +57,11 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     def ask(log_dir: Path, ranks: Mapping[int, int]) -> None:
         made.on_stacks()
 
-    monkeypatch.setattr(stragglers, "time", clock)
-    monkeypatch.setattr(stragglers, "GivenUp", lambda asks: GivenUp(asks, clock=lambda: made.now))
-    monkeypatch.setattr(stragglers, "signal_workers", signal_workers)
-    monkeypatch.setattr(stragglers, "ask", ask)
-    monkeypatch.setattr(stragglers, "is_stopped", lambda pid: pid in made.stopped)
+    monkeypatch.setattr(leftover_ranks, "time", clock)
+    monkeypatch.setattr(leftover_ranks, "GivenUp", lambda asks: GivenUp(asks, clock=lambda: made.now))
+    monkeypatch.setattr(leftover_ranks, "signal_workers", signal_workers)
+    monkeypatch.setattr(leftover_ranks, "ask", ask)
+    monkeypatch.setattr(leftover_ranks, "is_stopped", lambda pid: pid in made.stopped)
     return made
 
 
@@ -125,5 +125,5 @@ def test_a_controller_that_does_not_say_that_all_is_decided_is_asked_again_until
     asked = node.asked
     assert asked >= 2
     node.stopped = {70, 171}
-    node.looks(stragglers.ANSWERS_S)
+    node.looks(leftover_ranks.ANSWERS_S)
     assert node.asked == asked and node.killed == [70] and node.signalled == [1]

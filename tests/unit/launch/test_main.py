@@ -9,7 +9,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.launch import main
-from ttp.launch.launching import Launching
+from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.report.reporter import Reporter
 
 
@@ -50,7 +50,9 @@ def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     nobody: Any = None
-    launching = Launching(total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=reporter)
+    launching = LaunchContext(
+        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=reporter
+    )
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     assert main.launch(config, "true", [], launching) == {0: None}
     assert f"result  {result}\n" in capsys.readouterr().err
@@ -71,7 +73,7 @@ def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatc
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     nobody: Any = None
-    launching = Launching(
+    launching = LaunchContext(
         total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=Interrupted()
     )
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")

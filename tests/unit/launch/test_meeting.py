@@ -10,8 +10,8 @@ import sys
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ttp import meeting
 from ttp.errors import ConfigError, ControllerError, NotWritable
+from ttp.exchange import discovery
 
 
 class Clock:
@@ -30,12 +30,12 @@ class Clock:
 
 
 def find(store: HashStore, clock: Clock, timeout_s: float = 300.0) -> str:
-    return meeting.find(store, 7, 3, timeout_s, clock=lambda: clock.now, sleep=clock.sleep)
+    return discovery.find(store, 7, 3, timeout_s, clock=lambda: clock.now, sleep=clock.sleep)
 
 
 def test_a_controller_that_is_published_late_is_found() -> None:
     store, clock = HashStore(), Clock()
-    clock.at[20.0] = lambda: meeting.publish(store, 7, "host:8000", 12)
+    clock.at[20.0] = lambda: discovery.publish(store, 7, "host:8000", 12)
     assert find(store, clock) == "host:8000" and clock.now < 21.5
 
 
@@ -49,7 +49,7 @@ def test_the_wait_is_made_of_short_slices() -> None:
 
 def test_rank_0s_reason_stops_all_others_within_a_second() -> None:
     store, clock = HashStore(), Clock()
-    clock.at[10.0] = lambda: meeting.publish_failure(store, 7, ControllerError("port 8000 is taken"))
+    clock.at[10.0] = lambda: discovery.publish_failure(store, 7, ControllerError("port 8000 is taken"))
     with pytest.raises(ControllerError, match="rank 3: rank 0 could not start the controller: port 8000 is taken"):
         find(store, clock)
     assert clock.now <= 11.5
@@ -59,7 +59,7 @@ def test_rank_0s_reason_stops_all_others_within_a_second() -> None:
 def test_what_rank_0_refuses_all_ranks_refuse_alike(kind: type[Exception]) -> None:
     """A configuration error of one rank that its peers took for a fault would be tried again."""
     store = HashStore()
-    meeting.publish_failure(store, 7, kind("invalid TTP_CONTROLLER_PORT=8000: taken"))
+    discovery.publish_failure(store, 7, kind("invalid TTP_CONTROLLER_PORT=8000: taken"))
     with pytest.raises(
         kind, match="rank 3: rank 0 could not start the controller: invalid TTP_CONTROLLER_PORT=8000: taken"
     ):
@@ -68,8 +68,8 @@ def test_what_rank_0_refuses_all_ranks_refuse_alike(kind: type[Exception]) -> No
 
 def test_another_starts_entries_are_not_taken_for_this_ones() -> None:
     store, clock = HashStore(), Clock()
-    meeting.publish(store, 6, "old:1", 1)
-    meeting.publish_failure(store, 6, ControllerError("old trouble"))
+    discovery.publish(store, 6, "old:1", 1)
+    discovery.publish_failure(store, 6, ControllerError("old trouble"))
     with pytest.raises(ControllerError, match="did not publish"):
         find(store, clock, 5.0)
 
@@ -81,7 +81,7 @@ def check_name(address: str, clock: Clock, known_from_s: float) -> None:
             raise socket.gaierror(-2, "Name or service not known")
         return []
 
-    meeting.check_name(address, 3, resolve=resolve, clock=lambda: clock.now, sleep=clock.sleep)
+    discovery.check_name(address, 3, resolve=resolve, clock=lambda: clock.now, sleep=clock.sleep)
 
 
 def test_a_controllers_name_that_leads_nowhere_is_told_as_such() -> None:
@@ -107,9 +107,9 @@ def test_a_name_server_may_learn_of_the_node_later() -> None:
 def test_a_process_is_named_by_its_number_and_its_beginning() -> None:
     """So that no later process of that number is taken for it; one that is gone has no name."""
     child = subprocess.Popen(["sleep", "600"])
-    named = meeting.process_text(child.pid)
+    named = discovery.process_text(child.pid)
     assert named.split()[0] == str(child.pid) and int(named.split()[1]) > 0
-    assert meeting.process_text() == meeting.process_text(os.getpid()) != named
+    assert discovery.process_text() == discovery.process_text(os.getpid()) != named
     child.kill()
     child.wait()
-    assert meeting.process_text(child.pid) == ""
+    assert discovery.process_text(child.pid) == ""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch.deathwatch import DeathWatch
-from ttp.launch.memory import FIRST_PID_NAMESPACE, KernelLog, OutOfMemory, counter_of
+from ttp.launch.watch.death_watch import DeathWatch
+from ttp.launch.watch.oom import FIRST_PID_NAMESPACE, KernelLog, OutOfMemory, counter_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 
@@ -126,7 +126,7 @@ def test_the_kernels_log_names_the_process(machine: Machine, monkeypatch: pytest
         found = real(path)
         return os.stat_result((found.st_mode, FIRST_PID_NAMESPACE, *tuple(found)[2:]))
 
-    monkeypatch.setattr("ttp.launch.memory.os.stat", stat)
+    monkeypatch.setattr("ttp.launch.watch.oom.os.stat", stat)
     log = KernelLog(machine.log, machine.proc)
     with open(machine.log, "ab") as file:
         file.write(b"3,2,6,-;Memory cgroup out of memory: Killed process 12 (python) total-vm:9kB\n")

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from tests.waiting import until
-from ttp.launch.neighbours import Neighbours
-from ttp.launch.rendezvous import JobStore
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous.fresh_store import JobStore
 
 DEADLINE_S = 60.0
 LOOK_S = 0.02
@@ -42,7 +42,7 @@ class Launchers:
     def __init__(self, count: int, lost_s: float, silent: tuple[int, ...] = ()) -> None:
         self.server: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = JobStore("127.0.0.1", self.server.port, 0)
-        self.all = [Neighbours(place, node, count, look_s=LOOK_S, lost_s=lost_s) for node in range(count)]
+        self.all = [PeerAgents(place, node, count, look_s=LOOK_S, lost_s=lost_s) for node in range(count)]
         for node, launcher in enumerate(self.all):
             if node not in silent:
                 launcher.start()
@@ -132,7 +132,7 @@ def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with that launcher: who looks once a second would find nobody."""
-    monkeypatch.setattr("ttp.launch.neighbours.READ_S", DEADLINE_S)
+    monkeypatch.setattr("ttp.launch.links.peer_agents.READ_S", DEADLINE_S)
     group = make(3)
     first, *others = group.all
     until(lambda: all(launcher._reached for launcher in others), "first answers")
@@ -146,7 +146,7 @@ def test_a_launcher_that_fails_for_good_waits_for_nobody_who_does_not_look(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node may be lost: nothing holds this one."""
-    monkeypatch.setattr("ttp.launch.neighbours.READ_S", 0.3)
+    monkeypatch.setattr("ttp.launch.links.peer_agents.READ_S", 0.3)
     first = make(2, silent=(1,)).all[0]
     first.tell_failed("a has failed")
     first.close()
@@ -172,7 +172,7 @@ def test_a_store_that_answers_nobody_is_a_lost_node(make: Make) -> None:
 def test_a_launcher_that_was_stopped_itself_does_not_miss_the_others() -> None:
     """It has not asked for a while: that says nothing about the store, until the store is silent from then on."""
     now = 0.0
-    launcher = Neighbours(JobStore("127.0.0.1", 1, 0), 1, 2, lost_s=30.0, clock=lambda: now)
+    launcher = PeerAgents(JobStore("127.0.0.1", 1, 0), 1, 2, lost_s=30.0, clock=lambda: now)
     assert launcher.lost == ""
     now = 100.0
     assert launcher.lost == ""
@@ -194,7 +194,7 @@ def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
         group.all[1].close()
 
 
-class Breaks(Neighbours):
+class Breaks(PeerAgents):
     """A launcher whose calls to the store fail for so many looks."""
 
     def __init__(self, place: JobStore, failures: int, lost_s: float = DEADLINE_S) -> None:
@@ -238,7 +238,7 @@ def test_a_port_that_was_closed_from_the_beginning_is_not_a_node_that_has_left()
     """A firewall refuses as a node does that has ended; that one had answered before."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        launcher = Neighbours(JobStore("127.0.0.1", probe.getsockname()[1], 0), 1, 2, look_s=LOOK_S, lost_s=0.6)
+        launcher = PeerAgents(JobStore("127.0.0.1", probe.getsockname()[1], 0), 1, 2, look_s=LOOK_S, lost_s=0.6)
         launcher.start()
         until(lambda: launcher.lost, "the loss")
         assert "has not answered" in launcher.lost and "refused" in launcher.unreached

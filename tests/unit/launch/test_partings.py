@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ttp.launch.partings import left_after, over, tell_left, tell_over
+from ttp.launch.rendezvous.departures import left_after, over, tell_left, tell_over
 
 
 def test_those_that_have_left_are_told_in_order_to_whoever_has_not_heard_of_them() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from ttp.launch import controllers
-from ttp.launch.controllers import START_VARIABLE, controllers_of, end_controllers, is_controller
-from ttp.launch.courier import ControllerEntry
-from ttp.launch.processes import (
+from ttp.launch.links import controller_shutdown
+from ttp.launch.links.controller_client import ControllerEntry
+from ttp.launch.links.controller_shutdown import START_VARIABLE, controllers_of, end_controllers, is_controller
+from ttp.launch.watch.processes import (
     LOST,
     catches,
     children_leading_sessions,
@@ -228,6 +228,6 @@ def test_a_number_that_has_become_another_processs_meanwhile_gets_no_signal(
                 become_another("")
             return wait_until_gone(*arguments)
 
-        monkeypatch.setattr(controllers, "wait_until_gone", turn_and_wait)
+        monkeypatch.setattr(controller_shutdown, "wait_until_gone", turn_and_wait)
         assert end_controllers(mark[START_VARIABLE], None, Asked(), patience_s=0.2, leave_s=0.2) == [deaf.pid]
     assert exit_status(other.pid) is None

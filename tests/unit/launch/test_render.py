@@ -8,13 +8,13 @@ from typing import Any
 from tests.unit.launch.journals import journal, reported
 from ttp.launch.report.incident import Report
 from ttp.launch.report.render import fault_lines
-from ttp.proto.incident import Culprit, Incident, Place, Saved
+from ttp.proto.incident import Culprit, Incident, RankPlace, Saved
 
 DEAD = Culprit(rank=2, host="a", pid=71, cause="signal SIGKILL", phase="READY", step=42)
 INCIDENT = Incident(
     kind="exited",
     culprits=(DEAD,),
-    survivors=(Place(phase="READY", step=42, ranks=(0, 1)), Place(phase="DONE", step=42, ranks=(3,))),
+    survivors=(RankPlace(phase="READY", step=42, ranks=(0, 1)), RankPlace(phase="DONE", step=42, ranks=(3,))),
     saved=Saved(step=42, path="/ckpt/iter_0000042", bytes=3 << 20, ranks=(0, 1, 3)),
     goes_on_from="/ckpt/iter_0000042",
     steps_lost=0,

@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from tests.waiting import until
 from ttp.errors import ConfigError
-from ttp.launch import rendezvous
-from ttp.launch.neighbours import Neighbours
-from ttp.launch.rendezvous import FreshStoreRendezvous, StoreNotReached
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous import fresh_store
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, StoreNotReached
 
 
 class FixedNodes(RendezvousHandler):
@@ -180,9 +180,9 @@ def test_a_static_node_0s_restart_is_heard_by_one_that_has_succeeded() -> None:
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
     join_all([first, second])
-    there = Neighbours(second.job_store, 1, 2, look_s=0.5)
+    there = PeerAgents(second.job_store, 1, 2, look_s=0.5)
     there.start()
-    here = Neighbours(first.job_store, 0, 2, look_s=0.5)
+    here = PeerAgents(first.job_store, 0, 2, look_s=0.5)
     here.start()
     there.tell_succeeded()
     until(lambda: client(first).check(["ttp/nodes/succeeded/1"]), "success")
@@ -203,7 +203,7 @@ def test_a_static_node_0_does_not_wait_for_one_that_cannot_start_again() -> None
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
     join_all([first, second])
-    there = Neighbours(second.job_store, 1, 2)
+    there = PeerAgents(second.job_store, 1, 2)
     there.start()
     there.tell_failed("node-b has failed (exit code 2)")
     there.close()
@@ -219,11 +219,11 @@ def test_a_later_starts_store_that_is_not_reached_is_no_wrong_command_line(monke
         raise DistNetworkError("no route")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rendezvous, "TCPStore", unreached)
+        patched.setattr(fresh_store, "TCPStore", unreached)
         with pytest.raises(ConfigError, match="--local-addr"):
             handler.next_rendezvous()
     handler.next_rendezvous()
-    monkeypatch.setattr(rendezvous, "TCPStore", unreached)
+    monkeypatch.setattr(fresh_store, "TCPStore", unreached)
     with pytest.raises(StoreNotReached, match="--local-addr"):
         handler.next_rendezvous()
 
@@ -232,7 +232,7 @@ def test_what_is_known_to_be_wrong_is_told_as_soon_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each reason once, whatever comes between; what is waited for now and then."""
-    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 0.01)
+    monkeypatch.setattr(fresh_store, "FIRST_WORD_S", 0.01)
     caplog.set_level("INFO", "ttp.launch")
     reasons = iter(["", "a: connection refused", "a: connection refused", "a: no route", "a: connection refused"])
     asked = threading.Event()
@@ -243,7 +243,7 @@ def test_what_is_known_to_be_wrong_is_told_as_soon_as_it_is(
             asked.set()
         return reason or ""
 
-    with rendezvous.telling("2 nodes", trouble):
+    with fresh_store.telling("2 nodes", trouble):
         assert asked.wait(30)
     lines = [re.sub(r"[\d.]+ s so far", "0 s so far", line) for line in caplog.messages]
     assert lines == [

@@ -16,11 +16,11 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
-from ttp.launch.report.incident import Ending
+from ttp.launch.report.incident import AttemptEnd
 from ttp.launch.report.reporter import Reporter, Start
 from ttp.launch.report.story_file import read_journals
+from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import StackWriter
-from ttp.processor.voice import Voice
 
 START_KEYS = ["unix_s", "event", "launch", "start", "world_size", "survives", "standbys", "warnings", "rows", "pids"]
 HOLD_KEYS = ["unix_s", "event", "launch", "start", "cause", "ranks", "up_to_s"]
@@ -44,9 +44,9 @@ def put(name: str, log_dir: Path, number: int = 0) -> Start:
     return Start(number=number, begun_unix_s=0.0)
 
 
-def ending(log_dir: Path | None, **exits: str) -> Ending:
+def ending(log_dir: Path | None, **exits: str) -> AttemptEnd:
     told = {int(rank.removeprefix("rank_")): text for rank, text in exits.items()}
-    return Ending(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3", pids={1: 71})
+    return AttemptEnd(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3", pids={1: 71})
 
 
 def written(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def test_a_hang_is_told_with_the_gathered_stacks(tmp_path: Path, capsys: pytest.
     start = put("hung_at_the_start", tmp_path)
     reason = next(line["fields"]["text"] for line in journal("hung_at_the_start") if line["event"] == "hung")
     for rank in (0, 1):
-        writer = StackWriter(tmp_path / f"rank_{rank}" / "stacks.log", Voice(rank))
+        writer = StackWriter(tmp_path / f"rank_{rank}" / "stacks.log", AsyncLog(rank))
         writer.save(reason)
         writer.finish(30.0)
     reporter = Reporter()
@@ -298,7 +298,7 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
     """Disks that are not shared: nothing is known of the starts before, and nothing is made up."""
     reporter = Reporter(tmp_path / "story.jsonl", clock=lambda: 7.0)
     reporter.begin(here=True, number=2)
-    reporter.end(Start(number=2, begun_unix_s=0.0), Ending(
+    reporter.end(Start(number=2, begun_unix_s=0.0), AttemptEnd(
         log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={1: 71}))  # fmt: skip
     reporter.finish("succeeded")
     told = capsys.readouterr().err

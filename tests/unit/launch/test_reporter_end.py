@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.launch.test_reporter import KILLED_AT_S, ending, put, written
-from ttp import last_step
-from ttp.last_step import LastStep
+from ttp.exchange import last_step
+from ttp.exchange.last_step import LastStep
 from ttp.launch.report.reporter import Reporter, Start
 
 

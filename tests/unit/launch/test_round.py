@@ -16,16 +16,16 @@ import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start, silent_store
 from tests.waiting import until
-from ttp import controller_file
-from ttp.launch import deathwatch
-from ttp.launch import neighbours as neighbours_module
-from ttp.launch import round as rounds
-from ttp.launch.neighbours import Neighbours
-from ttp.launch.processes import LOST
-from ttp.launch.rendezvous import JobStore
+from ttp.exchange import controller_file
+from ttp.exchange.discovery import controller_key
+from ttp.launch.attempts import attempt as rounds
+from ttp.launch.links import peer_agents as neighbours_module
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.exit_status import Recorded
 from ttp.launch.report.reporter import Reporter
-from ttp.meeting import controller_key
+from ttp.launch.watch import death_watch
+from ttp.launch.watch.processes import LOST
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
     """A status that is lost is no success; while torch speaks of no failure it was one."""
     start = Start(60.0, controller=True)
     try:
-        monkeypatch.setattr(deathwatch, "exit_status", lambda pid: LOST)
+        monkeypatch.setattr(death_watch, "exit_status", lambda pid: LOST)
         start.workers[0].kill()
         until(lambda: start.round.living() == [1], "the death of rank 0")  # one after the other: told in the order seen
         start.workers[1].kill()
@@ -208,7 +208,7 @@ def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
     start = Start(60.0, controller=True)
     try:
         assert not start.round.settling()
-        monkeypatch.setattr(deathwatch, "exit_status", lambda pid: None)
+        monkeypatch.setattr(death_watch, "exit_status", lambda pid: None)
         start.workers[1].kill()
         until(lambda: 1 in start.round.deaths(), "the death of rank 1")
         assert start.round.settling()
@@ -269,7 +269,7 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
     """Another node told of the fault a while ago and joins again: this one's survivors have what is left, not all of it anew."""
     start = Start(100.0, controller=True, nodes=2)
     try:
-        other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+        other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
         other.start()
         other.tell_fault(time.monotonic() - 99.0)
         neighbours = start.round.neighbours

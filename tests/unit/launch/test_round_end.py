@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tests.unit.launch.start import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from tests.waiting import until
-from ttp.launch import controllers
-from ttp.launch.controllers import START_VARIABLE
-from ttp.launch.neighbours import Neighbours
-from ttp.launch.rendezvous import JobStore
+from ttp.launch.attempts.signals import SAME_S, ShutdownSignals
+from ttp.launch.links import controller_shutdown
+from ttp.launch.links.controller_shutdown import START_VARIABLE
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report import reporter as started
-from ttp.launch.report.incident import Ending
+from ttp.launch.report.incident import AttemptEnd
 from ttp.launch.report.reporter import Reporter
-from ttp.launch.signals import SAME_S, Notices
 
 
 def told_of_starts(path: Path) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
     path = tmp_path / "story.jsonl"
     reporter = Reporter(path)
     start = Start(60.0, controller=False, reporter=reporter, nodes=2)
-    other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
     try:
         neighbours = start.round.neighbours
         assert neighbours is not None
@@ -73,10 +73,10 @@ def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_pa
 @pytest.mark.usefixtures("short_times")
 def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: pytest.LogCaptureFixture) -> None:
     """But not one that had ended before: its end is a fault of its own."""
-    endings: list[Ending] = []
+    endings: list[AttemptEnd] = []
 
     class Kept(Reporter):
-        def end(self, start: started.Start, ending: Ending) -> None:
+        def end(self, start: started.Start, ending: AttemptEnd) -> None:
             endings.append(ending)
 
     start = Start(60.0, controller=True, reporter=Kept())
@@ -107,7 +107,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other nodes' ranks might need it for minutes, and the launcher says so; told to end, it leaves nothing behind."""
-    monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
+    monkeypatch.setattr(controller_shutdown, "LEAVE_S", 0.2)
     path = tmp_path / "story.jsonl"
     code = "import time; print(flush=True); time.sleep(600)"
     environ = {**os.environ, START_VARIABLE: START_ID}
@@ -154,7 +154,7 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
     insists: bool,
 ) -> None:
     """Ranks on other nodes may be saving under it, as SIGTERM to every launcher of a job comes; Ctrl-C after that ends it."""
-    monkeypatch.setattr(controllers, "LEAVE_S", 0.2)
+    monkeypatch.setattr(controller_shutdown, "LEAVE_S", 0.2)
     path = tmp_path / "story.jsonl"
     code = "import sys; print(flush=True); sys.stdin.read()"
     controller = subprocess.Popen(
@@ -165,7 +165,7 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         start_new_session=True,
     )
     start = Start(60.0, controller=False, reporter=Reporter(path), nodes=2)
-    notices = Notices(clock)
+    notices = ShutdownSignals(clock)
     notices.install()
 
     over = threading.Event()

@@ -16,15 +16,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.launch.start import DEADLINE_S, LineToController
 from tests.waiting import until
-from ttp.launch import round as rounds
-from ttp.launch import stragglers
-from ttp.launch.launching import Launching
-from ttp.launch.processes import exit_status, is_stopped, read_stat, sweep_sessions
-from ttp.launch.rendezvous import JobStore
-from ttp.launch.round import Round
-from ttp.launch.shells import BehindShells
-from ttp.launch.stragglers import Stragglers
-from ttp.meeting import controller_key, process_key, process_text
+from ttp.exchange.discovery import controller_key, process_key, process_text
+from ttp.launch.attempts import attempt as rounds
+from ttp.launch.attempts import leftover_ranks as stragglers
+from ttp.launch.attempts.attempt import Attempt
+from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.attempts.leftover_ranks import LeftoverRanks
+from ttp.launch.rendezvous.fresh_store import JobStore
+from ttp.launch.watch.processes import exit_status, is_stopped, read_stat, sweep_sessions
+from ttp.launch.watch.shell_ranks import ShellRanks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -55,8 +55,8 @@ class Shells:
         self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
         for rank, pid in enumerate(self.ranks):
             self.store.set(process_key(0, rank), process_text(pid))
-        self.round = Round(
-            Launching(
+        self.round = Attempt(
+            LaunchContext(
                 total_timeout_s=60.0,
                 poll_s=0.002,
                 open_link=lambda address, job_id, pids, running: self.controller,
@@ -276,12 +276,12 @@ def test_a_shell_whose_silent_rank_leaves_while_it_is_asked_for_its_stacks_is_le
     """Asking takes up to two seconds, and the rank may have come to itself meanwhile."""
     asked = threading.Event()
 
-    def leave_now(stragglers: Stragglers, ranks: Iterable[int]) -> None:
+    def leave_now(stragglers: LeftoverRanks, ranks: Iterable[int]) -> None:
         tidy.leave(0, 75)
         until(lambda: not here(tidy.ranks[:1]), "the rank to leave")
         asked.set()
 
-    monkeypatch.setattr(Stragglers, "ask_for_stacks", leave_now)
+    monkeypatch.setattr(LeftoverRanks, "ask_for_stacks", leave_now)
     hold_with_one_left(tidy, tmp_path)
     assert asked.wait(DEADLINE_S)
     tidy.thread.join(1.0)
@@ -317,10 +317,10 @@ def test_a_process_that_cannot_be_proven_to_be_the_rank_is_left_alone() -> None:
             own = process_text(other.pid)
             later = f"{other.pid} {int(own.split()[1]) - 1}"
             session = os.getsid(0)
-            assert BehindShells().add({0: worker.pid}, {0: own}) == {}
-            assert BehindShells().add({0: session}, {0: later}) == {}
-            assert BehindShells().add({0: session}, {0: ""}) == {}
-            behind = BehindShells()
+            assert ShellRanks().add({0: worker.pid}, {0: own}) == {}
+            assert ShellRanks().add({0: session}, {0: later}) == {}
+            assert ShellRanks().add({0: session}, {0: ""}) == {}
+            behind = ShellRanks()
             assert behind.add({0: session}, {0: own}) == {0: other.pid}
             assert behind.signal([0, 1], signal.SIGTERM) == [0]
             assert other.wait(DEADLINE_S) == -signal.SIGTERM

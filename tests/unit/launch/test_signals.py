@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tests.unit.launch.test_agent import make_agent
 from tests.waiting import until
 from ttp.launch.agent import HoldAgent
-from ttp.launch.signals import SAME_S, TAKEN_S, Notices, without_ignored
+from ttp.launch.attempts.signals import SAME_S, TAKEN_S, ShutdownSignals, without_ignored
 
 DEADLINE_S = 30.0
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -53,8 +53,8 @@ def clock(torchs_handlers: None) -> Clock:
 
 
 @pytest.fixture
-def notices(clock: Clock) -> Notices:
-    made = Notices(clock)
+def notices(clock: Clock) -> ShutdownSignals:
+    made = ShutdownSignals(clock)
     made.install()
     return made
 
@@ -64,7 +64,7 @@ def send(*names: str) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
 
-def given(notices: Notices, name: str) -> None:
+def given(notices: ShutdownSignals, name: str) -> None:
     with pytest.raises(SignalException) as raised:
         send(name)
     assert raised.value.sigval.name == notices.name == name
@@ -76,7 +76,7 @@ def await_words(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("first", NAMES)
 def test_signals_that_schedulers_send_are_one_notice_and_said_once(
-    notices: Notices, clock: Clock, caplog: pytest.LogCaptureFixture, first: str
+    notices: ShutdownSignals, clock: Clock, caplog: pytest.LogCaptureFixture, first: str
 ) -> None:
     """SIGTERM twice, SIGTERM and SIGHUP, SIGINT and later SIGTERM: the workers leave in peace."""
     caplog.set_level(logging.INFO, "ttp.launch")
@@ -93,7 +93,7 @@ def test_signals_that_schedulers_send_are_one_notice_and_said_once(
 
 @pytest.mark.parametrize("first", NAMES)
 @pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
-def test_who_insists_at_a_terminal_is_obeyed(notices: Notices, clock: Clock, first: str, second: str) -> None:
+def test_who_insists_at_a_terminal_is_obeyed(notices: ShutdownSignals, clock: Clock, first: str, second: str) -> None:
     """After whatever notice: a person is there who wants no more."""
     given(notices, first)
     clock.now_s += 2 * SAME_S
@@ -103,7 +103,7 @@ def test_who_insists_at_a_terminal_is_obeyed(notices: Notices, clock: Clock, fir
 
 
 @pytest.mark.parametrize("second", NAMES)
-def test_two_signals_at_once_are_one_whichever_they_are(notices: Notices, clock: Clock, second: str) -> None:
+def test_two_signals_at_once_are_one_whichever_they_are(notices: ShutdownSignals, clock: Clock, second: str) -> None:
     """Two equal ones may be one to the kernel as well; before and after the launcher has begun to end."""
     given(notices, "SIGINT")
     send(second)
@@ -112,7 +112,7 @@ def test_two_signals_at_once_are_one_whichever_they_are(notices: Notices, clock:
         send(second)
 
 
-def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: Notices, clock: Clock) -> None:
+def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: ShutdownSignals, clock: Clock) -> None:
     """Nobody has begun to end the job: the next signal raises, whichever it is."""
     given(notices, "SIGTERM")
     clock.now_s += TAKEN_S / 2
@@ -122,7 +122,7 @@ def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: Notices, 
         send("SIGTERM")
 
 
-def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: Notices) -> None:
+def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: ShutdownSignals) -> None:
     """They leave in peace, and the launcher ends instead of starting anew."""
     done = []
     with pytest.raises(SignalException) as raised, notices.leaving():
@@ -133,7 +133,7 @@ def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwa
         send("SIGTERM")
 
 
-def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: Notices, clock: Clock) -> None:
+def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: ShutdownSignals, clock: Clock) -> None:
     """The scheduler's second SIGTERM comes while the launcher is on its way out; only who insists interrupts that."""
     with pytest.raises(SignalException), notices.leaving():
         send("SIGTERM")
@@ -146,7 +146,7 @@ def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: Not
 
 
 def test_a_first_notice_as_leaving_begins_waits_until_the_workers_have_left(
-    notices: Notices, monkeypatch: pytest.MonkeyPatch
+    notices: ShutdownSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handlers for all signals are looked through first: that is long enough for one to come."""
     monkeypatch.setattr(notices, "install", lambda: send("SIGTERM"))
@@ -158,7 +158,7 @@ def test_a_first_notice_as_leaving_begins_waits_until_the_workers_have_left(
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
 def test_a_notice_alone_insists_on_nothing_and_neither_do_two_at_once(
-    notices: Notices, clock: Clock, second: str
+    notices: ShutdownSignals, clock: Clock, second: str
 ) -> None:
     """Ctrl-C once, or twice as one, ends no worker that saves; a later one does."""
     with pytest.raises(SignalException) as raised, notices.leaving():
@@ -226,9 +226,9 @@ def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAg
     return end
 
 
-def agent_of(clock: Clock, notices: Notices | None = None) -> HoldAgent:
+def agent_of(clock: Clock, notices: ShutdownSignals | None = None) -> HoldAgent:
     agent = make_agent()
-    agent._notices = notices or Notices(clock)
+    agent._notices = notices or ShutdownSignals(clock)
     agent._notices.install()
     return agent
 
@@ -289,7 +289,7 @@ def test_a_first_notice_before_the_workers_are_told_to_leave_kills_none(
 ) -> None:
     """It raises before the launcher has said that it is leaving: the workers have their time still, and then it comes out."""
 
-    class Early(Notices):
+    class Early(ShutdownSignals):
         @contextmanager
         def leaving(self) -> Iterator[None]:
             if not self.name:
@@ -346,7 +346,7 @@ class HalfTaken:
         self.__enter__ = partial(signal.raise_signal, signal.SIGTERM)
 
 
-def test_a_signal_does_not_come_out_half_way_into_a_lock(notices: Notices) -> None:
+def test_a_signal_does_not_come_out_half_way_into_a_lock(notices: ShutdownSignals) -> None:
     """The lock would be taken for good: the launcher's threads would wait for it, and the launcher for them."""
     condition, done = threading.Condition(HalfTaken()), []  # type: ignore[arg-type]
     with pytest.raises(SignalException, match="SIGTERM"):

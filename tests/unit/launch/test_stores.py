@@ -31,10 +31,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.errors import ConfigError
-from ttp.launch import handlers, moving, partings
-from ttp.launch import stores as stores_module
-from ttp.launch.moving import MovingRendezvous
-from ttp.launch.stores import ANSWER_S, Endpoint, Stores, parse_endpoints, why_not_reached
+from ttp.launch.rendezvous import choose, departures
+from ttp.launch.rendezvous import multi_endpoint as stores_module
+from ttp.launch.rendezvous import store_failover as moving
+from ttp.launch.rendezvous.multi_endpoint import ANSWER_S, Endpoint, Stores, parse_endpoints, why_not_reached
+from ttp.launch.rendezvous.store_failover import MovingRendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +115,7 @@ def test_is_host_is_read_as_torchrun_reads_it(given: str | None, hosting: bool |
     configs = {} if given is None else {"is_host": given}
     place = free_place()
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
-    made = handlers.make_moving(config)
+    made = choose.make_moving(config)
     assert made._stores._hosting is hosting
     made.shutdown()
 
@@ -125,7 +126,7 @@ def test_a_bad_word_for_is_host_is_refused() -> None:
         1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint="a:1", rdzv_configs={"is_host": "maybe"}
     )
     with pytest.raises(ValueError, match="'is_host' does not represent a valid boolean value"):
-        handlers.make_moving(config)
+        choose.make_moving(config)
 
 
 def test_the_first_place_is_opened_and_all_meet_there() -> None:
@@ -332,7 +333,7 @@ def test_why_another_node_has_ended_the_job_is_heard() -> None:
     bench.made[0].joined.set()
     until(lambda: bool(came))
     assert bench.moving.failed_elsewhere() == ""
-    partings.tell_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
+    departures.tell_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
     assert bench.moving.failed_elsewhere() == "b: exit code 3"
     waiting = bench.moving._waiting
     assert waiting is not None
@@ -348,7 +349,7 @@ def test_a_node_that_comes_when_the_job_is_over_is_told_why(said: str) -> None:
     place = free_place()
     server = serve(place)
     if said:
-        partings.tell_over(TCPStore(place.host, place.port, is_master=False), "job", said)
+        departures.tell_over(TCPStore(place.host, place.port, is_master=False), "job", said)
 
     class Closed(Handler):
         def next_rendezvous(self) -> RendezvousInfo:

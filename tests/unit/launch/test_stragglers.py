@@ -12,18 +12,18 @@ import pytest
 
 from tests.unit.launch.start import DEADLINE_S, Start
 from tests.waiting import until
-from ttp.launch import round as rounds
-from ttp.launch import stragglers
-from ttp.launch.neighbours import Neighbours
-from ttp.launch.rendezvous import JobStore
-from ttp.launch.stragglers import Stragglers
+from ttp.launch.attempts import attempt as rounds
+from ttp.launch.attempts import leftover_ranks
+from ttp.launch.attempts.leftover_ranks import LeftoverRanks
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous.fresh_store import JobStore
 
 
 @pytest.fixture
 def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return a start whose ranks have very long to leave by themselves."""
     monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
-    monkeypatch.setattr(stragglers, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(leftover_ranks, "PATIENCE_S", 0.1)
     return led
 
 
@@ -109,12 +109,12 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     """What was seen two seconds ago is no reason any more."""
     asked = threading.Event()
 
-    def go_on(asked_by: Stragglers, ranks: Iterable[int]) -> None:
+    def go_on(asked_by: LeftoverRanks, ranks: Iterable[int]) -> None:
         os.kill(patient.workers[0].pid, signal.SIGCONT)
         os.waitid(os.P_PID, patient.workers[0].pid, os.WCONTINUED | os.WNOWAIT)
         asked.set()
 
-    monkeypatch.setattr(Stragglers, "ask_for_stacks", go_on)
+    monkeypatch.setattr(LeftoverRanks, "ask_for_stacks", go_on)
     await_stop(patient.workers[0].pid)
     let_one_leave(patient)
     assert asked.wait(DEADLINE_S)
@@ -166,7 +166,7 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
     patient: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sent the ranks away, so that all is decided; whom it had given up is not known any more."""
-    monkeypatch.setattr(stragglers, "ANSWERS_S", 0.3)
+    monkeypatch.setattr(leftover_ranks, "ANSWERS_S", 0.3)
     patient.line.decided = False
     patient.line.sent_away_monotonic_s = time.monotonic()
     for worker in patient.workers:
@@ -177,7 +177,7 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
 
 def test_who_is_stopped_later_may_go_on(patient: Start) -> None:
     """Somebody looks at a script that has work of its own: that is no reason to end it."""
-    patient.line.sent_away_monotonic_s = time.monotonic() - stragglers.ANSWERS_S - 1.0
+    patient.line.sent_away_monotonic_s = time.monotonic() - leftover_ranks.ANSWERS_S - 1.0
     patient.round.end_given_up()
     for worker in patient.workers:
         await_stop(worker.pid)
@@ -188,7 +188,7 @@ def test_who_is_stopped_later_may_go_on(patient: Start) -> None:
 def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_only(short_times: None) -> None:
     """This launcher had no line to the controller when that sent the ranks away. Others here may still have work of their own."""
     start = Start(0.5, controller=True, nodes=2)
-    other = Neighbours(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
     try:
         other.start()
         await_stop(start.workers[0].pid)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ttp.last_step import LastStep
+from ttp.exchange.last_step import LastStep
 from ttp.launch.report.summary import Summary, lost_text, summary_lines
 
 CALM = Summary(

@@ -9,7 +9,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from tests.waiting import until
-from ttp.launch.tickets import Collected, answer, count_start, hand_in
+from ttp.launch.rendezvous.static_join import Collected, answer, count_start, hand_in
 
 
 def nothing() -> str:

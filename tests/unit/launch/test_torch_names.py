@@ -57,7 +57,7 @@ def test_the_list_is_all_that_ttprun_uses() -> None:
     """Every private name of torch's agent in ttprun's code, and no other, is listed."""
     used = {
         node.attr
-        for path in LAUNCH.glob("*.py")
+        for path in LAUNCH.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
@@ -73,7 +73,7 @@ def test_the_list_has_every_variable_of_torchs_rendezvous_that_ttprun_sets() -> 
     """torch's own, not those of its launcher (`TORCHELASTIC_...`), which its documentation names."""
     used = {
         node.value
-        for path in LAUNCH.glob("*.py")
+        for path in LAUNCH.rglob("*.py")
         if path.name != "torch_names.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"TORCH_\w+", node.value)
@@ -83,7 +83,7 @@ def test_the_list_has_every_variable_of_torchs_rendezvous_that_ttprun_sets() -> 
 
 def test_nothing_private_is_imported_from_torch() -> None:
     """No module and no name with a leading underscore."""
-    for path in LAUNCH.glob("*.py"):
+    for path in LAUNCH.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -109,7 +109,7 @@ def test_the_list_of_argparses_private_names_is_all_that_ttprun_uses() -> None:
     }
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.name
-        for path in LAUNCH.glob("*.py")
+        for path in LAUNCH.rglob("*.py")
         if "argparse" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute | ast.FunctionDef)

@@ -11,12 +11,12 @@ import torch
 
 from ttp import mindio
 from ttp.errors import CheckpointError, ConfigError
-from ttp.mindio import handlers
 from ttp.mindio.job import current_job, forget_job
-from ttp.mindio.local_save import LocalSave
 from ttp.mindio.modellink import TTPReplicaOptimizer
-from ttp.mindio.publisher import HandlerPublisher
-from ttp.mindio.step_args import StepArgs
+from ttp.mindio.saving import save_handlers
+from ttp.mindio.saving.local_save import LocalSave
+from ttp.mindio.saving.publisher import HandlerPublisher
+from ttp.mindio.saving.step_args import StepArgs
 from ttp.proto.messages import Cause, CauseKind, FileEntry, PublishOrder, ShareResult
 
 
@@ -41,9 +41,9 @@ def test_handlers_may_be_methods_and_have_defaults() -> None:
     """They are called by position, so names do not count; what the save handler returns does not either."""
     mindio.ttp_register_save_ckpt_handler(Trainer().save)
     mindio.ttp_register_rename_handler(Trainer().rename)
-    handlers.save_handler(Trainer().save)(0, 3, [0], None)
-    handlers.rename_handler(Trainer().rename)(3, None)
-    handlers.save_handler(print)(0, 3, [0], None)
+    save_handlers.save_handler(Trainer().save)(0, 3, [0], None)
+    save_handlers.rename_handler(Trainer().rename)(3, None)
+    save_handlers.save_handler(print)(0, 3, [0], None)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,14 @@ def test_a_handler_that_could_not_be_called_is_refused_at_the_start(
 @pytest.mark.parametrize("status", [1, 2, True, False, "done"])
 def test_only_0_and_nothing_mean_that_the_checkpoint_is_visible(status: object) -> None:
     """A bool is neither: 0 is success, and False looks like failure."""
-    for rename in (handlers.rename_handler(lambda args: status), handlers.newer_rename_handler(lambda *_: status)):
+    for rename in (
+        save_handlers.rename_handler(lambda args: status),
+        save_handlers.newer_rename_handler(lambda *_: status),
+    ):
         with pytest.raises(CheckpointError, match=f"step 3: the rename handler returned {status!r}: wanted 0"):
             rename(3, None)
-    handlers.rename_handler(lambda args: None)(3, None)
-    handlers.newer_rename_handler(lambda *_: 0)(3, None)
+    save_handlers.rename_handler(lambda args: None)(3, None)
+    save_handlers.newer_rename_handler(lambda *_: 0)(3, None)
 
 
 @pytest.mark.parametrize("error", [OSError("no room"), SystemExit(3)])
@@ -83,9 +86,9 @@ def test_whatever_a_handler_raises_says_whose_it_is(error: BaseException) -> Non
         raise error
 
     with pytest.raises(CheckpointError, match=f"step 3: the save handler raised {type(error).__name__}: {error}"):
-        handlers.save_handler(fail)(0, 3, [0], None)
+        save_handlers.save_handler(fail)(0, 3, [0], None)
     with pytest.raises(CheckpointError, match="step 3: the rename handler raised"):
-        handlers.newer_rename_handler(fail)(3, None)
+        save_handlers.newer_rename_handler(fail)(3, None)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ def test_an_order_to_publish_that_is_no_attempts_is_refused_before_any_handler_i
 ) -> None:
     job = current_job()
     called: list[object] = []
-    job.save_handler = handlers.save_handler(lambda *given: called.append(given))
-    job.rename_handler = handlers.rename_handler(lambda *given: called.append(given))
+    job.save_handler = save_handlers.save_handler(lambda *given: called.append(given))
+    job.rename_handler = save_handlers.rename_handler(lambda *given: called.append(given))
     for name in ("iter_0000003", "iter_0000002", "iter_0000002_tmp_1_1_1", "iter_0000003_tmp_1_1_1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text("a")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import Overtaken
-from ttp.optim.spanning import Spanning
+from ttp.optim.step_agreement.spanning import Spanning
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
 

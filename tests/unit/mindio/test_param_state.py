@@ -11,9 +11,9 @@ import torch
 
 from tests.unit.mindio.test_native import assert_alike, build, protected, steps, through_a_file
 from ttp.errors import CheckpointError, CheckpointMismatch
-from ttp.mindio import param_state
 from ttp.mindio.job import current_job, forget_job
-from ttp.mindio.state import WholeState
+from ttp.mindio.state_files import param_state
+from ttp.mindio.state_files.whole_state import WholeState
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 

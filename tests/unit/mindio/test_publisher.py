@@ -16,9 +16,9 @@ from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.publish import claim_staging
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.mindio import local_save, publisher
-from ttp.mindio.local_save import LocalSave
-from ttp.mindio.publisher import HandlerPublisher
+from ttp.mindio.saving import local_save, publisher
+from ttp.mindio.saving.local_save import LocalSave
+from ttp.mindio.saving.publisher import HandlerPublisher
 from ttp.proto.messages import Cause, CauseKind, PublishOrder, ShareResult
 
 STEP = 3

@@ -15,10 +15,10 @@ import torch
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError
-from ttp.mindio import local_save, save_calls
-from ttp.mindio.local_save import LocalSave, Saving
-from ttp.mindio.publisher import HandlerPublisher
-from ttp.mindio.save_calls import Call, Watcher, savings
+from ttp.mindio.saving import local_save, save_calls
+from ttp.mindio.saving.local_save import LocalSave, Saving
+from ttp.mindio.saving.publisher import HandlerPublisher
+from ttp.mindio.saving.save_calls import Call, Watcher, savings
 from ttp.proto.messages import Cause, CauseKind, PublishOrder
 
 STEP = 3

@@ -17,8 +17,8 @@ from ttp import mindio
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, Overtaken
 from ttp.mindio.job import current_job, forget_job
 from ttp.mindio.modellink import TTPReplicaOptimizer
-from ttp.mindio.state import WholeState
-from ttp.mindio.step_args import StepArgsBox
+from ttp.mindio.saving.step_args import StepArgsBox
+from ttp.mindio.state_files.whole_state import WholeState
 
 CPU = torch.device("cpu")
 

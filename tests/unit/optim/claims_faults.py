@@ -22,13 +22,13 @@ from tests.unit.optim.material import (
     train,
 )
 from ttp.errors import CheckpointError, ProtocolError
+from ttp.interfaces.update_tracker import NullTracker
 from ttp.optim.replica_optimizer import (
     ClipNorm,
     LossScale,
     TTPReplicaOptimizer,
 )
 from ttp.proto.messages import CommitRecord
-from ttp.tracking import NullTracker
 
 
 class Interrupted(Exception):

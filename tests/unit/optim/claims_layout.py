@@ -27,7 +27,7 @@ from tests.unit.optim.material import (
     train,
 )
 from ttp.errors import LayoutError
-from ttp.optim import wires
+from ttp.optim import collectives
 from ttp.optim.replica_optimizer import (
     ClipNorm,
     LossScale,
@@ -76,7 +76,7 @@ def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
     """Count the bytes that this rank sends, per kind of transfer: point to point what there is, of collectives the least (payload)."""
     sent = {"scatter": 0, "sum": 0, "copy": 0, "gather": 0, "other": 0}
     patched: Any = dist
-    kept: tuple[Any, ...] = (wires.all_gather, dist.all_reduce, dist.batch_isend_irecv, dist.all_to_all_single)
+    kept: tuple[Any, ...] = (collectives.all_gather, dist.all_reduce, dist.batch_isend_irecv, dist.all_to_all_single)
     ring = {id(getattr(part.wires, "_ring", None)) for part in optimizer._parts}
     point = [""]
     optimizer.on_point = lambda name, step: point.__setitem__(0, name)
@@ -99,13 +99,13 @@ def counted_wire(optimizer: TTPReplicaOptimizer) -> Iterator[dict[str, int]]:
         sent["scatter"] += given.nbytes * (group.size() - 1) // group.size()
         return kept[3](output, given, group=group, async_op=async_op)
 
-    wires.all_gather = gather  # type: ignore[assignment]
+    collectives.all_gather = gather  # type: ignore[assignment]
     patched.all_reduce, patched.batch_isend_irecv = reduce, pairs
     patched.all_to_all_single = everyone_to_everyone
     try:
         yield sent
     finally:
-        wires.all_gather, patched.all_reduce, patched.batch_isend_irecv, patched.all_to_all_single = kept
+        collectives.all_gather, patched.all_reduce, patched.batch_isend_irecv, patched.all_to_all_single = kept
 
 
 def the_wire_carries_what_theory_says() -> None:

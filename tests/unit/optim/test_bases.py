@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from ttp.optim.base_state import base_defaults, create_state, described
 from ttp.optim.replica_optimizer import ClipNorm, ClipValue, LossScale, TTPOddReplicaOptimizer, TTPReplicaOptimizer
-from ttp.optim.verdict import ScaleState, clip_factor
+from ttp.optim.step_agreement.step_result import ScaleState, clip_factor
 
 CPU = torch.device("cpu")
 

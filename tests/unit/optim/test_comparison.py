@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ttp.optim.comparison import Divergence, differing_shards, divergences, text
-from ttp.optim.layout import Layout, ParamSpec
+from ttp.optim.shard_layout.layout import Layout, ParamSpec
 from ttp.optim.sums import mixed, sums_of
 
 LAYOUT = Layout.build([ParamSpec("w", (1000,)), ParamSpec("b", (10,))], 4)

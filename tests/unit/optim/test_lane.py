@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from ttp.interfaces.update_tracker import NullTracker
 from ttp.optim import replica_optimizer
-from ttp.optim.lane import Lane
+from ttp.optim.device_stream import Lane
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord
-from ttp.tracking import NullTracker
 
 CUDA = torch.device("cuda:0")
 

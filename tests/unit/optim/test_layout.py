@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttp.errors import LayoutError
-from ttp.optim.layout import ALIGN, Layout, ParamSpec
-from ttp.optim.placement import cycle, grid, shared_hosts
+from ttp.optim.shard_layout.layout import ALIGN, Layout, ParamSpec
+from ttp.optim.shard_layout.placement import cycle, grid, shared_hosts
 
 DTYPES = ("float32", "bfloat16")
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import ttp
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import AbortedCollective, ProtocolError
-from ttp.optim import communicators, spanning
-from ttp.optim.participation import NUMBERS, Contribution, Ending, attempt_number, ending_of
-from ttp.optim.spanning import Spanning
-from ttp.processor.faults import cause_of
+from ttp.interfaces.update_tracker import NullTracker
+from ttp.optim.step_agreement import communicators, spanning
+from ttp.optim.step_agreement.participation import NUMBERS, Contribution, Ending, attempt_number, ending_of
+from ttp.optim.step_agreement.spanning import Spanning
+from ttp.processor.core.causes import cause_of
 from ttp.proto.messages import CauseKind, CommitRecord
-from ttp.tracking import NullTracker
 
 CPU = torch.device("cpu")
 SQUARES = torch.tensor(2.0, dtype=torch.float64)

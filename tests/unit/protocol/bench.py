@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from ttp.controller import events as controller_events
-from ttp.controller import machine as controller_machine
-from ttp.controller.events import ControllerSettings, Journal, StreamClosed
-from ttp.controller.state import Stage
-from ttp.processor import events as processor_events
-from ttp.processor import machine as processor_machine
-from ttp.processor.events import ProcessorSettings
+from ttp.controller.core import machine as controller_machine
+from ttp.controller.core.facts import events as controller_events
+from ttp.controller.core.facts.events import ControllerSettings, Journal, StreamClosed
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core import events as processor_events
+from ttp.processor.core import machine as processor_machine
+from ttp.processor.core.events import ProcessorSettings
 from ttp.proto.messages import (
     Cause,
     CauseKind,

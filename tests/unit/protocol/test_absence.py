@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Beats, Finish, Tick
-from ttp.controller.machine import next_deadline
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Beats, Finish, Tick
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import next_deadline
 from ttp.proto.messages import AgentHello, CauseKind, Heartbeat, Phase, Thaw, WriteOrder
 
 COMPUTE, UPDATING, READY = Phase.COMPUTE, Phase.UPDATING, Phase.READY

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.protocol.bench import ProcessorBench, only, registration
 from tests.unit.protocol.test_processor import CAUSE, ERROR, WELCOME
 from ttp.errors import ProtocolError
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     Connect,
     Connected,
     Disconnected,
@@ -19,8 +19,8 @@ from ttp.processor.events import (
     Tick,
     TrainReturned,
 )
-from ttp.processor.machine import initial
-from ttp.processor.state import Link, Standing
+from ttp.processor.core.machine import initial
+from ttp.processor.core.state import LinkState, RankMode
 from ttp.proto.messages import (
     Beat,
     Cause,
@@ -96,7 +96,7 @@ def test_a_rank_that_no_controller_ever_welcomed_is_released() -> None:
         effects += only(rank.tick(after=0.1), Release)
         if only(rank.effects, Connect):
             rank.take(Disconnected("refused", refused=True))
-    assert len(effects) == 1 and rank.state.standing is Standing.LEAVING and rank.deadline() is None
+    assert len(effects) == 1 and rank.state.standing is RankMode.LEAVING and rank.deadline() is None
 
 
 @pytest.mark.parametrize("loss", ["is new", "was told"])
@@ -109,7 +109,7 @@ def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss:
         assert any(UNPROTECTED in line for line in alone_for(rank, 60.0))
     rank.take(TrainReturned())
     rank.wait(0.1 if loss == "was told" else 15.1)
-    assert only(rank.effects, Release) and rank.state.standing is Standing.LEAVING
+    assert only(rank.effects, Release) and rank.state.standing is RankMode.LEAVING
     assert rank.tick(after=1.0) == ()
 
 
@@ -135,11 +135,11 @@ def test_a_rank_that_stood_still_itself_goes_on_to_hear_its_controller() -> None
     rank.hear(WELCOME)
     rank.tick(after=1.0)
     rank.tick(after=100.0)
-    assert rank.state.link is Link.UP
+    assert rank.state.link is LinkState.UP
     rank.wait(0.9)
-    assert rank.state.link is Link.UP, "a heartbeat before it stood still, one of its absence, and one now"
+    assert rank.state.link is LinkState.UP, "a heartbeat before it stood still, one of its absence, and one now"
     rank.wait(0.2)
-    assert rank.state.link is not Link.UP
+    assert rank.state.link is not LinkState.UP
 
 
 def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> None:
@@ -148,9 +148,9 @@ def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> N
     rank.hear(WELCOME)
     for _ in range(2):
         rank.tick(after=1.9)
-        assert rank.state.link is Link.UP
+        assert rank.state.link is LinkState.UP
     rank.tick(after=1.9)
-    assert rank.state.link is not Link.UP
+    assert rank.state.link is not LinkState.UP
 
 
 def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
@@ -253,7 +253,7 @@ def test_a_controller_that_fell_silent_is_said_to_have() -> None:
     rank.tick(after=1.1)
     assert "nothing was heard from the controller for 3 s" in logged(rank)
     assert not only(rank.effects, Connect), "it is the only one: there is a pause before it is tried again"
-    assert rank.state.link is Link.DOWN and rank.state.lost_since == rank.now
+    assert rank.state.link is LinkState.DOWN and rank.state.lost_since == rank.now
 
 
 def test_heartbeats_stop_with_the_stream_and_begin_again_with_the_welcome() -> None:
@@ -281,7 +281,7 @@ def test_a_new_stream_begins_a_new_lease() -> None:
         if only(rank.tick(after=1.0), Connect):
             rank.take(Disconnected("timed out"))
     back(rank)
-    assert not only(rank.tick(after=0.5), Connect) and rank.state.link is Link.UP
+    assert not only(rank.tick(after=0.5), Connect) and rank.state.link is LinkState.UP
 
 
 def test_after_every_stream_the_pause_before_the_next_try_counts_anew() -> None:
@@ -308,6 +308,6 @@ def test_a_sign_of_life_prolongs_the_lease() -> None:
     for _ in range(10):
         rank.tick(after=1.0)
         rank.hear(Beat())
-        assert rank.state.link is Link.UP
+        assert rank.state.link is LinkState.UP
     rank.hear(Freeze(1, CAUSE), after=1.0)
     assert rank.state.heard == rank.now

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.protocol.bench import MIB, ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Finish, Send
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Finish, Send
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import (
     AgentHello,
     CauseKind,
@@ -320,7 +320,7 @@ def test_a_write_that_falls_silent_is_done_by_others() -> None:
 
 def test_a_large_share_gets_the_time_that_a_slow_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer answers once, when all is durable: its silence counts from when a slow disk would be done."""
-    monkeypatch.setattr("ttp.controller.writing.SLOW_DISK_BYTES_PER_S", MIB / 60.0)
+    monkeypatch.setattr("ttp.controller.core.dump.writing.SLOW_DISK_BYTES_PER_S", MIB / 60.0)
     job = dying(total_timeout_s=600.0)
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))

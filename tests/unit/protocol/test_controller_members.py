@@ -7,9 +7,9 @@ from math import inf
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
-from ttp.controller import machine
-from ttp.controller.events import ControllerSettings, Finish, Received, Tick
-from ttp.controller.state import Stage
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import ControllerSettings, Finish, Received, Tick
+from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     Cause,

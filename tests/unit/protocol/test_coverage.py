@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, registration
-from ttp.controller.coverage import (
+from ttp.controller.core.facts.coverage import (
     Coverage,
+    CoverageRow,
     Group,
-    Row,
     coverage_of,
     fatal_ranks,
     overview,
@@ -103,7 +103,9 @@ def test_the_journal_has_the_table_of_who_holds_what() -> None:
     assert isinstance(table, tuple) and len(table) == 4
     assert table[0] == {"ranks": "0", "host": "a", "shards": ("shard 0 (1.0 MiB)",), "also_on": ("rank 2",)}
     large = rows(coverage(even(800), [f"n{rank // 8}" for rank in range(800)]))
-    assert large[0] == Row("0-7", "n0", (), ("ranks 400-407",)) and large[-1] == Row("", "and 84 more nodes", (), ())
+    assert large[0] == CoverageRow("0-7", "n0", (), ("ranks 400-407",)) and large[-1] == CoverageRow(
+        "", "and 84 more nodes", (), ()
+    )
 
 
 def test_a_lone_holder_is_named() -> None:

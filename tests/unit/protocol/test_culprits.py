@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CauseKind, Phase
 
 LEASE_S = 3.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.protocol.bench import ControllerBench
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Heartbeat, Phase
 
 COMPUTE = Phase.COMPUTE

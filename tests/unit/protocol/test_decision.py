@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.unit.protocol.bench import MIB, record, report
-from ttp.controller.coverage import Group
-from ttp.controller.decision import Decision, Refusal, decide
-from ttp.controller.planning import hand_over, share_out
+from ttp.controller.core.facts.coverage import Group
+from ttp.controller.core.facts.decision import Decision, Refusal, decide
+from ttp.controller.core.facts.planning import hand_over, share_out
 from ttp.proto.messages import Part, Phase, StateReport
 
 COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE

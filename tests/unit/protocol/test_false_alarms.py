@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.false_alarms import STEPS, TAILS, alarms
-from ttp.controller import progress
-from ttp.controller.events import ControllerSettings
+from ttp.controller.core.facts import pace as progress
+from ttp.controller.core.facts.events import ControllerSettings
 
 
 @pytest.mark.parametrize(("seed", "mean_s"), [(1, 0.02), (2, 0.5)])

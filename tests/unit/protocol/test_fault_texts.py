@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.processor.faults import cause_of, classify
+from ttp.processor.core.causes import cause_of, classify
 from ttp.proto.messages import Cause, CauseKind
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ttp.controller import machine
-from ttp.controller.events import ControllerSettings
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Thaw
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_takeover import LEASE_S, coming, frozen, standby
-from ttp.controller import events as ev
-from ttp.controller.machine import FREEZES_OF_A_TERM
-from ttp.controller.state import Stage
+from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import FREEZES_OF_A_TERM
 from ttp.proto.messages import (
     CauseKind,
     Exit,

@@ -11,10 +11,11 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller import machine, progress
-from ttp.controller.events import ControllerSettings, Send, Tick
-from ttp.controller.progress import ENOUGH, Pace, Place, advance, limit, suspects, unknown
-from ttp.controller.state import Stage
+from ttp.controller.core import machine
+from ttp.controller.core.facts import pace as progress
+from ttp.controller.core.facts.events import ControllerSettings, Send, Tick
+from ttp.controller.core.facts.pace import ENOUGH, Pace, Place, advance, limit, suspects, unknown
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import (
     CauseKind,
     Finished,

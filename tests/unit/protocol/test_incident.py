@@ -10,7 +10,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, report
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_takeover import coming, frozen, standby
-from ttp.proto.incident import Culprit, Incident, Place, Saved, incident_fields, read_incident, trace_end
+from ttp.proto.incident import Culprit, Incident, RankPlace, Saved, incident_fields, read_incident, trace_end
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, Published, WorkerExit
 
 TRACE = (
@@ -51,7 +51,7 @@ def test_a_killed_rank_is_reported_with_its_process_its_last_heartbeat_and_how_f
     assert incident == Incident(
         kind="exited",
         culprits=(dead,),
-        survivors=(Place(phase="COMPUTE", step=7, ranks=(0, 1, 2)),),
+        survivors=(RankPlace(phase="COMPUTE", step=7, ranks=(0, 1, 2)),),
         saved=Saved(step=6, path=path, bytes=30, ranks=(0, 1, 2)),
         goes_on_from=path,
         steps_lost=0,
@@ -85,7 +85,7 @@ def test_a_rank_that_raised_is_reported_where_it_is_and_survivors_are_the_others
     incident = save(job, (0, 1, 2, 3))
     (culprit,) = incident.culprits
     assert incident.kind == "exception" and (culprit.phase, culprit.step, culprit.reported) == ("COMPUTE", 7, True)
-    assert incident.survivors == (Place(phase="COMPUTE", step=7, ranks=(0, 2, 3)),)
+    assert incident.survivors == (RankPlace(phase="COMPUTE", step=7, ranks=(0, 2, 3)),)
 
 
 def test_a_failed_collective_names_nobody_where_another_cause_is_known() -> None:

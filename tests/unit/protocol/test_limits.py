@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, ProcessorBench, record, registration, report, share
-from ttp.controller import publishing, writing
-from ttp.controller.state import MOST_KEPT, Stage
+from ttp.controller.core.dump import publishing, writing
+from ttp.controller.core.facts.state import MOST_KEPT, Stage
 from ttp.errors import ProtocolError
-from ttp.processor.events import Connected, Disconnected
-from ttp.processor.succession import controllers
+from ttp.processor.core.events import Connected, Disconnected
+from ttp.processor.core.failover import controllers
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES, MOST_RECORDS, check_upward
 from ttp.proto.messages import (
     AgentHello,

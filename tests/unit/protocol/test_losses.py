@@ -10,7 +10,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import dying, failed, publishing
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,

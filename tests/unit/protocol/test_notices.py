@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, registration
-from ttp.controller.state import Stage
-from ttp.processor.events import (
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core.events import (
     BoundaryReached,
     CloseGate,
     Connected,

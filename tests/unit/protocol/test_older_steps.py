@@ -6,8 +6,8 @@ from tests.unit.protocol.bench import ControllerBench, record, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_patience import works
-from ttp.controller.leaving import step_of
-from ttp.controller.state import Stage
+from ttp.controller.core.dump.finish import step_of
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CauseKind, Freeze, Phase, Published, RollForward
 
 COMPUTE, DONE = Phase.COMPUTE, Phase.DONE

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
 from tests.unit.protocol.test_processor import CAUSE, WELCOME, publish_order, write_order
 from ttp.errors import ProtocolError
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     ApplyUpdate,
     CloseGate,
     Connected,
@@ -24,7 +24,7 @@ from ttp.processor.events import (
     WriteDone,
     WriteShare,
 )
-from ttp.processor.state import Standing
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
     Beat,
     Freeze,
@@ -217,7 +217,7 @@ def test_a_thaw_ends_what_was_known_of_the_freeze() -> None:
     rank.freeze(1)
     rank.hear(write_order(1))
     rank.hear(Thaw(1))
-    assert rank.state.standing is Standing.TRAINING and rank.state.orders == ()
+    assert rank.state.standing is RankMode.TRAINING and rank.state.orders == ()
     rank.freeze(2, Phase.UPDATING, closed=False)
     (told,) = rank.said(StateReport)
     assert not told.final and not told.closed

@@ -8,9 +8,9 @@ from tests.unit.protocol import test_places
 from tests.unit.protocol.bench import ControllerBench, report
 from tests.unit.protocol.test_controller_dump import dying, failed, publishing
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller import machine
-from ttp.controller.events import Tick
-from ttp.controller.state import Stage
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import Tick
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CauseKind, Phase, Published, PublishOrder, RolledForward, Working
 
 READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, WriteOrder, Written
 
 HOSTS = ("a", "a", "b", "b")

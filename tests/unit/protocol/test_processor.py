@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
 from ttp.errors import ProtocolError
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     ApplyUpdate,
     CloseGate,
     Connect,
@@ -27,7 +27,7 @@ from ttp.processor.events import (
     WriteDone,
     WriteShare,
 )
-from ttp.processor.state import Standing
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
     Beat,
     Cause,
@@ -147,7 +147,7 @@ def test_without_a_fault_a_lost_controller_is_survived() -> None:
         assert not only(effects, ExitProcess)
         if only(effects, Connect):
             rank.take(Disconnected("refused"))
-    assert rank.state.standing is Standing.TRAINING
+    assert rank.state.standing is RankMode.TRAINING
 
 
 def test_connecting_twice_is_a_protocol_error() -> None:
@@ -210,7 +210,7 @@ def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
     assert only(rank.hear(Dismiss()), Release)
-    assert rank.state.standing is Standing.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
+    assert rank.state.standing is RankMode.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
     assert rank.deadline() is None
 
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from tests.unit.protocol.bench import ProcessorBench, only, report
 from tests.unit.protocol.test_processor import CAUSE, WELCOME
-from ttp.processor.events import (
-    CloseGate,
-    GateClosed,
-    OpenGate,
-    RollForwardDone,
-)
-from ttp.processor.state import Standing
+from ttp.processor.core.events import CloseGate, GateClosed, OpenGate, RollForwardDone
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
     Freeze,
     Phase,
@@ -57,7 +52,7 @@ def test_a_thaw_opens_the_gate() -> None:
     rank = ProcessorBench()
     rank.freeze(4)
     assert only(rank.hear(Thaw(4)), OpenGate) == [OpenGate(4)]
-    assert rank.state.standing is Standing.TRAINING
+    assert rank.state.standing is RankMode.TRAINING
 
 
 def test_a_thaw_while_the_gate_is_still_closing_opens_it() -> None:

@@ -13,9 +13,9 @@ from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, rec
 from tests.unit.protocol.test_controller_dump import dying, publishing
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_processor import publish_order, write_order
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
-from ttp.processor.events import ApplyUpdate, ExitProcess, PublishCheckpoint, WriteShare
+from ttp.processor.core.events import ApplyUpdate, ExitProcess, PublishCheckpoint, WriteShare
 from ttp.proto.messages import (
     CommitRecord,
     Exit,

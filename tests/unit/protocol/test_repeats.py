@@ -10,10 +10,10 @@ from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, reg
 from tests.unit.protocol.test_controller_dump import dying, publishing
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_processor import CAUSE, ERROR, WELCOME, write_order
-from ttp.controller.events import Beats, Send
-from ttp.controller.state import Stage
-from ttp.processor.events import LocalFault
-from ttp.processor.state import Standing
+from ttp.controller.core.facts.events import Beats, Send
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core.events import LocalFault
+from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
     Dismiss,
     Exit,
@@ -189,6 +189,6 @@ def test_a_thaw_of_a_rank_that_has_failed_is_answered_with_its_fault() -> None:
     rank.take(LocalFault(ERROR.cause, ""))
     rank.hear(Thaw(1))
     assert [told.cause for told in rank.said(FaultReport)] == [ERROR.cause]
-    assert rank.state.standing is Standing.TRAINING
+    assert rank.state.standing is RankMode.TRAINING
     last_beat(rank)
     assert rank.said(FaultReport)

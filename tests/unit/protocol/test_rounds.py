@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, record, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Tick
-from ttp.controller.machine import next_deadline
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Tick
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import next_deadline
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,

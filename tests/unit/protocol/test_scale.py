@@ -10,10 +10,12 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller import coverage, machine, rounds
-from ttp.controller.events import Beats, Effect, Received, Send
-from ttp.controller.rank_table import RankTable
-from ttp.controller.state import Stage
+from ttp.controller.core import machine
+from ttp.controller.core.dump import freeze
+from ttp.controller.core.facts import coverage
+from ttp.controller.core.facts.events import Beats, Effect, Received, Send
+from ttp.controller.core.facts.per_rank import PerRank
+from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, Registration, ShardGroup
 
@@ -21,7 +23,7 @@ from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1000])
 def test_putting_many_values_is_putting_each(size: int) -> None:
     rng = random.Random(size)
-    table = one_by_one = RankTable.filled(size, 0)
+    table = one_by_one = PerRank.filled(size, 0)
     values = {rank: rng.randrange(100) for rank in rng.sample(range(size), size // 2)}
     for rank, value in values.items():
         one_by_one = one_by_one.put(rank, value)
@@ -58,7 +60,7 @@ def test_the_hosts_are_not_gone_through_once_for_each_shard(say: Callable[[cover
 
 def test_peers_errors_beyond_a_number_are_journaled_but_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """One death makes the collectives of all its peers fail: the cause stays the death, and says so."""
-    monkeypatch.setattr(rounds, "_KEPT_HINTS", 2)
+    monkeypatch.setattr(freeze, "_KEPT_HINTS", 2)
     job = ControllerBench()
     for rank in (0, 1, 2):
         job.say(FaultReport(rank, Cause(CauseKind.PEER_ERROR, (rank,), "connection closed by peer"), ""))
@@ -66,7 +68,7 @@ def test_peers_errors_beyond_a_number_are_journaled_but_not_kept(monkeypatch: py
     assert len(job.told("fault_reported")) == 3
     job.say(killed(3))
     assert job.state.fault is not None
-    cause = rounds.root_cause(job.state.fault.causes)
+    cause = freeze.root_cause(job.state.fault.causes)
     assert cause == Cause(CauseKind.EXITED, (3,), "signal SIGKILL")
 
 
@@ -97,7 +99,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
         case 3:
             state = job.state
             cause = Cause(CauseKind.HUNG, (), "nobody gets on")
-            frozen = rounds.begin_fault(state, (), cause, job.now, [])
+            frozen = freeze.begin_fault(state, (), cause, job.now, [])
             assert frozen.fault is not None
             job.state = replace(frozen, fault=replace(frozen.fault, unproven=cause))
     frozen_under = job.state.freeze_id if job.state.stage is Stage.FREEZING else 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.unit.protocol.bench import ControllerBench, registration
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller.events import Send
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Send
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Part, WriteOrder
 
 THIRDS = tuple(Part("g0", index, 3) for index in range(3))

@@ -9,8 +9,8 @@ from tests.unit.protocol.test_controller_dump import dying, failed, publishing
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_patience import rolling
 from tests.unit.protocol.test_processor import ERROR, WELCOME
-from ttp.controller.state import Stage
-from ttp.processor.events import Connected, Disconnected, LocalFault
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core.events import Connected, Disconnected, LocalFault
 from ttp.proto.messages import (
     Cause,
     CauseKind,

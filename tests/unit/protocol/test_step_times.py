@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.unit.protocol.bench import ProcessorBench, registration
-from ttp.processor import events
-from ttp.processor.pace import StepTimes
+from ttp.processor.core import events
+from ttp.processor.core.step_times import StepTimes
 from ttp.proto.messages import Heartbeat, Phase, Registration, Welcome
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.events import Send, StreamClosed, Tell
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Send, StreamClosed, Tell
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import (
     AgentHello,
     CauseKind,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, registration
-from ttp.processor.events import Connect, Connected, Disconnected, ProcessorSettings
-from ttp.processor.machine import initial
-from ttp.processor.state import Link
+from ttp.processor.core.events import Connect, Connected, Disconnected, ProcessorSettings
+from ttp.processor.core.machine import initial
+from ttp.processor.core.state import LinkState
 from ttp.proto.messages import Beat, Heartbeat, Registration, Welcome
 
 LEASE_S = 3.0
@@ -90,7 +90,7 @@ def test_a_silent_controller_is_left_after_a_lease() -> None:
         bench.tick(after=0.5)
         assert tried(bench) == []
     bench.tick(after=0.6)
-    assert tried(bench) == ["c1"] and bench.state.link is Link.CONNECTING
+    assert tried(bench) == ["c1"] and bench.state.link is LinkState.CONNECTING
 
 
 def test_to_the_moment_a_lease_is_enough_for_a_controller_that_cannot_be_reached() -> None:
@@ -122,14 +122,14 @@ def test_a_rank_that_knows_one_controller_waits_for_its_answer_as_long_as_the_dr
     bench.tick(after=0.5)
     for _ in range(20):
         bench.tick(after=0.5)
-        assert tried(bench) == [] and bench.state.link is Link.CONNECTING
+        assert tried(bench) == [] and bench.state.link is LinkState.CONNECTING
 
 
 def test_a_rank_that_was_stopped_itself_does_not_blame_the_controller() -> None:
     bench = rank()
     bench.hear(Beat(), after=1.0)
     bench.tick(after=60.0)
-    assert tried(bench) == [] and bench.state.link is Link.UP
+    assert tried(bench) == [] and bench.state.link is LinkState.UP
 
 
 @pytest.mark.parametrize(("late_s", "stopped"), [(1.4, False), (1.5, False), (1.6, True)])
@@ -139,7 +139,7 @@ def test_a_driver_that_comes_one_and_a_half_heartbeats_later_was_stopped(late_s:
     bench.tick(after=0.9)
     bench.tick(after=1.0)
     bench.tick(after=late_s)
-    assert (bench.state.link is Link.UP) is stopped
+    assert (bench.state.link is LinkState.UP) is stopped
 
 
 def test_a_standby_that_does_not_answer_is_left_after_a_lease_too() -> None:

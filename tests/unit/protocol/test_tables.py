@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typing
 
-from ttp.controller import events as controller_events
-from ttp.controller import transitions as controller
-from ttp.controller.rank_table import RankTable
-from ttp.controller.state import Stage
-from ttp.processor import events as processor_events
-from ttp.processor import transitions as processor
-from ttp.processor.state import Standing
+from ttp.controller.core import transitions as controller
+from ttp.controller.core.facts import events as controller_events
+from ttp.controller.core.facts.per_rank import PerRank
+from ttp.controller.core.facts.state import Stage
+from ttp.processor.core import events as processor_events
+from ttp.processor.core import transitions as processor
+from ttp.processor.core.state import RankMode
 from ttp.proto import messages as m
 
 
@@ -38,7 +38,7 @@ def test_what_the_controllers_table_leaves_out() -> None:
 
 def test_what_the_processors_table_leaves_out() -> None:
     """A rank that was rolled forward never trains again."""
-    absent = {(s.value, k.__name__) for s in Standing for k in processor_kinds() if (s, k) not in processor.TRANSITIONS}
+    absent = {(s.value, k.__name__) for s in RankMode for k in processor_kinds() if (s, k) not in processor.TRANSITIONS}
     assert absent == {("training", "RollForwardDone")}
 
 
@@ -49,12 +49,12 @@ def test_no_pair_is_named_twice() -> None:
 
 def test_a_rank_table_is_a_value() -> None:
     for size in (0, 1, 7, 8, 9, 63, 64, 65, 1000):
-        table = RankTable.filled(size, 0)
+        table = PerRank.filled(size, 0)
         for rank in range(size):
             table = table.put(rank, rank * rank)
         assert list(table) == [rank * rank for rank in range(size)] == [table[rank] for rank in range(size)]
         assert table.ranks(lambda value: value % 2 == 1) == tuple(range(1, size, 2)) and len(table) == size
-        again = RankTable.filled(size, 0)
+        again = PerRank.filled(size, 0)
         for rank in reversed(range(size)):
             again = again.put(rank, rank * rank)
         assert again == table and hash(again) == hash(table)

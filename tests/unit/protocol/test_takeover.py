@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller import events as ev
-from ttp.controller.machine import FREEZES_OF_A_TERM, next_deadline
-from ttp.controller.state import Stage
+from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import FREEZES_OF_A_TERM, next_deadline
 from ttp.proto.messages import (
     AgentHello,
     CauseKind,

@@ -8,7 +8,7 @@ from tests.unit.protocol import test_places
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import publishing
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CauseKind, Freeze, Phase, Published, PublishOrder, StepFailed
 
 COMPUTE = Phase.COMPUTE

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.protocol.bench import ProcessorBench, only, registration
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     BoundaryReached,
     Connect,
     Connected,

@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller.events import ControllerSettings, StreamClosed, Tick
-from ttp.controller.machine import next_deadline
-from ttp.controller.membership import vouched_lease
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import ControllerSettings, StreamClosed, Tick
+from ttp.controller.core.facts.membership import vouched_lease
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import next_deadline
 from ttp.proto.messages import AgentHello, Heartbeat, Phase, Vouch
 
 COMPUTE = Phase.COMPUTE

@@ -10,9 +10,9 @@ from tests.unit.protocol.bench import MIB, ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import dying, failed
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_takeover import LEASE_S, coming, standby
-from ttp.controller.events import Tick
-from ttp.controller.machine import next_deadline
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.events import Tick
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import next_deadline
 from ttp.proto.messages import CauseKind, Finished, Phase, Working
 
 READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE
@@ -23,7 +23,7 @@ SLOW_S = 60.0
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttp.controller.writing.SLOW_DISK_BYTES_PER_S", MIB / SLOW_S)
+    monkeypatch.setattr("ttp.controller.core.dump.writing.SLOW_DISK_BYTES_PER_S", MIB / SLOW_S)
 
 
 def large_and_small() -> ControllerBench:

@@ -14,8 +14,8 @@ import pytest
 from ttp.controller.agent_link import request_shutdown
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
+from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor
-from ttp.processor.events import ProcessorSettings
 from ttp.processor.gate import Gate
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import (

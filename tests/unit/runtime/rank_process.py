@@ -8,8 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor
-from ttp.processor.events import ProcessorSettings
 from ttp.proto.messages import CommitRecord
 
 sys.path.insert(0, str(Path(__file__).parents[3]))

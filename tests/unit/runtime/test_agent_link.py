@@ -15,9 +15,9 @@ import pytest
 
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink, request_status
+from ttp.controller.core.facts.state import Stage
 from ttp.controller.journal import read_story
 from ttp.controller.process import ControllerProcess
-from ttp.controller.state import Stage
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Exit
 from ttp.proto.transport import open_channel

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from tests.unit.runtime.test_server import RawStream, registration
-from ttp.controller.events import ControllerSettings
-from ttp.controller.server import Mailroom, StreamLink
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.server import Outbox, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
@@ -124,7 +124,7 @@ def test_a_rank_s_large_table_goes_up_in_chunks(new_controller: StartController)
 def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
     """Each of them is put into the outbox of its stream."""
     sent: list[pb.DownwardEnvelope | None] = []
-    mailroom = mock.Mock(spec=Mailroom)
+    mailroom = mock.Mock(spec=Outbox)
     mailroom.put.side_effect = lambda link, envelope: sent.append(envelope)
     files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
     StreamLink(ControllerSettings(job_id="job", term=3, world_size=2), mailroom).send(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttp.controller import handler as handlers
-from ttp.controller.events import (
+from ttp.controller.core.facts.events import (
     Beats,
     ControllerSettings,
     Effect,
@@ -21,8 +21,16 @@ from ttp.controller.events import (
     StreamClosed,
     Tell,
 )
-from ttp.controller.handler import Addressed, Ended, Handler, LeaveIfIdle, Said, StatusAsked, StopAsked
-from ttp.controller.state import Stage
+from ttp.controller.core.facts.state import Stage
+from ttp.controller.handler import (
+    Addressed,
+    Handler,
+    StatusAsked,
+    StopAsked,
+    StopIfNeverUsed,
+    StreamEnded,
+    StreamMessage,
+)
 from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.messages import (
     AgentHello,
@@ -95,7 +103,7 @@ class Bench:
         return SimpleNamespace(stage=self.stage), self.orders(event)
 
     def hears(self, link: Link, *messages: Upward) -> None:
-        self.handler.take(Said(link, UpwardParcel("job", 1, messages)))
+        self.handler.take(StreamMessage(link, UpwardParcel("job", 1, messages)))
 
     def comes(self, *ranks: int) -> Link:
         """Return a new stream on which these ranks have registered."""
@@ -140,7 +148,7 @@ def test_what_was_gathered_for_a_stream_that_has_ended_is_dropped(bench: Bench) 
     link = bench.comes(0)
     bench.orders = lambda event: (Send((0,), Thaw(1)),) if event == Received(DEATH) else ()
     bench.hears(Link(), DEATH)
-    bench.handler.take(Ended(link))
+    bench.handler.take(StreamEnded(link))
     bench.flushes()
     assert link.done == [] and bench.heard[-1] == StreamClosed((0,))
 
@@ -150,14 +158,14 @@ def test_an_agent_that_came_back_is_not_lost_with_its_old_stream(bench: Bench) -
     old, new, other = Link(), Link(), Link()
     for link, host in ((old, "a"), (other, "b"), (new, "a")):
         bench.hears(link, AgentHello(host, (0,), (100,)))
-    bench.handler.take(Ended(old))
+    bench.handler.take(StreamEnded(old))
     assert not [event for event in bench.heard if isinstance(event, StreamClosed)]
     bench.orders = lambda event: (Tell(("a", "c"), Thaw(1)),)
     bench.hears(new, DEATH)
     bench.flushes()
     assert new.done == [[((), Thaw(1))]] and old.done == other.done == []
     bench.orders = lambda event: ()
-    bench.handler.take(Ended(new))
+    bench.handler.take(StreamEnded(new))
     assert bench.heard[-1] == StreamClosed((), "a")
 
 
@@ -231,7 +239,7 @@ def test_a_controller_that_nobody_will_come_to_leaves_only_without_ranks(
         bench.comes(0)
     bench.stage = stage
     bench.handler.begin()
-    bench.handler.take(LeaveIfIdle("the launcher is gone"))
+    bench.handler.take(StopIfNeverUsed("the launcher is gone"))
     assert bench.handler.finished == ("the launcher is gone" if leaves else "")
 
 

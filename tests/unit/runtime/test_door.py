@@ -16,8 +16,8 @@ import grpc
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ttp.controller.events import ControllerSettings
-from ttp.controller.handler import Ended, Said
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.handler import StreamEnded, StreamMessage
 from ttp.controller.server import ControlService, StreamLink
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import decode_parcels, encode_upward
@@ -50,10 +50,10 @@ class Stream:
 
     def put(self, item: Any) -> None:
         match item:
-            case Said(_, parcel):
+            case StreamMessage(_, parcel):
                 self.late += self.ends
                 self.said += [message.rank for message in parcel.messages if isinstance(message, Finished)]
-            case Ended():
+            case StreamEnded():
                 self.ends += 1
 
     # what it needs of gRPC

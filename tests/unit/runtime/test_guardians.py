@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ttp.controller.agent_link import request_status
-from ttp.controller.guardians import Guardians
 from ttp.controller.journal import read_story
+from ttp.controller.parent_watch import Guardians
 
 from .conftest import LONG_S, StartController
 

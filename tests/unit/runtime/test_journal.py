@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from ttp.controller import journal as journals
-from ttp.controller.events import ControllerSettings, Event, Received, StreamClosed, Tick
+from ttp.controller.core.facts.events import ControllerSettings, Event, Received, StreamClosed, Tick
+from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
-from ttp.controller.machine import initial, transition
-from ttp.controller.record import from_json, to_json
+from ttp.controller.json_codec import from_json, to_json
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -115,6 +117,19 @@ def test_a_full_disk_loses_lines_says_so_once_and_stops_nothing(
     journal.close()
     complaints = capsys.readouterr().err.splitlines()
     assert len(complaints) == 1 and "lost lines" in complaints[0]
+
+
+def test_a_type_has_the_name_that_journals_have_always_had() -> None:
+    """Its module has moved; journals that were written before are read, and older versions read those of today."""
+    assert to_json(Tick()) == {"$": "ttp.controller.events:Tick"}
+    assert from_json({"$": "ttp.controller.events:Tick"}) == Tick()
+    state = initial(SETTINGS, 0.0)
+    for number, event in enumerate(EVENTS):
+        state, _ = transition(state, event, float(number))
+    written = json.dumps(to_json(state))
+    names = set(re.findall(r'"(ttp\.[\w.]+:\w+)"', written))
+    assert len(names) > 8 and not [name for name in names if ".core." in name]
+    assert from_json(json.loads(written)) == state
 
 
 def test_a_file_that_names_foreign_types_builds_nothing() -> None:

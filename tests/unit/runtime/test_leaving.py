@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.driver import Driver
-from ttp.controller.events import ControllerSettings
-from ttp.controller.handler import Addressed, Ended, Item, LeaveIfAlone, Said, StatusAsked
+from ttp.controller.handler import Addressed, Item, StatusAsked, StopWhenUnused, StreamEnded, StreamMessage
 from ttp.controller.journal import Journal, read_story
 from ttp.proto.codec import UpwardParcel
 from ttp.proto.messages import Registration, ShardGroup
@@ -20,7 +20,7 @@ from ttp.proto.status import JobStatus
 from .conftest import LONG_S
 
 LEASE_S = 1.0
-ASKED = LeaveIfAlone("SIGTERM")
+ASKED = StopWhenUnused("SIGTERM")
 
 
 class Stream:
@@ -103,10 +103,12 @@ def controller(tmp_path: Path) -> Iterator[Driven]:
     made.close()
 
 
-def comes(stream: Stream) -> Said:
+def comes(stream: Stream) -> StreamMessage:
     """Let the only rank register on this stream."""
     group = ShardGroup("g0", "shard 0", 100)
-    return Said(stream, UpwardParcel("job", 1, (Registration(0, 1, "host0", 1000, (group,), 0, ("/c",), "{}"),)))
+    return StreamMessage(
+        stream, UpwardParcel("job", 1, (Registration(0, 1, "host0", 1000, (group,), 0, ("/c",), "{}"),))
+    )
 
 
 @pytest.mark.parametrize("order", ["told, then broken", "broken, then told"])
@@ -114,11 +116,11 @@ def test_a_rank_whose_stream_breaks_for_a_moment_finds_its_controller_again(cont
     """It may be the last that has a shard. Once it has been gone for a lease, nobody needs this controller."""
     first, second = Stream(), Stream()
     assert not controller.hear(comes(first))
-    broken: tuple[Item, Item] = (ASKED, Ended(first)) if order.startswith("told") else (Ended(first), ASKED)
+    broken: tuple[Item, Item] = (ASKED, StreamEnded(first)) if order.startswith("told") else (StreamEnded(first), ASKED)
     assert not controller.hear(*broken)
     assert controller.lasts(0.8 * LEASE_S)
     assert not controller.hear(comes(second)) and controller.lasts(1.5 * LEASE_S), "attached again"
-    assert not controller.hear(Ended(second)) and controller.lasts(0.8 * LEASE_S)
+    assert not controller.hear(StreamEnded(second)) and controller.lasts(0.8 * LEASE_S)
     assert not controller.lasts(0.5 * LEASE_S)
     assert controller.reason == "SIGTERM"
     events = controller.story()
@@ -128,7 +130,7 @@ def test_a_rank_whose_stream_breaks_for_a_moment_finds_its_controller_again(cont
 def test_time_in_which_the_controller_stood_still_is_not_taken_from_the_ranks(controller: Driven) -> None:
     """They could not come back to a stopped process: it goes on, and gives them the lease from then."""
     first, second = Stream(), Stream()
-    assert not controller.hear(comes(first), ASKED, Ended(first))
+    assert not controller.hear(comes(first), ASKED, StreamEnded(first))
     controller.now += 5 * LEASE_S
     assert not controller.leaves() and controller.lasts(0.8 * LEASE_S)
     assert not controller.hear(comes(second)) and controller.lasts(1.5 * LEASE_S)
@@ -145,7 +147,7 @@ def test_a_standby_leaves_unless_somebody_guards_it(tmp_path: Path, guarded: boo
     """One that was started by hand has nobody else who ends it; a guarded one does not keep the word for later either."""
     standby = Driven(tmp_path, standby=1)
     try:
-        assert standby.hear(LeaveIfAlone("SIGTERM", guarded=guarded)) is not guarded
+        assert standby.hear(StopWhenUnused("SIGTERM", guarded=guarded)) is not guarded
         assert standby.lasts(2 * LEASE_S) is guarded
     finally:
         standby.close()

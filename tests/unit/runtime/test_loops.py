@@ -17,9 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ttp.controller import driver as controllers
-from ttp.controller.events import ControllerSettings
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.processor import driver as processors
-from ttp.processor.events import ProcessorSettings
+from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.gate import Gate
 
 TICK_S = 0.25

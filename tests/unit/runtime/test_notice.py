@@ -10,7 +10,7 @@ import pytest
 
 PRELUDE = """
 import os, signal, sys, threading, time
-from ttp.notice import Notice
+from ttp.runtime.preemption import Notice
 seen = threading.Event()
 def say(*words):  # one write: two threads speak
     os.write(1, (" ".join(map(str, words)) + chr(10)).encode())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     CloseGate,
     Connect,
     Connected,

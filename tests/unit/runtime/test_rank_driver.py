@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ttp.processor import driver
-from ttp.processor.driver import Processor
-from ttp.processor.events import (
+from ttp.processor.core.events import (
     BoundaryReached,
     ControllerEnded,
     ControllerStarted,
@@ -26,6 +25,7 @@ from ttp.processor.events import (
     StartController,
     TrainReturned,
 )
+from ttp.processor.driver import Processor
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Incoming, Opened
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ttp.controller.events import ControllerSettings, Event, Received, Tick
-from ttp.controller.events import Journal as Line
+from ttp.controller.core.facts.events import ControllerSettings, Event, Received, Tick
+from ttp.controller.core.facts.events import Journal as Line
+from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, set_aside_later
-from ttp.controller.machine import initial, transition
 from ttp.controller.replay import compare, main
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Registration, ShardGroup, WorkerExit, Working

@@ -16,9 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError
+from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor
-from ttp.processor.events import ProcessorSettings
-from ttp.standby import Standbys, listed
+from ttp.runtime.standby import Standbys, listed
 
 from .conftest import LONG_S, NotedHolder, StartController
 

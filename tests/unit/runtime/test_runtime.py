@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
-from ttp.controller.events import Beats, Received
-from ttp.controller.events import Journal as JournalEffect
+from ttp.controller.core.facts.events import Beats, Received
+from ttp.controller.core.facts.events import Journal as JournalEffect
+from ttp.controller.core.machine import transition
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
-from ttp.controller.machine import transition
 from ttp.controller.process import CannotListen, ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable, TornShare
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Heartbeat, Phase, PublishOrder

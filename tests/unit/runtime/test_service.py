@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from ttp.controller.events import ControllerSettings
-from ttp.controller.handler import Ended, StatusAsked, StopAsked
-from ttp.controller.server import ControlService, Mailroom
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.handler import StatusAsked, StopAsked, StreamEnded
+from ttp.controller.server import ControlService, Outbox
 from ttp.proto import control_pb2 as pb
 from ttp.proto.status import JobStatus
 
@@ -79,7 +79,7 @@ def test_a_stream_whose_caller_is_gone_ends_for_the_driver_too_and_is_read_no_mo
             await attached
         for _ in range(10):
             await asyncio.sleep(0)
-        assert [type(item) for item in caller.items] == [Ended] and read == ["over"]
+        assert [type(item) for item in caller.items] == [StreamEnded] and read == ["over"]
         assert not caller.service._links
 
     called(act)
@@ -98,7 +98,7 @@ def test_a_stream_that_breaks_while_it_is_read_ends() -> None:
 
     async def act(caller: Caller) -> None:
         await caller.service.Attach(Requests(), caller.context)
-        assert [type(item) for item in caller.items] == [Ended]
+        assert [type(item) for item in caller.items] == [StreamEnded]
 
     called(act)
 
@@ -155,7 +155,7 @@ def test_the_loop_is_woken_once_for_all_that_gathers_until_it_comes_to_it() -> N
     woken: list[Callable[[], None]] = []
     ended = False
     loop: Any = SimpleNamespace(call_soon_threadsafe=woken.append, is_closed=lambda: ended)
-    mailroom = Mailroom(loop)
+    mailroom = Outbox(loop)
     links: list[Any] = [SimpleNamespace(outbox=asyncio.Queue()) for _ in range(2)]
     first, second, third = (pb.DownwardEnvelope(term=term) for term in (1, 2, 3))
     mailroom.put(links[0], first)

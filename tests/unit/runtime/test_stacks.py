@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch.processes import catches
+from ttp.launch.watch.processes import catches
+from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, StackWriter
-from ttp.processor.voice import Voice
 
 LONG_S = 30.0
 
@@ -29,7 +29,7 @@ def test_every_threads_stack_is_written_with_the_reason(tmp_path: Path) -> None:
     try:
         assert begun.wait(LONG_S)
         path = tmp_path / "rank_3" / "stacks.log"
-        writer = StackWriter(path, Voice(3))
+        writer = StackWriter(path, AsyncLog(3))
         for reason in ("rank 1 in COMPUTE of step 9", "once more"):
             writer.save(reason)
             writer.finish(LONG_S)
@@ -45,7 +45,7 @@ def test_a_place_that_cannot_be_written_is_told_and_harms_nothing(tmp_path: Path
     blocked = tmp_path / "file"
     blocked.write_text("")
     lines: list[str] = []
-    voice = Voice(3)
+    voice = AsyncLog(3)
     voice.say = lambda level, text: lines.append(text)  # type: ignore[method-assign]
     writer = StackWriter(blocked / "stacks.log", voice)
     writer.save("a hang")
@@ -58,7 +58,7 @@ def test_a_place_that_cannot_be_written_is_told_and_harms_nothing(tmp_path: Path
 
 def listening(path: Path) -> tuple[StackWriter, list[str]]:
     lines: list[str] = []
-    voice = Voice(3)
+    voice = AsyncLog(3)
     voice.say = lambda level, text: lines.append(text)  # type: ignore[method-assign]
     writer = StackWriter(path, voice)
     writer.listen()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ttp.processor.events import ControllersFound, ControllerStarted, Event, LookForControllers, StartController
+from ttp.processor.async_log import AsyncLog
+from ttp.processor.core.events import ControllersFound, ControllerStarted, Event, LookForControllers, StartController
 from ttp.processor.starting import Starting
-from ttp.processor.voice import Voice
 
 WITHIN_S = 5.0
 """Nothing here waits for anything but its own threads."""
@@ -43,7 +43,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.starter, self.answers = Starter(), queue.SimpleQueue[Event]()
-        self.starting = Starting(self.starter, Voice(0), self.answers.put)
+        self.starting = Starting(self.starter, AsyncLog(0), self.answers.put)
 
     def answer(self) -> Event:
         return self.answers.get(timeout=WITHIN_S)

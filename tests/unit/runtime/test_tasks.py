@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttp.errors import TornShare
-from ttp.processor.events import ApplyUpdate, RollForwardDone, WorkFailed, WriteShare
+from ttp.processor.core.events import ApplyUpdate, RollForwardDone, WorkFailed, WriteShare
 from ttp.processor.gate import Gate
 from ttp.processor.worker import Tasks
 from ttp.proto.messages import Part, WriteOrder

@@ -17,15 +17,15 @@ import torch
 
 import ttp
 from tests.waiting import until
-from ttp import saved_alone
-from ttp.alone import BoundarySave
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import CheckpointError
+from ttp.exchange import saved_alone
+from ttp.exchange.saved_alone import SavedAlone
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, Cause, CauseKind, Part, PublishOrder, WriteOrder
-from ttp.saved_alone import SavedAlone
-from ttp.standby import TERMS_OF_A_START, last_term_of, term_of
+from ttp.runtime.boundary_save import BoundarySave
+from ttp.runtime.standby import TERMS_OF_A_START, last_term_of, term_of
 
 
 class Trained:
@@ -246,7 +246,7 @@ def test_until_all_ranks_are_in_the_save_a_failure_is_a_peers(tmp_path: Path, mo
     def gone(value: object, device: object) -> list[object]:
         raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr("ttp.alone.exchange_json", gone)
+    monkeypatch.setattr("ttp.runtime.boundary_save.exchange_json", gone)
     processor = NoProcess()
     save = BoundarySave(Saves(OSError()), Holder(), [], 0, tmp_path / "account")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed by peer"):

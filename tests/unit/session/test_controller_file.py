@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp import controller_file, meeting, protection
 from ttp.config import Settings
-from ttp.controller_file import NAME, Controllers
-from ttp.launch.attempt_directory import AttemptDirectory
-from ttp.meeting import controller_key
-from ttp.protection import Protection
+from ttp.exchange import controller_file, discovery
+from ttp.exchange.controller_file import NAME, Controllers
+from ttp.exchange.discovery import controller_key
+from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.proto.messages import Welcome
+from ttp.runtime import rank_runtime
+from ttp.runtime.rank_runtime import Protection
 
 GOOD: dict[str, Any] = {"addresses": ["host:8000", "[::1]:8001"], "pid": 12, "log_dir": "/output/log"}
 
@@ -117,10 +118,10 @@ def start_rank(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if rank:
         store.set(controller_key(0), "host:8000 12")
-    monkeypatch.setattr(protection, "start_controller", lambda **options: process)
-    monkeypatch.setattr(protection, "Processor", processor)
-    monkeypatch.setattr(protection, "Notice", lambda told: SimpleNamespace(listen=registers))
-    monkeypatch.setattr(meeting, "check_name", lambda address, rank: None)
+    monkeypatch.setattr(rank_runtime, "start_controller", lambda **options: process)
+    monkeypatch.setattr(rank_runtime, "Processor", processor)
+    monkeypatch.setattr(rank_runtime, "Notice", lambda told: SimpleNamespace(listen=registers))
+    monkeypatch.setattr(discovery, "check_name", lambda address, rank: None)
     settings = Settings(
         launched=True,
         attempt_dir=str(attempt_dir),

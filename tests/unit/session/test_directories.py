@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ttp import directories
 from ttp.checkpoint import find
 from ttp.checkpoint.node_local.parts import next_start
 from ttp.checkpoint.node_local.store import NodeLocalStore
 from ttp.checkpoint.staging import clean_stale
 from ttp.checkpoint.store import SharedStore, Store
-from ttp.directories import RunDirectories, why_unusable
 from ttp.errors import CheckpointError, NotWritable
+from ttp.runtime import directory_lock
+from ttp.runtime.directory_lock import RunDirectories, why_unusable
 
 
 def publish(folder: Path, *steps: int) -> list[str]:
@@ -78,7 +78,7 @@ def two_directories(tmp_path: Path) -> tuple[list[str], str, str]:
 def test_a_directory_whose_lock_could_not_be_taken_is_not_resumed_from(tmp_path: Path) -> None:
     """What is there may be another job's by now."""
     save_dirs, _, older = two_directories(tmp_path)
-    (tmp_path / "a" / directories.LOCK_NAME).mkdir()
+    (tmp_path / "a" / directory_lock.LOCK_NAME).mkdir()
     run = RunDirectories(save_dirs, "job", first_start=False)
     run.claim()
     assert list(run.failing) == save_dirs[:1] and run.candidates("auto") == [older]
@@ -97,7 +97,7 @@ def test_a_directory_that_fails_behind_its_lock_is_read_all_the_same(
             raise OSError(errno.EIO, "Input/output error", directory)
         return clean(directory)
 
-    monkeypatch.setattr("ttp.directories.clean_stale", failing)
+    monkeypatch.setattr("ttp.runtime.directory_lock.clean_stale", failing)
     run = RunDirectories(save_dirs, "job", first_start=False)
     run.claim()
     assert list(run.failing) == save_dirs[:1] and run.candidates("auto") == [newer, older]
@@ -112,7 +112,7 @@ def test_the_lock_of_a_full_disk_is_held_without_its_owners_name(
     run = restart(tmp_path)
     run.claim()
     assert not run.failing
-    monkeypatch.setattr(directories, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(directory_lock, "LOCK_WAIT_S", 0.0)
     with pytest.raises(NotWritable, match="in use by another job"):
         restart(tmp_path).claim()
     run.release()
@@ -159,7 +159,7 @@ def test_the_note_of_any_directory_tells_a_restart_from_a_first_start(tmp_path: 
     run.claim()
     assert run.candidates("never") == []
     run.release()
-    written = Path(save_dirs[0]) / directories.NOTE_NAME
+    written = Path(save_dirs[0]) / directory_lock.NOTE_NAME
     assert written.exists()
     if note in (None, "pipe"):
         written.unlink()
@@ -176,12 +176,12 @@ def test_a_restart_leaves_its_note_where_it_can_and_a_first_start_everywhere(tmp
     save_dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
     for folder in map(Path, save_dirs):
         folder.mkdir()
-    (tmp_path / "a" / directories.NOTE_NAME).mkdir()  # nothing can take its place
+    (tmp_path / "a" / directory_lock.NOTE_NAME).mkdir()  # nothing can take its place
     with pytest.raises(OSError, match="directory"):
         RunDirectories(save_dirs, "job", first_start=True).candidates("never")
-    (tmp_path / "b" / directories.NOTE_NAME).unlink(missing_ok=True)
+    (tmp_path / "b" / directory_lock.NOTE_NAME).unlink(missing_ok=True)
     assert RunDirectories(save_dirs, "job", first_start=False).candidates("never") == []
-    assert (tmp_path / "b" / directories.NOTE_NAME).is_file()
+    assert (tmp_path / "b" / directory_lock.NOTE_NAME).is_file()
 
 
 def test_one_directory_is_enough_at_a_restart_and_none_is_not() -> None:
@@ -250,9 +250,9 @@ def test_an_earlier_jobs_note_does_not_count(tmp_path: Path) -> None:
 
 def test_a_second_job_is_kept_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the first one ends, however it ends: the kernel gives the lock back."""
-    monkeypatch.setattr(directories, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(directory_lock, "LOCK_WAIT_S", 0.0)
     code = (
-        "import sys; from ttp.directories import RunDirectories\n"
+        "import sys; from ttp.runtime.directory_lock import RunDirectories\n"
         "r = RunDirectories([sys.argv[1]], 'other', True); r.claim(); print('locked', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -274,11 +274,11 @@ def test_ranks_find_out_whether_they_have_the_same_directory(tmp_path: Path) -> 
     """At the start, not when a publisher misses the other nodes' files; the mark is gone afterwards."""
     run = first_start(tmp_path / "here")
     run.claim()
-    directories.check_same(str(tmp_path / "here"), run.mark, 0)
+    directory_lock.check_same(str(tmp_path / "here"), run.mark, 0)
     with pytest.raises(NotWritable, match=r"there is another one here than for rank 0.*TTP_SHARED_DIRS=False"):
-        directories.check_same(str(tmp_path / "there"), run.mark, 0)
+        directory_lock.check_same(str(tmp_path / "there"), run.mark, 0)
     with pytest.raises(NotWritable, match=r"whose node is named 'n' as well.*TTP_HOST"):
-        directories.check_same(str(tmp_path / "there"), run.mark, 0, own_host="n")
+        directory_lock.check_same(str(tmp_path / "there"), run.mark, 0, own_host="n")
     run.remove_mark()
     run.release()
     assert [path.name for path in (tmp_path / "here").iterdir()] == [".ttp_lock"]

@@ -17,7 +17,7 @@ import ttp
 from ttp.checkpoint.staging import probe_writable
 from ttp.config import Settings
 from ttp.errors import CheckpointError, NotWritable
-from ttp.job_directories import Failure, JobDirectories, split_directories
+from ttp.runtime.directory_agreement import Failure, JobDirectories, split_directories
 from ttp.session import find_session
 
 FIRST = Settings(enable=False)
@@ -44,7 +44,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
             raise NotWritable(f"{directory} cannot be written: {error.strerror}") from error
         probe(directory)
 
-    monkeypatch.setattr("ttp.job_directories.probe_writable", probe_or_fail)
+    monkeypatch.setattr("ttp.runtime.directory_agreement.probe_writable", probe_or_fail)
     return lambda directory, code: codes.update({str(directory): code})
 
 
@@ -156,8 +156,8 @@ def test_nodes_with_their_own_directories_agree_on_the_highest_start_and_each_ha
     def exchange(value: Any, device: torch.device) -> list[Any]:
         return others if len(value) == 3 and isinstance(value[0], bool) else [value] * 3
 
-    monkeypatch.setattr("ttp.job_directories.exchange_json", exchange)
-    monkeypatch.setattr("ttp.job_directories.check_same", lambda *arguments: None)
+    monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", exchange)
+    monkeypatch.setattr("ttp.runtime.directory_agreement.check_same", lambda *arguments: None)
     directories = JobDirectories([str(tmp_path)], settings, rank, CPU)
     directories.release()
     assert (directories.store.start, directories.store.leader, directories.store.node) == (7, leader, settings.host)

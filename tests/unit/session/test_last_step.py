@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ttp
-from ttp import last_step
 from ttp.config import Settings
-from ttp.last_step import LastStep
+from ttp.exchange import last_step
+from ttp.exchange.last_step import LastStep
 
 
 def trained(folder: Path, steps: int, enable: bool = True) -> ttp.Session:

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import ttp
-from ttp import protection
 from ttp.checkpoint import find
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
-from ttp.notice import Notice
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
+from ttp.runtime import rank_runtime
+from ttp.runtime.preemption import Notice
+from ttp.runtime.standby import Standbys
 from ttp.session import current_session
-from ttp.standby import Standbys
 
 ON = Settings(enable=True)
 OFF = Settings(enable=False)
@@ -143,13 +143,13 @@ def test_the_start_shows_what_lies_where_and_what_is_survived_once_each(
 
 
 def test_a_program_without_logging_sees_what_its_job_survives(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet, protection.log = protection.log, logging.Logger("no handler, no parent")
+    quiet, rank_runtime.log = rank_runtime.log, logging.Logger("no handler, no parent")
     try:
-        protection.introduce(
+        rank_runtime.introduce(
             Welcome(0, 1, 1.0, 3.0, "any 1 of 2 ranks", ("b:1",), 1, ("rank 0 on node a",), ("beware",))
         )
     finally:
-        protection.log = quiet
+        rank_runtime.log = quiet
     told = capsys.readouterr().err.splitlines()
     assert told == [
         "ttp: rank 0 on node a",
@@ -248,7 +248,7 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
     settled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that stays although the job is over is unusual, and told."""
-    protected = object.__new__(protection.Protection)
+    protected = object.__new__(rank_runtime.Protection)
     asked = AskedController()
     parts = {"_controller": asked, "processor": IdleProcessor(settled), "_notice": Notice(print)}
     for name, part in (parts | {"_standbys": no_standbys(), "_world_size": 2, "_log_dir": Path("/logs")}).items():
@@ -261,7 +261,7 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_standby_is_dismissed_only_when_the_job_is_settled(settled: bool) -> None:
     """The other ranks may still have to come to it, or have come: then it stays."""
-    protected = object.__new__(protection.Protection)
+    protected = object.__new__(rank_runtime.Protection)
     standby, standbys = AskedController(), no_standbys()
     standbys.running.append(standby)  # type: ignore[arg-type]
     parts = {"_standbys": standbys, "processor": IdleProcessor(settled), "_notice": Notice(print), "_controller": None}
@@ -300,7 +300,7 @@ def test_a_rank_registers_with_the_step_that_its_trainer_has_loaded(
             begun.append((self._holder.registration().state_step, self._gate.state_step, self._gate.step))
             super().start()
 
-    monkeypatch.setattr(protection, "Processor", Watched)
+    monkeypatch.setattr(rank_runtime, "Processor", Watched)
     model = torch.nn.Linear(8, 4)
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
     optimizer.current_step = 40
@@ -363,7 +363,7 @@ def test_a_restart_goes_on_without_a_directory_that_fails(
             raise NotWritable(f"{directory} is full")
         probe(directory)
 
-    monkeypatch.setattr("ttp.job_directories.probe_writable", full)
+    monkeypatch.setattr("ttp.runtime.directory_agreement.probe_writable", full)
     model = torch.nn.Linear(8, 4)
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
     with pytest.raises(NotWritable, match="a is full"):

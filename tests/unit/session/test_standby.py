@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ttp.config import Settings
 from ttp.controller.__main__ import parse
-from ttp.standby import controller_options
+from ttp.runtime.standby import controller_options
 
 
 def test_every_controller_judges_hangs_by_the_jobs_own_settings() -> None:

@@ -17,8 +17,8 @@ from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.controller.process import ControllerProcess
 from ttp.errors import ControllerError
-from ttp.meeting import controller_key
-from ttp.standby import (
+from ttp.exchange.discovery import controller_key
+from ttp.runtime.standby import (
     MOST_STANDBYS,
     TERMS_OF_A_START,
     Standbys,
@@ -156,7 +156,7 @@ def test_a_standby_that_comes_up_after_all_were_dismissed_is_ended(
         standbys.dismiss()
         return made[0]
 
-    monkeypatch.setattr("ttp.standby.start_standby", start)
+    monkeypatch.setattr("ttp.runtime.standby.start_standby", start)
     with pytest.raises(ControllerError, match="none was needed any more"):
         standbys.start(())
     assert made[0].process.poll() == 0 and not standbys.running and not standbys.look()

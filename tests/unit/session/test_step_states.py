@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ttp.errors import CheckpointError, ConfigError
-from ttp.holder import KEPT_STEPS, StepStates
+from ttp.runtime.state_provider import KEPT_STEPS, StepStates
 
 
 def test_a_mutated_mapping_does_not_change_what_was_kept() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.checkpoint.test_manifest import resealed
 from tests.unit.session.test_session import OFF, do_steps, new_run
-from ttp import checked
 from ttp.adopt.protect import _check_state as check_guard_state
 from ttp.config import Settings
 from ttp.errors import CorruptCheckpoint
+from ttp.inputs import checked
 from ttp.trainer.train import check_state
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ttp import protection
 from ttp.config import Settings
 from ttp.errors import ControllerError
 from ttp.processor.gate import Gate
 from ttp.proto.messages import Phase
 from ttp.proto.status import JobStatus, RankStatus
+from ttp.runtime import rank_runtime
 
 SETTINGS = Settings(enable=True)
 
@@ -37,8 +37,8 @@ class WaitingProcessor:
         return self._left < 0
 
 
-def waiting(processor: WaitingProcessor, world_size: int = 3, local_rank: int = 0) -> protection.Protection:
-    protected = object.__new__(protection.Protection)
+def waiting(processor: WaitingProcessor, world_size: int = 3, local_rank: int = 0) -> rank_runtime.Protection:
+    protected = object.__new__(rank_runtime.Protection)
     parts = {"processor": processor, "gate": Gate(1, state_step=7), "_rank": 1, "_world_size": world_size}
     for name, part in (parts | {"_settings": replace(SETTINGS, local_rank=local_rank)}).items():
         setattr(protected, name, part)
@@ -49,7 +49,7 @@ def waiting(processor: WaitingProcessor, world_size: int = 3, local_rank: int = 
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said while a rank waits, where ranks 0 and 2 of 4 train and rank 3 is dead."""
     lines: list[str] = []
-    monkeypatch.setattr(protection, "show", lambda level, line: lines.append(line))
+    monkeypatch.setattr(rank_runtime, "show", lambda level, line: lines.append(line))
 
     def status(address: str, *, job_id: str, timeout_s: float) -> JobStatus:
         assert (address, job_id) == ("node-a:71", SETTINGS.start_name)
@@ -58,7 +58,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ]
         return JobStatus(job_id, 1, 4, "running", "", tuple(ranks), None, 71)
 
-    monkeypatch.setattr(protection, "request_status", status)
+    monkeypatch.setattr(rank_runtime, "request_status", status)
     return lines
 
 
@@ -92,6 +92,6 @@ def test_a_wait_is_told_when_the_controller_does_not_answer(told: list[str], mon
     def silent(address: str, *, job_id: str, timeout_s: float) -> JobStatus:
         raise ControllerError("no answer")
 
-    monkeypatch.setattr(protection, "request_status", silent)
+    monkeypatch.setattr(rank_runtime, "request_status", silent)
     waiting(WaitingProcessor(1)).finished()
     assert "since step 7 for the others (no answer), 30 s so far" in told[0]

@@ -11,8 +11,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.unit.forkserver import fork_server
-from ttp.trainer.config import Config, ModelConfig
-from ttp.trainer.config_file import load_config
+from ttp.trainer.config.loader import load_config
+from ttp.trainer.config.schema import Config, ModelConfig
 
 if TYPE_CHECKING:
     from tests.unit.trainer.layouts import Result, Training

@@ -28,13 +28,13 @@ from tests.unit.trainer.conftest import SMALL
 from tests.unit.trainer.pairs import with_encoder_decoder
 from ttp.checkpoint.format.tiling import boxes_of
 from ttp.checkpoint.format.types import HeldTensor
-from ttp.optim.split import block_of, local_of
+from ttp.optim.shard_layout.split import block_of, local_of
 from ttp.trainer import train
-from ttp.trainer.config import Config
-from ttp.trainer.config_file import load_config
-from ttp.trainer.data import OpenedText, open_sequences
+from ttp.trainer.config.loader import load_config
+from ttp.trainer.config.schema import Config
+from ttp.trainer.data.batches import OpenedText, open_sequences
 from ttp.trainer.metrics import account, read_lines
-from ttp.trainer.model import Transformer
+from ttp.trainer.model.gpt import Transformer
 from ttp.trainer.world import World
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ttp.trainer.config import Config, plain
-from ttp.trainer.data import OpenedText
-from ttp.trainer.encoder_decoder import PAD
-from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.model import UNCOUNTED
+from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
+from ttp.trainer.config.schema import Config, plain
+from ttp.trainer.data.batches import OpenedText
+from ttp.trainer.model.encoder_decoder import PAD
+from ttp.trainer.model.gpt import UNCOUNTED
 
 ENCODER, SOURCE = 2, 6
 """Layers of the encoder, and tokens of a source."""

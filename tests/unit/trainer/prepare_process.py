@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ttp.trainer import prepare, text_cache
-from ttp.trainer.tokenizer import Bytes
+from ttp.trainer.data import prepare, text_cache
+from ttp.trainer.data.tokenizer import Bytes
 
 
 def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -> None:

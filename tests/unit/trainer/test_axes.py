@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.errors import ConfigError
-from ttp.trainer.chunks import build_chunks, hash_weights
-from ttp.trainer.config import ModelConfig, ParallelConfig
-from ttp.trainer.mesh import Axis, Mesh, build_mesh
-from ttp.trainer.model import build_model, stages, token_loss
-from ttp.trainer.plan import make_plan
-from ttp.trainer.tensor import check_divides, whole_loss
+from ttp.trainer.config.schema import ModelConfig, ParallelConfig
+from ttp.trainer.model.gpt import build_model, stages, token_loss
+from ttp.trainer.parallel.mesh import Axis, Mesh, build_mesh
+from ttp.trainer.parallel.pipeline_stages import build_chunks, hash_weights
+from ttp.trainer.parallel.tensor import check_divides, whole_loss
+from ttp.trainer.plan.estimate import make_plan
 from ttp.trainer.train import run
 from ttp.trainer.world import World
 

@@ -12,9 +12,9 @@ import yaml
 
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import help_text, main
-from ttp.trainer.config import Config, ParallelConfig, plain
-from ttp.trainer.config_file import describe, load_config, parse_overrides, presets
-from ttp.trainer.model import count_parameters
+from ttp.trainer.config.loader import describe, load_config, parse_overrides, presets
+from ttp.trainer.config.schema import Config, ParallelConfig, plain
+from ttp.trainer.model.gpt import count_parameters
 
 MODEL = "model_config: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
 

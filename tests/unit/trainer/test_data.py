@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.unit.trainer.conftest import MakeConfig
 from tests.unit.trainer.test_tokenizer import train_tokenizer
 from ttp.errors import ConfigError, DatasetError
-from ttp.trainer.data import Sequences, count_sequences, micro_batch_starts, open_sequences, open_text, permute
-from ttp.trainer.indexed import IndexedWriter
-from ttp.trainer.tokenizer import open_tokenizer
-from ttp.trainer.tokens import ArrayTokens, FileText, Joined, MemoryText, manual, token_files
+from ttp.trainer.data.batches import Sequences, count_sequences, micro_batch_starts, open_sequences, open_text, permute
+from ttp.trainer.data.megatron_indexed import IndexedWriter
+from ttp.trainer.data.tokenizer import open_tokenizer
+from ttp.trainer.data.tokens import ArrayTokens, FileText, Joined, MemoryText, manual, token_files
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1000, 4097])

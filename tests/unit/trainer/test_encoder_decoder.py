@@ -27,13 +27,13 @@ from tests.unit.trainer.layouts import (
 from tests.unit.trainer.pairs import ENCODER, Pairs, with_encoder_decoder
 from tests.unit.trainer.test_tensor_wire import Collectives
 from ttp.errors import ConfigError
-from ttp.trainer.chunks import build_chunks, check_stages, cut_of, embedding_ranks
-from ttp.trainer.config import Config
-from ttp.trainer.encoder_decoder import BEGIN, PAD, EncoderDecoder, count_parameters
-from ttp.trainer.encoder_decoder_config import EncoderDecoderConfig
-from ttp.trainer.mesh import Axis, Mesh, build_mesh
-from ttp.trainer.model import UNCOUNTED, token_loss
-from ttp.trainer.optimizer import build_optimizer
+from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
+from ttp.trainer.config.schema import Config
+from ttp.trainer.model.encoder_decoder import BEGIN, PAD, EncoderDecoder, count_parameters
+from ttp.trainer.model.gpt import UNCOUNTED, token_loss
+from ttp.trainer.parallel.mesh import Axis, Mesh, build_mesh
+from ttp.trainer.parallel.optimizer import build_optimizer
+from ttp.trainer.parallel.pipeline_stages import build_chunks, check_stages, cut_of, embedding_ranks
 
 CPU = torch.device("cpu")
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False, "vocab_emb_dp": False}

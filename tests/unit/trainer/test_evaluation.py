@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.unit.trainer.test_train import Run, bits, final, own_process, run
-from ttp.trainer.config_file import load_config
-from ttp.trainer.data import open_sequences
+from ttp.trainer.config.loader import load_config
+from ttp.trainer.data.batches import open_sequences
 from ttp.trainer.metrics import read_lines
-from ttp.trainer.model import token_loss
-from ttp.trainer.weights import model_of, open_trained
+from ttp.trainer.model.gpt import token_loss
+from ttp.trainer.model.weights import model_of, open_trained
 
 __all__ = ["own_process", "run"]  # fixtures
 

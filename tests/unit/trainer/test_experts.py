@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.trainer.conftest import MakeConfig
-from ttp.trainer.chunks import build_chunks, experts_of
-from ttp.trainer.config import ModelConfig
-from ttp.trainer.experts import Experts, balance_loss
-from ttp.trainer.mesh import Axis, Mesh
-from ttp.trainer.model import FeedForward, build_model, count_parameters
+from ttp.trainer.config.schema import ModelConfig
+from ttp.trainer.model.experts import Experts, balance_loss
+from ttp.trainer.model.gpt import FeedForward, build_model, count_parameters
+from ttp.trainer.parallel.mesh import Axis, Mesh
+from ttp.trainer.parallel.pipeline_stages import build_chunks, experts_of
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.unit.trainer.test_train import Run, own_process, run
 from ttp.errors import ConfigError
-from ttp.trainer.config import ModelConfig
+from ttp.trainer.config.schema import ModelConfig
+from ttp.trainer.data.tokenizer import Bytes
 from ttp.trainer.generate import Sampling, continue_tokens, main, next_token, print_continuation
-from ttp.trainer.model import build_model
-from ttp.trainer.tokenizer import Bytes
+from ttp.trainer.model.gpt import build_model
 
 __all__ = ["own_process", "run"]  # fixtures
 

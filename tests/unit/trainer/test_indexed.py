@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttp.errors import DatasetError
-from ttp.trainer.indexed import IndexedTokens, IndexedWriter, prefix_of, token_type
+from ttp.trainer.data.megatron_indexed import IndexedTokens, IndexedWriter, prefix_of, token_type
 
 DOCUMENTS = [[5, 6, 7], [], [8], [65499, 0]]
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.trainer.test_train import own_process
 from ttp.trainer.__main__ import main
-from ttp.trainer.config_file import load_config
-from ttp.trainer.data import Sequences, open_sequences
+from ttp.trainer.config.loader import load_config
+from ttp.trainer.data.batches import Sequences, open_sequences
 from ttp.trainer.generate import main as generate
 from ttp.trainer.metrics import account, read_lines
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ttp.trainer.config import ModelConfig
-from ttp.trainer.config_file import load_config, presets
-from ttp.trainer.model import (
+from ttp.trainer.config.loader import load_config, presets
+from ttp.trainer.config.schema import ModelConfig
+from ttp.trainer.model.gpt import (
     GPT,
     Attention,
     Rotation,

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
-from ttp.trainer.config import Config
-from ttp.trainer.config_file import load_config, presets
-from ttp.trainer.model import DTYPES, GPT, count_parameters, stages, token_loss
-from ttp.trainer.plan import Plan, make_plan
+from ttp.trainer.config.loader import load_config, presets
+from ttp.trainer.config.schema import Config
+from ttp.trainer.model.gpt import DTYPES, GPT, count_parameters, stages, token_loss
+from ttp.trainer.plan.estimate import RunPlan, make_plan
 
 LARGE = {
     "parallel_config.tensor_model_parallel_size": "2",
@@ -28,7 +28,7 @@ LARGE = {
 """The usual large example: 32 devices, recomputation, and GPT-2's vocabulary, which tensor-parallel ranks share unevenly."""
 
 
-def plan_of(preset: str, world_size: int, **changes: str) -> Plan:
+def plan_of(preset: str, world_size: int, **changes: str) -> RunPlan:
     return make_plan(load_config(preset, list(changes.items())), world_size)
 
 

@@ -13,16 +13,16 @@ import pytest
 from tests.unit.trainer.conftest import SMALL, MakeConfig
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
-from ttp.trainer.config import Config, ParallelConfig
-from ttp.trainer.plan import Plan, gib, make_plan
-from ttp.trainer.plan_search import Machine, Recompute, best_of_each, order, search, step_seconds
+from ttp.trainer.config.schema import Config, ParallelConfig
+from ttp.trainer.plan.estimate import RunPlan, gib, make_plan
+from ttp.trainer.plan.search import Hardware, Recompute, best_of_each, order, search, step_seconds
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 AT = "parallel_config."
-TINY = Machine(devices_per_node=2, flops=1e9, node=1e8, network=1e7)
+TINY = Hardware(devices_per_node=2, flops=1e9, node=1e8, network=1e7)
 
 
-def by_trial(config: Config, world_size: int, sequences: int) -> dict[Config, Plan]:
+def by_trial(config: Config, world_size: int, sequences: int) -> dict[Config, RunPlan]:
     """Return the plan of every layout that the trainer's own checks accept, found by trying all."""
     found = {}
     sizes = range(1, world_size + 1)

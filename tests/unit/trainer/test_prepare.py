@@ -21,11 +21,11 @@ from tokenizers import models, normalizers, trainers
 from tests.unit.trainer.prepare_process import prepare_slowly
 from tests.unit.trainer.test_tokenizer import TEXT, train_tokenizer
 from ttp.errors import DatasetError
-from ttp.trainer import prepare, text_cache
-from ttp.trainer.indexed import IndexedTokens
-from ttp.trainer.prepare import main, unfinished_beside
-from ttp.trainer.text_cache import cache_key, hash_files, prepared
-from ttp.trainer.tokenizer import Bytes, Tokenizer, open_tokenizer
+from ttp.trainer.data import prepare, text_cache
+from ttp.trainer.data.megatron_indexed import IndexedTokens
+from ttp.trainer.data.prepare import main, unfinished_beside
+from ttp.trainer.data.text_cache import cache_key, hash_files, prepared
+from ttp.trainer.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 
 
 @pytest.fixture

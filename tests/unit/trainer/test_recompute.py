@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.conftest import TrainAll
 from tests.unit.trainer.layouts import Axes, Training, assert_same_curve
-from ttp.trainer.config import ModelConfig, TrainingConfig
-from ttp.trainer.model import GPT, build_model, token_loss
-from ttp.trainer.recompute import prepare_blocks
+from ttp.trainer.config.schema import ModelConfig, TrainingConfig
+from ttp.trainer.model.gpt import GPT, build_model, token_loss
+from ttp.trainer.parallel.recompute import prepare_blocks
 
 CPU = torch.device("cpu")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

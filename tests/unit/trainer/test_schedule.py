@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ttp.trainer.config import Config
+from ttp.trainer.config.schema import Config
 from ttp.trainer.schedule import learning_rate
 
 PEAK, END, WARMUP, DECAY = 1e-3, 1e-4, 10, 110

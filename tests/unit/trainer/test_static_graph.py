@@ -13,10 +13,10 @@ import yaml
 
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import main
-from ttp.trainer.config_file import load_config, presets
-from ttp.trainer.memory_size import memory_bytes
-from ttp.trainer.plan import make_plan
-from ttp.trainer.static_graph import is_static, translate
+from ttp.trainer.config.loader import load_config, presets
+from ttp.trainer.config.memory_size import memory_bytes
+from ttp.trainer.config.static_graph import is_static, translate
+from ttp.trainer.plan.estimate import make_plan
 
 DOCUMENT = Path(__file__).parent / "static_graph" / "document.yaml"
 """The page's own text, comments included."""

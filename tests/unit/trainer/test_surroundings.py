@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import ConfigError
-from ttp.trainer.device_table import DEVICES, DeviceName
-from ttp.trainer.devices import bind, choose_device
+from ttp.trainer.devices.binding import bind, choose_device
+from ttp.trainer.devices.device_table import DEVICES, DeviceName
 from ttp.trainer.logs import LOGGER, open_logs
 from ttp.trainer.metrics import StepMetrics
 from ttp.trainer.world import World, check_agreement, joined, world_from_env
@@ -56,7 +56,7 @@ def names_of_devices(source: str) -> list[int]:
 def test_nothing_but_the_table_names_a_device() -> None:
     """A new device is a new row, and nothing else."""
     assert names_of_devices('device = torch.device("cuda:0")') and names_of_devices("torch.cuda.synchronize()")
-    for path in sorted((ROOT / "trainer").glob("*.py")):
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
         if path.name != "device_table.py":
             lines = names_of_devices(path.read_text(encoding="utf-8"))
             assert not lines, f"{path.relative_to(ROOT)}, lines {lines}: name it in device_table.py"

@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.conftest import MakeConfig
-from ttp.trainer.chunks import build_chunks
-from ttp.trainer.mesh import build_mesh
-from ttp.trainer.model import token_loss
-from ttp.trainer.plan import make_plan
+from ttp.trainer.model.gpt import token_loss
+from ttp.trainer.parallel.mesh import build_mesh
+from ttp.trainer.parallel.pipeline_stages import build_chunks
+from ttp.trainer.plan.estimate import make_plan
 
 CPU = torch.device("cpu")
 SEQUENCE = {"parallel_config.sequence_parallel": True}

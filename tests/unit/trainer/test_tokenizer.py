@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ttp.errors import ConfigError
-from ttp.trainer import tokenizer as module
-from ttp.trainer.tokenizer import Bytes, byte_level_files, files_of_tokenizer, open_tokenizer
+from ttp.trainer.data import tokenizer as module
+from ttp.trainer.data.tokenizer import Bytes, byte_level_files, files_of_tokenizer, open_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the cat; größer 你好 " * 20
 

@@ -16,10 +16,10 @@ import ttp
 from tests.lone_process import lone_process
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.checkpoint.format.manifest import read_manifest
-from ttp.trainer import passes
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
 from ttp.trainer.metrics import MetricsFile, account, read_lines
+from ttp.trainer.parallel import micro_batches
 from ttp.trainer.schedule import learning_rate
 from ttp.trainer.train import changed_order
 
@@ -270,7 +270,7 @@ def test_exception_in_training_leaves_its_traceback_in_the_error_log_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And goes on to the caller."""
-    monkeypatch.setattr(passes, "token_loss", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(micro_batches, "token_loss", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("output")
     text = (tmp_path / "output" / "log" / "rank_0" / "error.log").read_text()
@@ -306,13 +306,13 @@ def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> No
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
     """`import ttp`, its errors, and the strict readers of outside files that TTP has too; nothing else from inside."""
-    for path in sorted((ROOT / "trainer").glob("*.py")):
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             assert all(
-                name in ("ttp", "ttp.errors", "ttp.strict_yaml", "ttp.input_file")
+                name in ("ttp", "ttp.errors", "ttp.inputs.strict_yaml", "ttp.inputs.input_file")
                 for name in names
                 if name.split(".")[0] == "ttp"
             ), f"{path}: {names}"

@@ -20,7 +20,7 @@ from ttp.checkpoint.cli.output import Answer, Status
 from ttp.checkpoint.cli.verify import open_given
 from ttp.checkpoint.compare import Difference, Kind, Tally, compare, flattened, pairs
 from ttp.checkpoint.reader import Reader
-from ttp.wording import counted
+from ttp.text.wording import counted
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:

@@ -30,7 +30,7 @@ from ttp.checkpoint.format.durable import fsync_directory, written_by_library
 from ttp.checkpoint.format.keys import model_key, nested_path
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
-from ttp.wording import counted, size_text
+from ttp.text.wording import counted, size_text
 
 _MODEL = model_key("")
 _CONVERTER = "ttp.trainer.convert"

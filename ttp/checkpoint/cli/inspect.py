@@ -23,7 +23,7 @@ from ttp.checkpoint.format.file_index import TensorEntry, read_contents
 from ttp.checkpoint.format.manifest import Manifest, read_manifest
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CommitRecord, ShareResult
-from ttp.wording import ranks_text, size_text
+from ttp.text.wording import ranks_text, size_text
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:

@@ -17,7 +17,7 @@ from ttp.checkpoint.cli.output import Answer, Status, time_text
 from ttp.checkpoint.find import Leftover, Listed, State, folder_at, list_leftovers, list_published, nothing_in
 from ttp.checkpoint.format.durable import read_tracker
 from ttp.proto.messages import CauseKind
-from ttp.wording import size_text
+from ttp.text.wording import size_text
 
 _FINITE = {True: "yes", False: "[red]no[/]", None: "unknown"}
 _COLOURS = {State.COMPLETE: "green", State.PART: "green", State.BROKEN: "red", State.UNREADABLE: "yellow"}

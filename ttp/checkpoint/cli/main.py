@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from ttp.checkpoint.cli.output import Answer, Status, UsageError, print_answer, system_error_text
-from ttp.console import open_console
 from ttp.errors import TTPError
-from ttp.options import whole
+from ttp.inputs.options import whole
+from ttp.text.console import open_console
 
 COMMANDS = {
     "list": "ttp.checkpoint.cli.listing:run",

@@ -18,7 +18,7 @@ from ttp.checkpoint.cli.output import Answer, Status, UsageError
 from ttp.checkpoint.cli.verify import checked
 from ttp.checkpoint.find import State, folder_at, list_published, size_of
 from ttp.checkpoint.node_local import prune as node_local
-from ttp.wording import size_text
+from ttp.text.wording import size_text
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:

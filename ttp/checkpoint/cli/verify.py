@@ -18,7 +18,7 @@ from ttp.checkpoint.cli.output import Answer, Status, invalid, system_error_text
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
-from ttp.wording import counted, size_text
+from ttp.text.wording import counted, size_text
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:

@@ -41,13 +41,13 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ttp import checked
 from ttp.checkpoint.format.durable import open_regular, write_durably
 from ttp.checkpoint.format.file_index import BlobEntry, Contents, TensorEntry
 from ttp.checkpoint.format.keys import nested_path
 from ttp.checkpoint.format.tiling import Box, boxes_of
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
+from ttp.inputs import checked
 from ttp.proto.messages import FileEntry
 
 METADATA_NAME = ".metadata"

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ttp import input_file
 from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
-from ttp.wording import size_text
+from ttp.inputs import input_file
+from ttp.text.wording import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp import checked
 from ttp.checkpoint.format.durable import open_regular
 from ttp.errors import CorruptCheckpoint, TornShare
+from ttp.inputs import checked
 from ttp.proto.messages import FileEntry, ShareResult
 
 MAGIC = b"TTPTOC01"

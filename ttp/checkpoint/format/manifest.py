@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp import checked
 from ttp.checkpoint.format.durable import open_regular, write_durably
 from ttp.errors import CheckpointError, CorruptCheckpoint
+from ttp.inputs import checked
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 
 MANIFEST_NAME = "manifest.json"

@@ -27,13 +27,13 @@ from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import fsync_directory, sha256_of, step_directory_name, write_durably
 from ttp.checkpoint.format.file_index import Contents, parse_tables, read_tables
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, to_bytes
-from ttp.checkpoint.node_local.parts import Part, read_parts, supersede, write_of
+from ttp.checkpoint.node_local.parts import NodePart, read_parts, supersede, write_of
 from ttp.checkpoint.reader import Reader, check_tensors
 from ttp.checkpoint.store import Peers, Request
 from ttp.checkpoint.verify import check_complete, share_of_files
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry
-from ttp.wording import counted, size_text
+from ttp.text.wording import counted, size_text
 
 CHUNK_BYTES = 4 << 20
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
@@ -49,7 +49,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NodeFiles:
     """Which ranks share directories: those with the same host."""
 
     hosts: tuple[str, ...]
@@ -94,14 +94,14 @@ def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
     return texts
 
 
-def find_newest(paths: Sequence[str], nodes: Nodes, ranks: Peers, request: Request) -> Reader | None:
+def find_newest(paths: Sequence[str], nodes: NodeFiles, ranks: Peers, request: Request) -> Reader | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
     paths: the published names (`list_parts`) that may be chosen on this node. Raises CheckpointMismatch on every rank (another model),
     CheckpointError (a node cannot take its files).
     """
     search = _Search(nodes, ranks, request)
-    parts: dict[tuple[int, int, int, str], Part] = {}
+    parts: dict[tuple[int, int, int, str], NodePart] = {}
     for part in read_parts(paths, request.on_skip):
         parts.setdefault((part.manifest.step, *write_of(part.manifest)), part)
     skipped: list[str] = []
@@ -127,7 +127,7 @@ def clean_unfinished(part: Path) -> None:
 class _Search:
     """One rank's share in the search. Every method is called by all ranks, in the same order."""
 
-    def __init__(self, nodes: Nodes, peers: Peers, request: Request) -> None:
+    def __init__(self, nodes: NodeFiles, peers: Peers, request: Request) -> None:
         self.nodes = nodes
         self.peers = peers
         self.request = request
@@ -135,7 +135,7 @@ class _Search:
         self.host = nodes.hosts[peers.index]
         self.leads = nodes.leader_of(peers.index) == peers.index
 
-    def take(self, part: Part | None, skipped: tuple[str, ...]) -> Reader:
+    def take(self, part: NodePart | None, skipped: tuple[str, ...]) -> Reader:
         """Make one checkpoint readable on every node. Raises CorruptCheckpoint on all ranks when it is not whole."""
         manifest, order = self._leading(part)
         self.request.check(manifest)
@@ -160,7 +160,7 @@ class _Search:
             self.request.report(text)
         return Reader(path, manifest, skipped, metadata)
 
-    def _leading(self, part: Part | None) -> tuple[Manifest, int]:
+    def _leading(self, part: NodePart | None) -> tuple[Manifest, int]:
         """Return the manifest of the first node that has one, and the place of its directory in the list."""
         mine: list[Any] = []
         if part is not None and self.leads:
@@ -170,14 +170,14 @@ class _Search:
         text, order = next(answer for answer in self.peers.exchange(mine) if answer)
         return from_bytes(text.encode(), "a node's manifest"), int(order)
 
-    def _folder(self, part: Part | None, order: int) -> Path:
+    def _folder(self, part: NodePart | None, order: int) -> Path:
         """Return where this node has the checkpoint, or takes it in: the directory of the others' name for it, if that serves."""
         if part is not None:
             return part.path.parent
         serving = [Path(folder) for folder in self.request.serving]
         return self.save_dirs[order] if self.save_dirs[order] in serving else serving[0]
 
-    def _owners(self, part: Part | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
+    def _owners(self, part: NodePart | None, files: Sequence[FileEntry]) -> dict[str, list[int]]:
         """Return the leaders that have each file whole; ranks verify their node's files together."""
         here = [file for file in files if part is not None and _has(part.path, file)]
         index, count = self.nodes.place(self.peers.index)
@@ -205,7 +205,9 @@ class _Search:
                 raise CorruptCheckpoint(f"{file.name}, which rank {file.rank} wrote, is missing: {why}")
         return {name: sorted(ranks) for name, ranks in owners.items()}
 
-    def _contents(self, part: Part | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]) -> Contents:
+    def _contents(
+        self, part: NodePart | None, files: Sequence[FileEntry], owners: Mapping[str, Sequence[int]]
+    ) -> Contents:
         """Return what is in all files; each one's first owner reads its table."""
         mine = [file for file in files if owners[file.name][0] == self.peers.index]
         tables: dict[str, str] = {}
@@ -222,7 +224,7 @@ class _Search:
         every = {name: body for some, _ in answers for name, body in some.items()}
         return parse_tables(files, (every[file.name].encode() for file in files))
 
-    def _prepare(self, part: Part | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
+    def _prepare(self, part: NodePart | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
         """Return the folder in which this node's files come together: its part, or a new one."""
         name = f"{final.name}_tmp_gather_{uuid.uuid4().hex[:12]}"
         work, problem = part.path if part is not None else final.parent / name, ""

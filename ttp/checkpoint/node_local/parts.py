@@ -26,14 +26,14 @@ _ASIDE = re.compile(rf"(iter_[0-9]{{7,}}){SUPERSEDED}[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodePart:
     """One node's directory of one write of a step."""
 
     path: Path
     manifest: Manifest
 
 
-def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[Part]:
+def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[NodePart]:
     """Yield the parts behind published names; `on_skip` is called with a directory that has no readable manifest."""
     for path in parts_behind(names):
         try:
@@ -41,7 +41,7 @@ def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[Part]:
         except (CorruptCheckpoint, OSError) as error:
             on_skip(path, str(error))
         else:
-            yield Part(path, manifest)
+            yield NodePart(path, manifest)
 
 
 def write_of(manifest: Manifest) -> tuple[int, int, str]:

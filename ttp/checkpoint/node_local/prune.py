@@ -14,7 +14,7 @@ from pathlib import Path
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import sha256_of
 from ttp.checkpoint.format.file_index import parse_tables, read_tables
-from ttp.checkpoint.node_local.parts import Part, list_parts, read_parts, write_of
+from ttp.checkpoint.node_local.parts import NodePart, list_parts, read_parts, write_of
 from ttp.checkpoint.prune import Plan, Step, choose
 from ttp.checkpoint.verify import check_complete
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -31,7 +31,7 @@ def plan_prune(folders: Sequence[Path], keep: int, partial: bool, advance: Calla
     Raises CheckpointError where no step is whole, or where a folder has a checkpoint that is no part.
     """
     broken: list[Step] = []
-    writes: dict[int, dict[Write, list[Part]]] = {}
+    writes: dict[int, dict[Write, list[NodePart]]] = {}
     for part in read_parts(list_parts(folders), lambda path, error: broken.append(Step(0, (path,), error=str(error)))):
         if not part.manifest.hosts:
             raise CheckpointError(
@@ -55,13 +55,13 @@ def plan_prune(folders: Sequence[Path], keep: int, partial: bool, advance: Calla
     return replace(plan, left=(*plan.left, *broken))
 
 
-def _step(step: int, writes: Mapping[Write, Sequence[Part]]) -> Step:
+def _step(step: int, writes: Mapping[Write, Sequence[NodePart]]) -> Step:
     parts = [part for some in writes.values() for part in some]
     may_be_finite = all(part.manifest.finite is not False for part in parts)
     return Step(step, tuple(sorted(part.path for part in parts)), may_be_finite)
 
 
-def _fault_of(writes: Mapping[Write, Sequence[Part]], advance: Callable[[int], None], *, deep: bool) -> str:
+def _fault_of(writes: Mapping[Write, Sequence[NodePart]], advance: Callable[[int], None], *, deep: bool) -> str:
     """Say what the newest write of a step lacks; empty: one is whole. deep: checksums and tables, not sizes alone."""
     fault = ""
     for write in sorted(writes, reverse=True):
@@ -74,7 +74,7 @@ def _fault_of(writes: Mapping[Write, Sequence[Part]], advance: Callable[[int], N
     return fault
 
 
-def _check_write(parts: Sequence[Part], advance: Callable[[int], None], *, deep: bool) -> None:
+def _check_write(parts: Sequence[NodePart], advance: Callable[[int], None], *, deep: bool) -> None:
     """Raise CorruptCheckpoint unless every file that a part lists is in one of them."""
     files = {file.name: file for part in parts for file in part.manifest.files if file.name != dcp.METADATA_NAME}
     owners: dict[Path, list[FileEntry]] = {}
@@ -85,7 +85,7 @@ def _check_write(parts: Sequence[Part], advance: Callable[[int], None], *, deep:
         check_complete(parse_tables(mine, (body for path, some in owners.items() for body in read_tables(path, some))))
 
 
-def _owner(file: FileEntry, parts: Sequence[Part], advance: Callable[[int], None], *, deep: bool) -> Path:
+def _owner(file: FileEntry, parts: Sequence[NodePart], advance: Callable[[int], None], *, deep: bool) -> Path:
     """Return a part that has a file, as it was written."""
     altered = ""
     for part in parts:

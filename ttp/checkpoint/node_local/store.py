@@ -9,7 +9,7 @@ from typing import Any
 
 from ttp.checkpoint.find import StrPath
 from ttp.checkpoint.node_local import parts
-from ttp.checkpoint.node_local.exchange_files import Nodes, find_newest
+from ttp.checkpoint.node_local.exchange_files import NodeFiles, find_newest
 from ttp.checkpoint.node_local.publish_part import publish_part
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Peers, Request
@@ -28,7 +28,7 @@ class NodeLocalStore:
         self.hosts = tuple(hosts)
         self.start = start
         self.node = self.hosts[rank]
-        self.leader = Nodes(self.hosts).leader_of(rank)
+        self.leader = NodeFiles(self.hosts).leader_of(rank)
 
     def list_published(self, directories: Iterable[StrPath]) -> list[Path]:
         return parts.list_parts(directories)
@@ -42,7 +42,7 @@ class NodeLocalStore:
             )
 
     def open_newest(self, paths: Sequence[str], ranks: Peers, request: Request) -> Reader | None:
-        return find_newest(paths, Nodes(self.hosts), ranks, request)
+        return find_newest(paths, NodeFiles(self.hosts), ranks, request)
 
     def publish(self, directory: str, tmp_name: str, **fields: Any) -> str:
         return publish_part(directory, tmp_name, hosts=self.hosts, start=self.start, **fields)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ttp.launch.deathwatch import Death
-from ttp.processor.faults import classify
+from ttp.launch.watch.death_watch import Death
+from ttp.processor.core.causes import classify
 from ttp.proto.messages import EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES, CauseKind, in_brief
-from ttp.wording import ranks_text
+from ttp.text.wording import ranks_text
 
 TRACEBACK_LINES = 60
 LONGEST_LINE = 400
@@ -27,7 +27,7 @@ _LEFT: dict[int | None, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RankFailure:
     """Why the workers are held, and until when: one deadline, however many stages the fault has."""
 
     cause: str
@@ -102,7 +102,7 @@ def recorded(failure: ProcessFailure) -> Recorded | None:
     return Recorded(text.strip(), trace if isinstance(trace, str) else "")
 
 
-def blames_a_peer(told: Recorded) -> bool:
+def is_peer_error(told: Recorded) -> bool:
     """Say whether the exception is what a collective raises when another rank has gone."""
     return classify(told.text, told.name) is CauseKind.PEER_ERROR
 
@@ -119,7 +119,7 @@ def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:
     }
 
 
-def briefly(failure: ProcessFailure) -> ProcessFailure:
+def summarize(failure: ProcessFailure) -> ProcessFailure:
     """Return a copy of which torch's report quotes the exception in brief, without its traceback: the worker has printed that. The
     error file stays as it is."""
     told = recorded(failure)
@@ -146,7 +146,7 @@ def traceback_text(failure: ProcessFailure) -> str:
     return "\n".join(f"    {line}" for line in lines)
 
 
-def root_cause_first(
+def sort_root_cause_first(
     failures: Mapping[int, ProcessFailure], first_seen_unix_s: Mapping[int, float]
 ) -> dict[int, ProcessFailure]:
     """Order failures (by global rank) so that torch reports the true root cause, and make its timestamps agree.

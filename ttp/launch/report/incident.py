@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ttp.launch.report.exit_status import Recorded, blames_a_peer
+from ttp.launch.report.exit_status import Recorded, is_peer_error
 from ttp.proto.incident import EVENT, Culprit, Incident, read_incident, trace_end
 from ttp.proto.messages import CauseKind
 
@@ -39,7 +39,7 @@ class AtOnce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class AttemptEnd:
     """How an attempt ended on this node."""
 
     log_dir: Path | None
@@ -99,7 +99,9 @@ def report_fields(report: Report) -> dict[str, Any]:
     return {**first, **{name: known[name] for name in names}, **last}
 
 
-def report_of(start: int, lines: Sequence[Line], ending: Ending, saved_alone: Report | None = None) -> Report | None:
+def report_of(
+    start: int, lines: Sequence[Line], ending: AttemptEnd, saved_alone: Report | None = None
+) -> Report | None:
     """Report the fault of an attempt from its controllers' journals; None if there was none.
 
     `saved_alone`: what ranks saved without a controller, in place of what the controllers made of it.
@@ -165,7 +167,7 @@ def _ended(start: int, lines: Sequence[Line]) -> Report | None:
     return Report(start=start, began_unix_s=float(line["unix_s"]) - took_s, incident=incident)
 
 
-def _unended(start: int, lines: Sequence[Line], ending: Ending) -> Report | None:
+def _unended(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | None:
     """Return what is known of a fault that no controller lived to end: the first signs, and why the gates were shut."""
     lines = [line for line in _since_thaw(lines) if line["unix_s"] < ending.at_once.unix_s]
     end = next((number + 1 for number, line in enumerate(lines) if line["event"] == "exit_sent"), len(lines))
@@ -194,12 +196,12 @@ def _unended(start: int, lines: Sequence[Line], ending: Ending) -> Report | None
     return Report(start=start, began_unix_s=float(signs[0]["unix_s"]), incident=incident)
 
 
-def _unled(start: int, lines: Sequence[Line], ending: Ending) -> Report | None:
+def _unled(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | None:
     """Report workers that failed though no journal has a fault, or what another node reported."""
     exits, raised = _exits(ending), ending.raised
     if not exits and not ending.elsewhere:
         return None
-    causes_first = sorted(exits, key=lambda rank: (rank in raised and blames_a_peer(raised[rank]), rank))
+    causes_first = sorted(exits, key=lambda rank: (rank in raised and is_peer_error(raised[rank]), rank))
     why = "the journal tells of no fault" if lines else _UNLED
     incident = Incident(
         kind="unled" if exits else "elsewhere",
@@ -213,7 +215,7 @@ def _unled(start: int, lines: Sequence[Line], ending: Ending) -> Report | None:
     return Report(start=start, began_unix_s=ending.first_exit_unix_s or 0.0, incident=incident, elsewhere=elsewhere)
 
 
-def _ended_at_once(start: int, found: Report | None, ending: Ending) -> Report:
+def _ended_at_once(start: int, found: Report | None, ending: AttemptEnd) -> Report:
     """Report an attempt that a second signal ended: a fault that was there before it, or the notice itself, after which it is not known how
     many steps the ranks had finished. What the controller noticed of their end is chance."""
     at_once, incident = ending.at_once, found.incident if found is not None else Incident(kind=NOTICE)
@@ -236,7 +238,7 @@ def _ended_at_once(start: int, found: Report | None, ending: Ending) -> Report:
     return Report(start=start, began_unix_s=began, incident=incident)
 
 
-def _exits(ending: Ending) -> dict[int, str]:
+def _exits(ending: AttemptEnd) -> dict[int, str]:
     raised = ending.raised
     return {rank: f"{text}: {raised[rank].line}" if rank in raised else text for rank, text in ending.exits.items()}
 

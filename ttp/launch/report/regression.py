@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ttp.checkpoint.format.durable import step_of_directory
 from ttp.launch.report.incident import Report
-from ttp.wording import counted
+from ttp.text.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ttp.launch.report.incident import Report
 from ttp.proto.incident import STAGES, Culprit, Incident
-from ttp.wording import counted, ranks_text, size_text
+from ttp.text.wording import counted, ranks_text, size_text
 
 NAMED = 8
 _QUOTED = 4

@@ -19,14 +19,12 @@ from typing import Any
 
 from rich.table import Table
 
-from ttp import last_step, saved_alone
-from ttp.console import open_console
-from ttp.last_step import LastStep
-from ttp.launch.hang_stacks import gather, main_frames, read_asked, read_blocks
+from ttp.exchange import last_step, saved_alone
+from ttp.exchange.last_step import LastStep
 from ttp.launch.report.incident import (
     ENDED,
     NOTICE,
-    Ending,
+    AttemptEnd,
     Line,
     Report,
     false_alarms,
@@ -36,10 +34,12 @@ from ttp.launch.report.incident import (
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import fault_lines, start_table
+from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.story_file import StoryFile, read_journals, read_story
 from ttp.launch.report.summary import Summary, summary_lines
-from ttp.launch.saved_alone import report_of_save
-from ttp.wording import counted
+from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
+from ttp.text.console import open_console
+from ttp.text.wording import counted
 
 log = logging.getLogger("ttp.launch")
 
@@ -87,7 +87,7 @@ class Reporter:
         """Of the attempt that goes on."""
         self._reported: set[int] = set()
         """Attempts whose end this launcher has reported, one without a fault too."""
-        self._unreported: tuple[Start, Ending] | None = None
+        self._unreported: tuple[Start, AttemptEnd] | None = None
         """An attempt that the launcher on another node reports, unless that node is lost: then rank 0 comes to another one."""
         self._ended_in_fault = False
         """So has the newest attempt that was reported here."""
@@ -128,7 +128,7 @@ class Reporter:
         with self._lock:
             return self._introduce(start, log_dir, lines)
 
-    def end(self, start: Start, ending: Ending) -> None:
+    def end(self, start: Start, ending: AttemptEnd) -> None:
         """All of an attempt's workers and controllers on this node have ended: report its fault, if it had one."""
         with self._lock:
             if self._here or _known_only_here(start, ending):
@@ -218,7 +218,7 @@ class Reporter:
                 log.warning("what other launchers told of the job cannot be read from %s: %s", path, error)
         return Earlier()
 
-    def _guarded_end(self, start: Start, ending: Ending, *, introduce: bool) -> None:
+    def _guarded_end(self, start: Start, ending: AttemptEnd, *, introduce: bool) -> None:
         try:
             if self._end(start, ending, introduce):
                 self._reported.add(start.number)
@@ -251,7 +251,7 @@ class Reporter:
         self._print([f"warning: {text}" for text in fields["warnings"]])
         return True
 
-    def _end(self, start: Start, ending: Ending, introduce: bool) -> bool:
+    def _end(self, start: Start, ending: AttemptEnd, introduce: bool) -> bool:
         """Report an attempt's fault, if it had one; return whether it is known how it ended."""
         log_dir = ending.log_dir
         lines = read_journals(log_dir, start.number, start.begun_unix_s) if log_dir is not None else []
@@ -308,7 +308,7 @@ class Reporter:
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
 
-    def _write_unprotected(self, start: Start, ending: Ending) -> None:
+    def _write_unprotected(self, start: Start, ending: AttemptEnd) -> None:
         """Write the line of an attempt of which no journal here says that all ranks were protected: nothing was reported as it began."""
         self._introduced = start.number
         pids = {str(rank): pid for rank, pid in ending.pids.items()}
@@ -324,10 +324,10 @@ class Reporter:
         self._file.beside(log_dir)
 
 
-_NOTHING_KNOWN = Ending(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
+_NOTHING_KNOWN = AttemptEnd(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
 
 
-def _known_only_here(start: Start, ending: Ending) -> bool:
+def _known_only_here(start: Start, ending: AttemptEnd) -> bool:
     """Return whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
     on rank 0's node cannot read it."""
     if ending.log_dir is None:
@@ -340,7 +340,7 @@ def _known_only_here(start: Start, ending: Ending) -> bool:
         return False
 
 
-def _unannounced(report: Report, ending: Ending) -> bool:
+def _unannounced(report: Report, ending: AttemptEnd) -> bool:
     """Return whether all workers here have succeeded, and the culprits are ranks here that exited without a word. Where nothing was saved
     for a restart, it was no fault."""
     ranks = {culprit.rank for culprit in report.incident.culprits}

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ttp.input_file import open_text
-from ttp.launch.aside import Aside
+from ttp.inputs.input_file import open_text
+from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.report.incident import Line, leading_lines
 
 log = logging.getLogger("ttp.launch")
@@ -61,7 +61,7 @@ class StoryFile:
                 self._write_out()
 
         with suppress(RuntimeError):  # no thread can be started: the line goes out with the next one
-            Aside(write).wait(WRITE_S)
+            BoundedCall(write).wait(WRITE_S)
 
     def _text(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
         return json.dumps({"unix_s": unix_s, "event": event, "launch": self._launch, **fields}) + "\n"

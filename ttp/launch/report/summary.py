@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttp.last_step import LastStep
+from ttp.exchange.last_step import LastStep
 from ttp.launch.report.render import NAMED, labelled
-from ttp.wording import counted, ranks_text
+from ttp.text.wording import counted, ranks_text
 
 NOT_PROTECTED = "not protected: no rank has called ttp.start"
 

@@ -1,0 +1,1 @@
+"""The controller's machine: which event means what in which stage (PURE)."""

@@ -1,0 +1,80 @@
+"""How the job's ranks leave: refused, published, never assembled, or finished (PURE).
+
+Owns the ends of the story. Never judges whether an end is due.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ttp.proto.frozen import replace
+from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
+
+from ..facts.decision import Refusal
+from ..facts.events import Effect, Fields, Finish, Journal, Send
+from ..facts.incident import Outcome, report
+from ..facts.membership import reachable
+from ..facts.state import EXIT_WAIT_S, ControllerState, Stage
+
+
+def leave(
+    state: ControllerState, reason: str, now: float, out: list[Effect], outcome: Outcome | None = None
+) -> ControllerState:
+    """Order every rank with a stream to exit, silent ones included, and wait for the streams to close. `outcome`: of the fault that ends
+    so; None: nothing was decided, for that reason."""
+    members = state.members
+    told = reachable(members)
+    untold = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
+    if told or state.agents:  # the launchers overhear it: they say why when no rank is left that could
+        out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
+    out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
+    state = report(state, outcome or Outcome(not_saved=reason), now, out)
+    return replace(
+        state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)
+    )
+
+
+def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
+    """Write nothing, say why, and have the job restart from what there is."""
+    fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
+    newest = newest_checkpoint(state)
+    out.append(Journal("refused", {**fields, "goes_on_from": newest}))
+    after = f"the job goes on from {newest}" if newest else "no older checkpoint is known to the ranks that are left"
+    outcome = Outcome(None, refusal.reason, newest, max(0, step_of(newest)))
+    return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
+
+
+def newest_checkpoint(state: ControllerState) -> str:
+    """Return the newest checkpoint that any rank told of in this freeze; empty: none."""
+    reports = state.fault.reports if state.fault is not None else ()
+    return max((report.checkpoint for report in reports if report is not None), key=step_of, default="")
+
+
+def step_of(path: str) -> int:
+    """Return the step that a checkpoint's path names, `.../iter_0000042`; -1: none."""
+    number = path.rpartition("/iter_")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
+    """Every rank's `train` has returned: let all go."""
+    told = reachable(state.members)
+    if told:
+        out.append(Send(told, Dismiss()))
+    out.append(Journal("finished", {"ranks": state.members.finished}))
+    return over(state, "all ranks have finished", out)
+
+
+def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
+    """Nobody is there to be told anything; a fault that was going on ends without a checkpoint."""
+    if state.fault is not None:
+        out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
+        newest = newest_checkpoint(state)
+        state = report(state, Outcome(None, reason, newest, max(0, step_of(newest))), now, out)
+    return over(state, reason, out)
+
+
+def over(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
+    """End the controller's own work."""
+    out.append(Finish(reason))
+    return replace(state, stage=Stage.OVER, deadline=inf, fault=None, dump=None, reason=reason)

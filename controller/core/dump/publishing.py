@@ -1,0 +1,227 @@
+"""Making a written attempt visible, by one rank at a time in each place (PURE).
+
+Owns the choice of the publishers. A *place* is what sees a directory: all ranks together when it is shared, the ranks of
+one node when every node has its own; then a step is published when every node that holds files of it has published them.
+Two publishers of one attempt do no harm: the rename is exclusive, and a valid checkpoint of that step that is there
+already is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from ttp.proto.frozen import replace
+from ttp.proto.incident import Saved
+from ttp.proto.messages import Published, PublishOrder, StepFailed
+
+from ..facts.coverage import named
+from ..facts.events import Effect, Fields, Journal, Send
+from ..facts.incident import Outcome, stage_ended
+from ..facts.state import MOST_KEPT, ControllerState, Stage
+from .finish import leave
+from .freeze import cause_fields, half_of_the_rest, next_round, root_cause
+from .roll_forward import is_holder
+from .writing import next_directory, results, tmp_name
+
+
+def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Everything is written and durable: order the publish."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    cause = root_cause(fault.causes)
+    assert cause is not None, "a plan is made for a fault with a cause"
+    order = PublishOrder(
+        freeze_id=state.freeze_id,
+        step=dump.decision.step,
+        directory=dump.directories[dump.attempt],
+        tmp_name=tmp_name(state),
+        results=results(dump),
+        cause=cause,
+        record=dump.decision.record,
+        term=state.settings.term,
+    )
+    state = replace(state, stage=Stage.PUBLISHING, dump=replace(dump, order=order))
+    return _advance(state, now, out)
+
+
+def _advance(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Have every place published, or change the plan when a place is lost with what was written there: nobody publishes
+    before all places are known to be able to."""
+    dump = state.dump
+    assert dump is not None
+    alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
+    candidates: list[list[int]] = []
+    for place in _places(state):
+        here = [rank for rank in alive if _place_of(state, rank) == place]
+        if not here:
+            where = f"node {place} was lost with what it had written" if place else "no rank is left to publish"
+            return next_round(state, where, now, out)
+        if place in dump.published_places or any(rank in dump.publishers for rank in here):
+            continue
+        able = [rank for rank in here if rank not in dump.failed_publishers]
+        if not able and place:
+            return _without_node(state, place, here, now, out)
+        if not able:
+            return next_directory(replace(state, stage=Stage.WRITING), now, out)
+        candidates.append(able)
+    for able in candidates:
+        state = _order_publish(state, able, now, out)
+    return state
+
+
+def _without_node(
+    state: ControllerState, place: str, ranks: list[int], now: float, out: list[Effect]
+) -> ControllerState:
+    """What a node wrote in this directory cannot be published there."""
+    dump = state.dump
+    assert dump is not None
+    last = dump.errors[-1] if dump.errors else f"{dump.directories[dump.attempt]}: no answer"
+    return _written_anew(state, ranks, f"node {place} could not publish: {last}", now, out)
+
+
+def _torn(state: ControllerState, writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:
+    """Nobody contradicts that files of these ranks ended short."""
+    return _written_anew(state, writers, f"files of {named('rank', sorted(writers))} ended short: {why}", now, out)
+
+
+def _written_anew(
+    state: ControllerState, unfit: Iterable[int], why: str, now: float, out: list[Effect]
+) -> ControllerState:
+    """These ranks write in this directory no more, and all is written anew.
+
+    One bad rank or node never vetoes a directory; one that nobody can do without has the next directory tried.
+    """
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    directory = dump.directories[dump.attempt]
+    pairs = fault.unfit.union((directory, rank) for rank in unfit)
+    state = replace(state, fault=replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)[-MOST_KEPT:]))
+    return next_round(state, why, now, out)
+
+
+def _places(state: ControllerState) -> tuple[str, ...]:
+    """Return where the files of this attempt are: somewhere at least, because every shard was written."""
+    return tuple(sorted({_place_of(state, rank) for rank in _writers(state)})) or ("",)
+
+
+def _writers(state: ControllerState) -> tuple[int, ...]:
+    """Return the ranks that wrote something of this attempt, dead ones included."""
+    assert state.dump is not None
+    return state.dump.work.ranks(lambda work: bool(work.results))
+
+
+def _place_of(state: ControllerState, rank: int) -> str:
+    if not state.settings.local_dirs:
+        return ""
+    registration = state.members.table[rank].registration
+    return registration.host if registration is not None else ""
+
+
+def _order_publish(state: ControllerState, able: list[int], now: float, out: list[Effect]) -> ControllerState:
+    """Order it from the lowest of these ranks that has the step.
+
+    A rank whose disk failed it comes after those, and a rank without the step last: the shards are written, so it needs no
+    optimizer state any more. It does need the host state of that step, and fails the order when it does not have it.
+    """
+    dump = state.dump
+    assert dump is not None and dump.order is not None
+    rank = min(able, key=lambda candidate: (candidate not in dump.able, candidate in dump.failed_here, candidate))
+    out.append(Send((rank,), dump.order))
+    fields: Fields = {"rank": rank, "step": dump.order.step, "tmp_name": dump.order.tmp_name}
+    out.append(Journal("publish_sent", {**fields, **cause_fields(dump.order.cause)}))
+    ordered = replace(
+        dump,
+        publishers=dump.publishers | {rank},
+        asked=dump.asked | {(rank, dump.order.tmp_name)},
+        progress_by=now + state.settings.progress_timeout_s,
+        patience_until=half_of_the_rest(state, now),
+    )
+    return replace(state, dump=ordered)
+
+
+def published(state: ControllerState, answer: Published, now: float, out: list[Effect]) -> ControllerState:
+    """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave.
+
+    Where each node has its own directories, another attempt's piece would list other files; but there each attempt has a
+    freeze of its own, and words of an older one never come here.
+    """
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    if answer.step != dump.decision.step:
+        return state
+    place = _place_of(state, answer.rank)
+    here = {rank for rank in dump.publishers if _place_of(state, rank) == place}
+    done = dump.published_places | {place}
+    state = replace(state, dump=replace(dump, publishers=dump.publishers - here, published_places=done))
+    milliseconds = round(1000 * (now - fault.began), 3)
+    fields: Fields = {"rank": answer.rank, "step": answer.step, "path": answer.path, "ms": milliseconds}
+    if not done.issuperset(_places(state)):
+        out.append(Journal("place_published", {**fields, "host": place}))
+        return _advance(state, now, out)
+    out.append(Journal("published", fields))
+    nbytes = sum(file.nbytes for result in results(dump) for file in result.files)
+    saved = Saved(step=answer.step, path=answer.path, bytes=nbytes, ranks=_writers(state))
+    outcome = Outcome(saved, "", saved.path, saved.step)
+    state = stage_ended(state, "published", now)
+    return leave(state, f"step {answer.step} is saved in {answer.path}", now, out, outcome)
+
+
+def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
+    """The publisher could not: the next rank tries, unless it would find the same torn files."""
+    dump, rank = state.dump, answer.rank
+    assert dump is not None
+    if rank not in dump.publishers or answer.tmp_name != tmp_name(state):
+        return state
+    torn = frozenset(answer.torn).intersection(_writers(state))
+    fields: Fields = {"rank": rank, "tmp_name": answer.tmp_name, "error": answer.error}
+    out.append(Journal("publish_failed", {**fields, "torn": tuple(sorted(torn))} if torn else fields))
+    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
+    proven = torn if not others_to_publish(state, rank) else torn & dump.doubted
+    state = replace(state, dump=replace(dump, errors=errors, doubted=dump.doubted | torn))
+    if proven:
+        return _torn(state, proven, answer.error, now, out)
+    return replace_publishers(state, {rank}, now, out)
+
+
+def others_to_publish(state: ControllerState, rank: int) -> tuple[int, ...]:
+    """Return the ranks that may publish in a publisher's place when it does not."""
+    dump = state.dump
+    assert dump is not None
+    tried, place = dump.failed_publishers | {rank}, _place_of(state, rank)
+    holders = (other for other in range(state.settings.world_size) if is_holder(state, other))
+    return tuple(other for other in holders if other not in tried and _place_of(state, other) == place)
+
+
+def on_timeout_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """The publishers did not answer for too long."""
+    assert state.dump is not None and state.fault is not None
+    late = state.dump.publishers
+    out.append(Journal("stuck", {"ranks": tuple(sorted(late)), "stage": "publish"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | late))
+    return _unanswered(state, late, now, out)
+
+
+def on_rank_lost_publishing(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank died: it may have been a publisher, or the last one of its node."""
+    return state if state.dump is None else _unanswered(state, {rank}, now, out)
+
+
+def _unanswered(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+    """These ranks answer no more. Where the last that could look again at doubtful files is among them, the doubt stands."""
+    dump = state.dump
+    assert dump is not None
+    for rank in sorted(dump.publishers & ranks):
+        doubted = {writer for writer in dump.doubted if _place_of(state, writer) == _place_of(state, rank)}
+        if doubted and not others_to_publish(state, rank):
+            return _torn(state, doubted, "nobody is left to look again", now, out)
+    return replace_publishers(state, ranks, now, out)
+
+
+def replace_publishers(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+    """Others publish where these ranks do not."""
+    dump = state.dump
+    assert dump is not None
+    failed = dump.failed_publishers | (dump.publishers & ranks)
+    return _advance(
+        replace(state, dump=replace(dump, publishers=dump.publishers - ranks, failed_publishers=failed)), now, out
+    )

@@ -1,0 +1,276 @@
+"""From a decision to ranks that all hold the decided step (PURE).
+
+Owns the decision's inputs and the roll-forward orders. A rank that fails or falls silent is left out; if the shards are
+then no longer covered, the ranks are asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from ttp.proto.frozen import replace
+from ttp.proto.messages import RollForward, StateReport
+
+from ..facts.coverage import Group, named
+from ..facts.decision import Decision, Refusal, decide
+from ..facts.events import Effect, Fields, Journal, Send
+from ..facts.incident import stage_ended
+from ..facts.membership import SUSPECT_AFTER, alive_at, silent_since
+from ..facts.pace import has_started
+from ..facts.per_rank import PerRank
+from ..facts.state import ControllerState, Dump, Fault, Stage, Work
+from .finish import newest_checkpoint, refuse, step_of
+from .freeze import frozen_fields, half_of_the_rest, owes_report
+
+
+def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
+    without: the end of an update, or the word of a rank that is silent now and may still be heard."""
+    fault = state.fault
+    assert fault is not None and state.coverage is not None
+    verdict = verdict_of(state, fault)
+    if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
+        return _wait_for_updates(state, fault, updating, now, out)
+    if _is_less(verdict, fault) and now < (known_at := _known_at(state, fault, now)):
+        return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
+    out.append(Journal("frozen", frozen_fields(state)))
+    state = stage_ended(state, "frozen", now)
+    if isinstance(verdict, Refusal):
+        return refuse(state, _with_what_failed(fault, verdict), now, out)
+    return _order_rolls(state, verdict, now, out)
+
+
+def _is_less(verdict: Decision | Refusal, fault: Fault) -> bool:
+    """Say whether more might be saved: no step is covered, or, by local copies, only one before the newest that is known to be committed."""
+    return isinstance(verdict, Refusal) or any(record.step > verdict.step for record in fault.records)
+
+
+def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
+    """Decide from what was reported; `updating`: as if the updates of these ranks had ended."""
+    assert state.coverage is not None
+    if not state.coverage.groups:
+        return Refusal("no rank registered any shards")
+    unknown = state.job_groups - len(state.coverage.groups)
+    if unknown > 0:  # a standby never hears of shards whose holders had all gone before it took over
+        gone = named("rank", state.members.table.ranks(lambda member: member.registration is None))
+        held = (
+            f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
+        )
+        return Refusal(f"no live rank can write: {held} ({gone})")
+    stuck = fault.stuck
+    reports = {
+        report.rank: report
+        for report, member in zip(fault.reports, state.members.table, strict=True)
+        if report is not None and member.dead is None and not member.suspect and report.rank not in stuck
+    }
+    for rank in updating:
+        report = fault.reports[rank]
+        assert report is not None
+        reports[rank] = replace(report, closed=True, state_step=report.step)
+    records = {record.step: record for record in fault.records}
+    groups, unwritable = state.coverage.groups, _unwritable(fault, reports)
+    verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
+    if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
+        return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
+    if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
+        return Refusal(f"step {verdict.step}, of which local copies are left, is not newer than {there}")
+    return verdict
+
+
+def _unwritable(fault: Fault, reports: Mapping[int, StateReport]) -> frozenset[int]:
+    """Return the steps that no directory took and that nobody has come to since."""
+    return frozenset(
+        step
+        for step, tried in fault.unwritable
+        if not any(
+            report.closed and not report.torn and report.state_step == step and rank not in tried
+            for rank, report in reports.items()
+        )
+    )
+
+
+def _with_what_failed(fault: Fault, refusal: Refusal) -> Refusal:
+    """Say why no older step is written either, after what had kept the newer ones from being written."""
+    if not fault.unwritable:
+        return refusal
+    steps = named("step", sorted(step for step, _ in fault.unwritable))
+    reason = f"no directory took {steps} ({'; '.join(fault.errors[-4:])}), and then {refusal.reason}"
+    return replace(refusal, reason=reason)
+
+
+def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[int, ...]:
+    """Return the ranks whose update goes on behind the shut gate, if its end would cover a step that is not covered now.
+
+    Where another holder has their shards nothing is waited for: one stuck rank never vetoes.
+    """
+    if now >= fault.update_by:
+        return ()
+    updating = tuple(
+        report.rank
+        for report in fault.reports
+        if report is not None and not report.closed and not report.torn and is_holder(state, report.rank)
+    )
+    return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()
+
+
+def _known_at(state: ControllerState, fault: Fault, now: float) -> float:
+    """Return when all that are silent, and have reported or are seen to run by their agents, are heard again or dead, and all that
+    attached again have had their time to answer; half of the fault's time at most. It may be this controller that hears nobody,
+    which is no reason to refuse. -inf: there are none."""
+    members, settings, started = state.members, state.settings, has_started(state.pace)
+    silent_s = SUSPECT_AFTER * settings.lease_s
+    last_alive = known_at = -inf
+    for rank, (report, member) in enumerate(zip(fault.reports, members.table, strict=True)):
+        if member.dead is not None or member.registration is None or rank in fault.stuck:
+            continue
+        since, alive = silent_since(member, members.amnesty), alive_at(member, members.amnesty, settings, started)
+        if member.suspect if report is not None else alive > since and now >= since + silent_s:
+            last_alive = max(last_alive, alive)
+        if owes_report(state, fault, rank):
+            known_at = fault.asked_late_until
+    return min(max(known_at, last_alive + settings.lease_s), fault.began + settings.total_timeout_s / 2)
+
+
+def _wait_for_updates(
+    state: ControllerState, fault: Fault, updating: tuple[int, ...], now: float, out: list[Effect]
+) -> ControllerState:
+    update_by = min(fault.update_by, now + state.settings.progress_timeout_s)
+    if fault.update_by == inf:
+        out.append(Journal("awaiting_updates", {"ranks": updating, "freeze_id": state.freeze_id}))
+    return replace(state, fault=replace(fault, updating=updating, update_by=update_by))
+
+
+def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: list[Effect]) -> ControllerState:
+    """Note the decision and have the ranks that are one step behind roll forward."""
+    fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
+    out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
+    state = stage_ended(state, "decided", now)
+    rolling = PerRank.filled(state.settings.world_size, False)
+    if verdict.roll_forward:
+        assert verdict.record is not None
+        out.append(Send(verdict.roll_forward, RollForward(state.freeze_id, verdict.record)))
+        rolling = rolling.put_all(dict.fromkeys(verdict.roll_forward, True))
+    dump = Dump(
+        decision=verdict,
+        able=frozenset(verdict.able),
+        rolling=rolling,
+        pending=len(verdict.roll_forward),
+        progress_by=now + state.settings.progress_timeout_s,
+        patience_until=half_of_the_rest(state, now),
+        directories=_directories(state, verdict),
+        work=PerRank.filled(state.settings.world_size, Work()),
+    )
+    return replace(state, stage=Stage.ROLLING, dump=dump)
+
+
+def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has finished the decided step's update."""
+    dump = state.dump
+    assert dump is not None and state.fault is not None
+    if not dump.rolling[rank]:
+        return state
+    if state_step != dump.decision.step:
+        return roll_failed(state, rank, f"it stands at step {state_step}", now, out)
+    out.append(Journal("rolled_forward", {"rank": rank, "step": state_step}))
+    return _answered(state, rank, now)
+
+
+def note_progress(state: ControllerState, rank: int, now: float) -> ControllerState:
+    """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
+    dump = state.dump
+    assert dump is not None
+    if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):
+        return state  # the dead and the stuck owe nothing
+    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)
+    return replace(state, dump=replace(dump, progress_by=progress_by))
+
+
+def roll_failed(state: ControllerState, rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
+    """A rank cannot reach the decided step. Whether its own older state is whole, its next report says."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    if not dump.rolling[rank]:
+        return state
+    out.append(Journal("roll_forward_failed", {"rank": rank, "step": dump.decision.step, "error": error}))
+    fault = replace(fault, unreachable=fault.unreachable | {(rank, dump.decision.step)})
+    dump = replace(dump, able=dump.able - {rank})
+    return _answered(replace(state, fault=fault, dump=dump), rank, now)
+
+
+def on_rank_lost_rolling(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank died."""
+    assert state.dump is not None
+    return _answered(state, rank, now) if state.dump.rolling[rank] else state
+
+
+def on_timeout_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """No answer came for too long: every rank that owes one is stuck."""
+    assert state.dump is not None and state.fault is not None
+    late = state.dump.rolling.ranks(bool)
+    out.append(Journal("stuck", {"ranks": late, "stage": "roll_forward"}))
+    return drop_roll_forwards(state, late, now)
+
+
+def drop_roll_forwards(state: ControllerState, ranks: tuple[int, ...], now: float) -> ControllerState:
+    """These ranks' roll-forwards are waited for no longer."""
+    assert state.fault is not None
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck.union(ranks)))
+    for rank in ranks:
+        state = _answered(state, rank, now)
+    return state
+
+
+def is_holder(state: ControllerState, rank: int) -> bool:
+    """True for a rank that may be given orders: alive and not stuck."""
+    assert state.fault is not None
+    return state.members.table[rank].dead is None and rank not in state.fault.stuck
+
+
+def able_holders(state: ControllerState) -> frozenset[int]:
+    """Return the ranks that can write the decided step now. O(world)."""
+    assert state.dump is not None and state.fault is not None
+    dead = state.members.table.ranks(lambda member: member.dead is not None)
+    return state.dump.able.difference(dead, state.fault.stuck)
+
+
+def holders(state: ControllerState, group: Group) -> tuple[int, ...]:
+    """Return the ranks that can write a group at the decided step now."""
+    assert state.dump is not None
+    return tuple(rank for rank in group.holders if rank in state.dump.able and is_holder(state, rank))
+
+
+def _answered(state: ControllerState, rank: int, now: float) -> ControllerState:
+    dump = state.dump
+    assert dump is not None
+    dump = replace(
+        dump,
+        rolling=dump.rolling.put(rank, False),
+        pending=dump.pending - 1,
+        progress_by=now + state.settings.progress_timeout_s,
+    )
+    return replace(state, dump=dump)
+
+
+def _directories(state: ControllerState, decision: Decision) -> tuple[str, ...]:
+    """Return the first able rank's directories: they are the job's, in its order of preference."""
+    registration = state.members.table[decision.able[0]].registration
+    return registration.save_dirs if registration is not None else ()
+
+
+def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
+    """Say of every rank without a usable report why, for a refusal's text."""
+    absent = {}
+    for rank, member in enumerate(state.members.table):
+        report = fault.reports[rank]
+        if member.dead is not None:
+            absent[rank] = f"dead ({member.dead.text})"
+        elif rank in fault.stuck:
+            absent[rank] = "stuck in an order"
+        elif report is None or member.suspect:
+            absent[rank] = "which did not answer"
+        elif report.torn:
+            absent[rank] = f"whose update of step {report.step} failed half way"
+        elif not report.closed:
+            absent[rank] = f"stuck in {report.phase.name} of step {report.step}"
+    return absent

@@ -1,0 +1,211 @@
+"""Write orders: every shard once, by live holders, in one directory (PURE).
+
+Owns the attempt: its name, who owes which parts, and what was written. A writer that dies, fails or falls silent is
+replaced for the parts that it had not finished; a directory that nobody can write to is given up for the next.
+"""
+
+from __future__ import annotations
+
+from ttp.proto.frozen import replace
+from ttp.proto.messages import Part, ShareResult, WriteOrder, Written
+from ttp.proto.names import StagingName
+
+from ..facts.decision import Refusal
+from ..facts.events import Effect, Fields, Journal, Send
+from ..facts.incident import stage_ended
+from ..facts.per_rank import PerRank
+from ..facts.planning import Plan, hand_over, share_out
+from ..facts.state import MOST_KEPT, ControllerState, Dump, Work
+from .finish import refuse
+from .freeze import awaited, next_round, quarter_of_the_rest
+from .roll_forward import able_holders, holders
+
+SLOW_DISK_BYTES_PER_S = 50e6
+"""A writer is not given up for stuck before its share could have gone to a disk as slow as this."""
+
+
+def tmp_name(state: ControllerState) -> str:
+    """Return this attempt's directory name: no other attempt of any controller has it."""
+    assert state.dump is not None
+    step, attempt = state.dump.decision.step, state.dump.attempt + 1
+    return str(StagingName(step, state.settings.term, state.freeze_id, attempt))
+
+
+def start_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Order every part of every shard group from the able ranks; called when no order is outstanding yet."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    if not dump.directories:
+        return refuse(state, Refusal("the ranks registered no directory to save in"), now, out)
+    able = able_holders(state)
+    lacking = next((group for group in state.coverage.groups if able.isdisjoint(group.holders)), None)
+    if lacking is not None:
+        return next_round(state, f"{lacking.label}: no holder is left that has step {dump.decision.step}", now, out)
+    directory = dump.directories[dump.attempt]
+    if unfit := failing_here(state):
+        able -= unfit
+        if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
+            return next_directory(state, now, out)
+    plan = share_out(state.coverage.groups, able)
+    fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
+    out.append(Journal("write_sent", {**fields, "ranks": tuple(plan), "parts": tuple(map(len, plan.values()))}))
+    return _order(state, plan, now, out)
+
+
+def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) -> ControllerState:
+    dump = state.dump
+    assert dump is not None
+    directory, name = dump.directories[dump.attempt], tmp_name(state)
+    step, known = dump.decision.step, dump.work
+    changed: dict[int, Work] = {}
+    for rank, parts in plan.items():
+        order = WriteOrder(state.freeze_id, step, directory, name, parts)
+        out.append(Send((rank,), order))
+        mine = known[rank]
+        changed[rank] = Work((*mine.orders, order), mine.results, (*mine.given, order))
+    work = known.put_all(changed)
+    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
+    dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
+    return replace(state, dump=replace(dump, patience_until=quarter_of_the_rest(state, now)))
+
+
+def _writing_s(state: ControllerState, plan: Plan) -> float:
+    """How long the largest share may take on a slow disk: a rank answers only when all of its order is durable."""
+    assert state.coverage is not None
+    nbytes = {group.group_id: group.nbytes for group in state.coverage.groups}
+    largest = 0.0
+    for parts in plan.values():  # plain loops: this runs once a rank between the last report and the orders
+        share = 0.0
+        for part in parts:
+            share += nbytes[part.group_id] / part.count
+        largest = max(largest, share)
+    return largest / SLOW_DISK_BYTES_PER_S
+
+
+def written(state: ControllerState, answer: Written, now: float, out: list[Effect]) -> ControllerState:
+    """A writer is done with an order. Answers to orders that were taken from it since are dropped: each part counts once."""
+    dump = state.dump
+    assert dump is not None
+    mine = dump.work[answer.rank]
+    open_orders = [order for order in mine.orders if (order.tmp_name, order.parts) == (answer.tmp_name, answer.parts)]
+    if not open_orders:
+        return state
+    left = tuple(order for order in mine.orders if order is not open_orders[0])
+    nbytes = sum(file.nbytes for file in answer.result.files)
+    out.append(Journal("written", {"rank": answer.rank, "parts": len(answer.parts), "bytes": nbytes}))
+    dump = replace(
+        dump,
+        work=dump.work.put(answer.rank, Work(left, (*mine.results, answer.result), mine.given)),
+        pending=dump.pending - 1,
+        progress_by=max(dump.progress_by, now + state.settings.progress_timeout_s),
+    )
+    return replace(stage_ended(state, "written", now), dump=dump)
+
+
+def write_failed(
+    state: ControllerState, rank: int, name: str, error: str, now: float, out: list[Effect]
+) -> ControllerState:
+    """A writer's disk failed it: it writes no more into this attempt's directory."""
+    dump = state.dump
+    assert dump is not None
+    if name != tmp_name(state) or not dump.work[rank].orders:
+        return state
+    out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": error}))
+    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
+    state = replace(state, dump=replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
+    return replace_writers(state, (rank,), now, out)
+
+
+def on_timeout_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """No writer answered for too long: all that owe something are stuck."""
+    assert state.dump is not None and state.fault is not None
+    late = state.dump.work.ranks(lambda work: bool(work.orders))
+    out.append(Journal("stuck", {"ranks": late, "stage": "write"}))
+    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
+    return replace_writers(state, late, now, out)
+
+
+def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
+    """Give the unfinished parts of lost writers to other holders, or change the plan when a part has none."""
+    dump = state.dump
+    assert dump is not None and state.coverage is not None
+    parts: list[Part] = []
+    pending = dump.pending
+    for rank in lost:
+        parts += [part for order in dump.work[rank].orders for part in order.parts]
+        pending -= len(dump.work[rank].orders)
+    work = dump.work.put_all({rank: replace(dump.work[rank], orders=()) for rank in lost})
+    groups, wanted = state.coverage.groups, {part.group_id for part in parts}
+    state = replace(state, dump=replace(dump, work=work, pending=pending))
+    if not parts:
+        return state
+    capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
+    failed = failing_here(state)
+    able_here = {key: tuple(r for r in ranks if r not in failed) for key, ranks in capable.items()}
+    loads = {rank: len(work[rank].orders) for ranks in able_here.values() for rank in ranks}
+    plan = hand_over(parts, able_here, loads)
+    if plan is not None:
+        out.append(Journal("write_moved", {"from": lost, "ranks": tuple(plan), "parts": len(parts)}))
+        return _order(state, plan, now, out)
+    if all(capable.values()):
+        return next_directory(state, now, out)
+    return next_round(state, "a shard lost its last writer", now, out)
+
+
+def failing_here(state: ControllerState) -> frozenset[int]:
+    """Return the ranks that are given nothing to write in this attempt's directory."""
+    dump, fault = state.dump, state.fault
+    assert dump is not None and fault is not None
+    directory = dump.directories[dump.attempt]
+    return dump.failed_here.union(rank for where, rank in fault.unfit if where == directory)
+
+
+def next_directory(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Start again in the next directory of the list."""
+    dump = state.dump
+    assert dump is not None
+    if dump.attempt + 1 >= len(dump.directories):
+        return _no_directory(state, dump, now, out)
+    dump = replace(
+        dump,
+        attempt=dump.attempt + 1,
+        failed_here=frozenset(),
+        failed_publishers=frozenset(),
+        doubted=frozenset(),
+        work=_taken_back(dump.work),
+        pending=0,
+    )
+    return start_writing(replace(state, dump=dump), now, out)
+
+
+def _taken_back(work: PerRank[Work]) -> PerRank[Work]:
+    """Nothing that was written counts, and no order is open: what was given is all that is known of it."""
+    return work.put_all({rank: Work(given=work[rank].given) for rank in work.ranks(lambda mine: bool(mine.given))})
+
+
+def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effect]) -> ControllerState:
+    """No directory took the step. A rank that was not asked may have come to it since, or an older one of which local copies
+    are left is worth more than none; else refuse."""
+    fault = state.fault
+    assert fault is not None
+    errors = (*fault.errors, *dump.errors)[-MOST_KEPT:]
+    reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
+    step = dump.decision.step
+    tried = dump.able.union(*(who for known, who in fault.unwritable if known == step))
+    if not dump.decision.copies and not _not_asked(state, tried):
+        return refuse(state, Refusal(reason), now, out)
+    unwritable = (*(pair for pair in fault.unwritable if pair[0] != step), (step, tried))
+    fault = replace(fault, unwritable=unwritable, errors=errors)
+    return next_round(replace(state, fault=fault), reason, now, out)
+
+
+def _not_asked(state: ControllerState, tried: frozenset[int]) -> bool:
+    """True when some living rank, whose state is whole, was not asked to write the step: it may have come to it since."""
+    assert state.fault is not None
+    reports = state.fault.reports
+    return any(rank not in tried and not ((it := reports[rank]) and it.torn) for rank in awaited(state))
+
+
+def results(dump: Dump) -> tuple[ShareResult, ...]:
+    """Return all that was written in this attempt, by rank."""
+    return tuple(result for work in dump.work for result in work.results)

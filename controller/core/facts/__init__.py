@@ -1,0 +1,1 @@
+"""What the controller knows: its state, its events, and questions about them (PURE)."""

@@ -1,0 +1,314 @@
+"""Who is registered, attached, silent, finished or dead (PURE).
+
+Owns one record per rank, the counters over them, and the lease arithmetic. Never sends anything and never decides what
+a death means: transitions do. A rank is *suspect* when its stream broke or most of its lease has passed in silence, and
+*dead* when an agent saw its process end or its lease has run out. While the agent of a silent rank reports its process alive and
+running, the lease is longer: such a rank compiles, or something else holds its interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from ttp.proto.frozen import dataclass, replace
+from ttp.proto.messages import Cause, CauseKind, Registration, Vouch
+
+from .events import ControllerSettings
+from .per_rank import PerRank
+
+SUSPECT_AFTER = 2 / 3
+"""Part of the lease after which a silent rank that is still attached is suspect: gates close before it is declared
+dead, and a rank that was only slow costs a short pause."""
+
+
+VOUCHED_START_FACTOR = 3.0
+"""The vouched lease before the eighth step, which is when ranks compile, is this many times as long."""
+VOUCHED_PART = 1 / 4
+"""The part of a fault's time that a vouched lease may take at most: what is decided then must still be done."""
+
+HEARTBEATS_A_LEASE = 3
+"""A heartbeat that comes more often than this makes neither the network nor a host faster: see `slow_heartbeat_s`."""
+CUT_OFF_HEARTBEATS = 1.5
+"""Of several ranks one is always heard within a heartbeat."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent says no."""
+
+    registration: Registration | None = None
+    attached: bool = False
+    """Its stream is open."""
+    heard: float = -inf
+    """When it last said anything."""
+    vouched: float = -inf
+    """When its agent last reported its process alive and running."""
+    vouched_pid: int = 0
+    """Which process that was."""
+    suspect: bool = False
+    dead: Cause | None = None
+    finished: bool = False
+    """`train` has returned."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """All ranks with counters, so that no message needs a scan."""
+
+    table: PerRank[Member]
+    alive: int
+    registered: int = 0
+    attached: int = 0
+    present: int = 0
+    """Attached and not dead. A dead rank may still have a stream: its host was lost without a word, or it was only silent."""
+    finished: int = 0
+    suspects: int = 0
+    """Suspects that are not dead."""
+    amnesty: float = -inf
+    """Silence before this moment is forgiven: the controller itself was away, or everybody was."""
+    away_until: float = -inf
+    """The controller itself was away until then: that nobody was heard before says nothing."""
+    sweep_at: float = inf
+    """No lease runs out before this moment."""
+    empty_since: float = inf
+    """Since when nobody that lives is attached; inf while somebody is, and before the first rank attached."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSweep:
+    """What a look at all leases found."""
+
+    members: Membership
+    newly_suspect: tuple[int, ...]
+    run_out: tuple[int, ...]
+    """Ranks whose lease has passed: to be declared dead."""
+    cut_off: bool = False
+    """Nobody at all, or hardly anybody, is heard: the controller itself is cut off or was, and leases begin anew."""
+
+
+def empty(world_size: int) -> Membership:
+    """Return a membership in which nobody has registered yet."""
+    return Membership(PerRank.filled(world_size, Member()), alive=world_size)
+
+
+def update(members: Membership, rank: int, member: Member) -> Membership:
+    """Replace one rank's record and keep the counters right."""
+    old = members.table[rank]
+    return replace(
+        members,
+        table=members.table.put(rank, member),
+        registered=members.registered + _is_registered(member) - _is_registered(old),
+        attached=members.attached + member.attached - old.attached,
+        present=members.present + _is_present(member) - _is_present(old),
+        alive=members.alive + (member.dead is None) - (old.dead is None),
+        finished=members.finished + member.finished - old.finished,
+        suspects=members.suspects + _is_suspect(member) - _is_suspect(old),
+    )
+
+
+def hear(members: Membership, rank: int, now: float) -> Membership:
+    """Note that an attached rank said something; O(sqrt(world))."""
+    member = members.table[rank]
+    if not member.attached:  # a leftover of a broken stream proves nothing about now
+        return members
+    changed = replace(member, heard=now, suspect=False)
+    if member.suspect:
+        return update(members, rank, changed)
+    return replace(members, table=members.table.put(rank, changed))
+
+
+def hear_unsuspected(members: Membership, ranks: Iterable[int], now: float) -> Membership | None:
+    """Note that these ranks said something, with each part of the table copied once; None when one of them is suspect."""
+    table = members.table
+    heard = {rank: table[rank] for rank in ranks}
+    if any(member.suspect for member in heard.values()):
+        return None
+    attached = {rank: replace(member, heard=now) for rank, member in heard.items() if member.attached}
+    return replace(members, table=table.put_all(attached))
+
+
+def vouch(members: Membership, message: Vouch, now: float) -> Membership:
+    """Note that an agent found these processes alive and running; each part of the table is copied once.
+
+    Nothing is believed of a process that is not the registered one. Of a rank that has not registered here it is noted with its
+    process: a standby hears the agents before it hears ranks whose interpreter is held.
+    """
+    table = members.table
+    noted = {
+        rank: replace(member, vouched=now, vouched_pid=pid)
+        for rank, pid in zip(message.ranks, message.pids, strict=False)
+        if 0 <= rank < table.size and _is_process(member := table[rank], pid)
+    }
+    return replace(members, table=table.put_all(noted)) if noted else members
+
+
+def _is_process(member: Member, pid: int) -> bool:
+    return member.registration is None or member.registration.pid == pid
+
+
+def vouched_lease(settings: ControllerSettings, started: bool) -> float:
+    """Return how long a rank may be silent whose agent vouches for it. `started`: the job has finished its eighth step."""
+    longest_s = settings.vouched_lease_s * (1.0 if started else VOUCHED_START_FACTOR)
+    return max(settings.lease_s, min(longest_s, VOUCHED_PART * settings.total_timeout_s))
+
+
+def silent_since(member: Member, amnesty: float) -> float:
+    """Return when a rank was last heard, as far as its silence counts."""
+    return max(member.heard, amnesty)
+
+
+def alive_at(member: Member, amnesty: float, settings: ControllerSettings, started: bool) -> float:
+    """Return when a rank was last known to be alive: its lease runs from then.
+
+    A vouch ages like a word of the rank's own, so a lost node keeps its time; and it counts only until the vouched lease is over.
+    """
+    since = silent_since(member, amnesty)
+    longest = since + vouched_lease(settings, started) - settings.lease_s
+    return max(since, min(member.vouched, longest))
+
+
+def attach(members: Membership, registration: Registration, now: float, settings: ControllerSettings) -> Membership:
+    """Note a registration on a fresh stream; it clears the suspicion against that rank."""
+    rank = registration.rank
+    known = members.table[rank]
+    if members.present == 0 and known.dead is None:
+        # Everybody had lost the controller: the others get a whole lease to come back as well.
+        members = replace(members, amnesty=now, empty_since=inf)
+    finished = known.finished or registration.finished
+    member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
+    if member.vouched_pid != registration.pid:
+        member = replace(member, vouched=-inf)
+    members = update(members, rank, member)
+    return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
+
+
+def detach(members: Membership, rank: int, now: float, settings: ControllerSettings, welcomed: bool) -> Membership:
+    """Note a broken stream: the rank is suspect, and dead once its lease runs out.
+
+    `welcomed` False: ranks do not send heartbeats yet, so the lease runs from the break.
+    """
+    member = members.table[rank]
+    heard = member.heard if welcomed else now
+    members = update(members, rank, replace(member, attached=False, suspect=True, heard=heard))
+    expiry = max(heard, members.amnesty) + settings.lease_s
+    members = replace(members, sweep_at=min(members.sweep_at, expiry))
+    return replace(members, empty_since=now) if members.present == 0 and member.dead is None else members
+
+
+def mark_dead(members: Membership, rank: int, cause: Cause, gone: bool, now: float) -> Membership:
+    """Note a death. `gone`: the process is known to have ended, so its stream counts as closed."""
+    member = members.table[rank]
+    attached = member.attached and not gone
+    members = update(members, rank, replace(member, dead=cause, attached=attached))
+    emptied = members.present == 0 and _is_present(member)
+    return replace(members, empty_since=now) if emptied else members
+
+
+def was_only_silent(member: Member) -> bool:
+    """True for a rank that was taken for dead because it was silent, and whose stream is open."""
+    return member.dead is not None and member.attached and member.dead.kind is CauseKind.SILENT
+
+
+def mark_alive(members: Membership, rank: int, now: float) -> Membership:
+    """Note that a rank that was only silent, and is attached, lives."""
+    if members.present == 0:
+        members = replace(members, amnesty=now, empty_since=inf)
+    return update(members, rank, replace(members.table[rank], dead=None, suspect=False, heard=now))
+
+
+def renew_all_leases(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """Start every lease anew: the silence was the controller's own."""
+    return replace(members, amnesty=now, sweep_at=now + SUSPECT_AFTER * settings.lease_s)
+
+
+def controller_resumed(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """The controller's own process stood still, or its clock leapt: for how long nobody is heard counts from now on."""
+    return renew_all_leases(replace(members, away_until=now), now, settings)
+
+
+def clock_went_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
+    """The controller's clock leapt back: nobody was heard in the future. O(world), and rare."""
+    later = {
+        rank: replace(member, heard=min(member.heard, now), vouched=min(member.vouched, now))
+        for rank, member in enumerate(members.table)
+        if max(member.heard, member.vouched) > now
+    }
+    return controller_resumed(replace(members, table=members.table.put_all(later)), now, settings)
+
+
+def slow_heartbeat_s(settings: ControllerSettings) -> float:
+    """Return the heartbeat that delays are measured in: one, or a third of a lease where that is longer.
+
+    With heartbeats every 0.05 s, messages that take 0.08 s would look like a cut, and a host that keeps the controller for as long
+    like one that stopped it: each time the dead ranks would keep their lives for a lease more. Agents vouch no more often, either.
+    """
+    return max(settings.heartbeat_s, settings.lease_s / HEARTBEATS_A_LEASE)
+
+
+def cut_off_s(settings: ControllerSettings) -> float:
+    """Return how long all ranks may be silent before this controller counts as cut off."""
+    return CUT_OFF_HEARTBEATS * slow_heartbeat_s(settings)
+
+
+def sweep_leases(
+    members: Membership, now: float, settings: ControllerSettings, welcomed: bool, started: bool
+) -> LeaseSweep:
+    """Look at every lease; O(world), but not before `sweep_at`.
+
+    `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count. `started`: see `vouched_lease`.
+    """
+    if members.present == 0:  # nobody answers: it is the controller that is cut off
+        return LeaseSweep(replace(members, sweep_at=inf), (), ())
+    newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, 0
+    late_at = now - cut_off_s(settings)
+    for rank, member in enumerate(members.table):
+        if member.dead is not None or member.registration is None or (member.attached and not welcomed):
+            continue
+        alive = alive_at(member, members.amnesty, settings, started)
+        suspect_at, dead_at = alive + SUSPECT_AFTER * settings.lease_s, alive + settings.lease_s
+        last_heard = max(last_heard, member.heard, member.vouched)
+        unheard += member.heard < late_at
+        if now >= dead_at:
+            run_out.append(rank)
+        elif member.suspect or now >= suspect_at:
+            next_at = min(next_at, dead_at)
+            if not member.suspect:
+                newly_suspect.append(rank)
+        else:
+            next_at = min(next_at, suspect_at)
+    for rank in newly_suspect:
+        members = update(members, rank, replace(members.table[rank], suspect=True))
+    quiet_s = now - max(last_heard, members.away_until)
+    if run_out and welcomed and cut_off_s(settings) < quiet_s < settings.orphan_timeout_s:
+        # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
+        # order about is silent anyway, so it gives all of them new leases, until it must be true.
+        return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)
+    most_unheard = welcomed and 2 * unheard > members.alive
+    if run_out and most_unheard and members.amnesty < max(members.table[rank].heard for rank in run_out):
+        # Most have not been heard for that long: it was cut off, and their words are under way behind those of the first. They
+        # get a lease more, once: they may have died together.
+        return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)
+    return LeaseSweep(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
+
+
+def silent(members: Membership) -> bool:
+    """True while nobody that lives is attached, or all of them are silent: whatever is decided now reaches nobody. O(1)."""
+    return members.present == 0 or 0 < members.suspects == members.alive
+
+
+def reachable(members: Membership) -> tuple[int, ...]:
+    """Return the ranks with an open stream, dead ones that were only silent included. O(world)."""
+    return members.table.ranks(lambda member: member.attached)
+
+
+def _is_present(member: Member) -> bool:
+    return member.attached and member.dead is None
+
+
+def _is_registered(member: Member) -> bool:
+    return member.registration is not None
+
+
+def _is_suspect(member: Member) -> bool:
+    return member.suspect and member.dead is None

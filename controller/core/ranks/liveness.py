@@ -1,0 +1,309 @@
+"""Who is there, and who no longer is: registrations, broken streams, exits and faults (PURE).
+
+Owns what a rank's coming and going means in each stage. Stages change in `settling`, except that a death or a suspicion in
+a running job begins a fault.
+"""
+
+from __future__ import annotations
+
+from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
+from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
+    AgentHello,
+    Cause,
+    CauseKind,
+    Exit,
+    FaultReport,
+    Finished,
+    Freeze,
+    PublishOrder,
+    Registration,
+    RollForward,
+    Successors,
+    Thaw,
+    Vouch,
+    Welcome,
+    WorkerExit,
+    WriteOrder,
+)
+
+from ..dump.finish import leave
+from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
+from ..dump.publishing import on_rank_lost_publishing
+from ..dump.roll_forward import on_rank_lost_rolling
+from ..dump.writing import replace_writers
+from ..facts.coverage import coverage_of, overview, warnings
+from ..facts.events import Effect, Fields, Journal, Send, StreamClosed, Tell
+from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report
+from ..facts.membership import Member, attach, detach, mark_dead, update, vouch
+from ..facts.pace import learn
+from ..facts.state import MOST_KEPT, ControllerState, Stage
+from .standbys import spread
+
+CLEAN_EXIT_TEXT = "exit code 0"
+
+
+def register(state: ControllerState, message: Registration, now: float, out: list[Effect]) -> ControllerState:
+    """A rank attaches, for the first time or again."""
+    _check_registration(state, message)
+    rank, member = message.rank, state.members.table[message.rank]
+    known = member.registration
+    if known is not None and known.pid != message.pid:
+        cause = Cause(CauseKind.EXITED, (rank,), f"process {known.pid} was replaced by {message.pid}")
+        if member.dead is not None:  # it may have been taken for silent, and is gone
+            state = replace(state, members=update(state.members, rank, replace(member, dead=cause)))
+        state = rank_died(state, rank, cause, True, now, out)
+        member = state.members.table[rank]
+    if known is None:
+        fields: Fields = {"rank": rank, "host": message.host, "pid": message.pid, "groups": len(message.groups)}
+        out.append(Journal("registered", {**fields, "state_step": message.state_step}))
+    if member.suspect and member.dead is None:
+        out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
+    if message.finished and not member.finished:
+        out.append(Journal("rank_finished", {"rank": rank}))
+    pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
+    state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
+    if state.stage is not Stage.ASSEMBLING:
+        state = spread(state, message.controllers[1:], out)
+    state = ask_late(count_again(state, rank, now, out), rank, now)
+    if known is None and state.stage is Stage.FREEZING:
+        state = _with_its_shards(state)
+    return _catch_up(state, rank, out)
+
+
+def _with_its_shards(state: ControllerState) -> ControllerState:
+    """A rank came to a new controller after it had taken over: what it holds is known from now on."""
+    registrations = [member.registration for member in state.members.table if member.registration is not None]
+    coverage = coverage_of(registrations, state.settings.world_size)
+    return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
+
+
+def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> ControllerState:
+    """Tell a rank that attached again all that it may have missed; commands may come twice."""
+    if state.stage is Stage.EXITING:
+        out.append(Send((rank,), Exit(EXIT_CODE_PERSISTED, state.reason)))
+        return replace(state, untold=state.untold - {rank})
+    if state.stage is Stage.ASSEMBLING:
+        return state
+    out.append(Send((rank,), welcome(state, rank)))
+    if state.stage is Stage.GATHERING:
+        return state
+    if state.stage is Stage.RUNNING:
+        if state.freeze_id:  # a Thaw may have been lost with the old stream
+            out.append(Send((rank,), Thaw(state.freeze_id)))
+        return state
+    out.append(Send((rank,), freeze_in_force(state)))
+    out.extend(Send((rank,), order) for order in open_orders(state, rank))
+    return state
+
+
+def freeze_in_force(state: ControllerState) -> Freeze:
+    """Return the freeze of this fault's present round."""
+    fault = state.fault
+    assert fault is not None
+    cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
+    return Freeze(state.freeze_id, cause)
+
+
+def open_orders(state: ControllerState, rank: int) -> list[RollForward | WriteOrder | PublishOrder]:
+    """Return the orders that a rank has not answered; one that is dead owes nothing."""
+    dump = state.dump
+    if dump is None:
+        return []
+    orders: list[RollForward | WriteOrder | PublishOrder] = []
+    if dump.rolling[rank]:
+        assert dump.decision.record is not None
+        orders.append(RollForward(state.freeze_id, dump.decision.record))
+    orders += dump.work[rank].orders
+    if rank in dump.publishers:
+        assert dump.order is not None
+        orders.append(dump.order)
+    return orders
+
+
+def welcome(state: ControllerState, rank: int) -> Welcome:
+    settings, coverage = state.settings, state.coverage if rank == 0 else None
+    return Welcome(
+        rank=rank,
+        term=settings.term,
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+        survives=state.survives,
+        successors=state.successors,
+        job_groups=state.job_groups,
+        overview=overview(coverage) if coverage is not None else (),
+        warnings=warnings(coverage) if coverage is not None else (),
+    )
+
+
+def _check_registration(state: ControllerState, message: Registration) -> None:
+    world_size = state.settings.world_size
+    if message.world_size != world_size:
+        raise ProtocolError(
+            f"rank {message.rank} on {message.host} registers a world of {message.world_size} ranks, job "
+            f"{state.settings.job_id} has {world_size}; is a process of an earlier start still running?"
+        )
+
+
+def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: list[Effect]) -> ControllerState:
+    """Streams broke: their ranks are suspect, and all gates close at once."""
+    if event.host:
+        out.append(Journal("agent_detached", {"host": event.host}))
+        return replace(state, agents=state.agents - {event.host})
+    welcomed = state.stage is not Stage.ASSEMBLING
+    for rank in event.ranks:
+        member = state.members.table[rank]
+        if not member.attached:
+            continue
+        state = replace(state, members=detach(state.members, rank, now, state.settings, welcomed))
+        if member.dead is None and state.stage is not Stage.EXITING:
+            state = suspicion(state, rank, "its stream broke", now, out)
+    return state
+
+
+def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list[Effect]) -> ControllerState:
+    """A rank may be dead: close all gates until that is known."""
+    out.append(Journal("suspect", {"rank": rank, "why": why}))
+    state = began(state, now)
+    if state.stage is Stage.RUNNING:
+        return begin_fault(state, (), Cause(CauseKind.SILENT, (rank,), why), now, out)
+    return state
+
+
+def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
+    """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, the standbys, and that the ranks
+    were sent away, if they were: of its own some may stand still."""
+    if message.host not in state.agents and len(state.agents) >= MOST_KEPT + state.settings.world_size:
+        raise ProtocolError(
+            f"job {state.settings.job_id}: agent on {message.host!r}: got {len(state.agents)} hosts already, expected at most"
+            f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
+        )
+    out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
+    if state.stage is not Stage.STANDBY:  # one that leads nobody must not be taken for the active controller
+        out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
+    if state.stage is Stage.EXITING:
+        out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.reason)))
+    return replace(state, agents=state.agents | {message.host})
+
+
+def vouched(state: ControllerState, message: Vouch, now: float, out: list[Effect]) -> ControllerState:
+    """An agent found processes alive and running: their ranks, should they be silent, have the vouched lease."""
+    return replace(state, members=vouch(state.members, message, now))
+
+
+# --- deaths and faults ---
+
+
+def worker_exit(state: ControllerState, message: WorkerExit, now: float, out: list[Effect]) -> ControllerState:
+    """An agent saw a process end, or begin to end: there is nothing to wait for."""
+    member = state.members.table[message.rank]
+    if member.registration is not None and member.registration.pid != message.pid:
+        return state  # an earlier process of that rank
+    if member.finished and message.text == CLEAN_EXIT_TEXT:
+        return _exited_cleanly(state, message.rank, member, now, out)
+    cause = Cause(CauseKind.EXITED, (message.rank,), message.text)
+    if member.dead is not None:
+        return _refine_cause(state, message.rank, member, cause, now, out)
+    return rank_died(state, message.rank, cause, True, now, out)
+
+
+def rank_died(
+    state: ControllerState, rank: int, cause: Cause, gone: bool, now: float, out: list[Effect]
+) -> ControllerState:
+    """A rank is dead, and stays so unless it was only silent and comes while a round asks. `gone`: its process is known to have ended."""
+    member = state.members.table[rank]
+    if member.dead is not None:
+        return state
+    host, pid = (member.registration.host, member.registration.pid) if member.registration else ("", 0)
+    fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": host, "pid": pid}
+    if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat, so long ago
+        fields |= {"phase": place.phase.name, "step": place.step, "heard_s": round(now - member.heard, 3)}
+    out.append(Journal("death_seen", fields))
+    state = sign_of_death(state, rank, cause, now)
+    members = mark_dead(state.members, rank, cause, gone, now)
+    state = forget(replace(state, members=members, untold=state.untold - {rank}), rank)
+    if state.stage is Stage.ASSEMBLING:
+        return leave(state, f"rank {rank} died before the job had assembled: {cause.text}", now, out)
+    if state.stage is Stage.RUNNING:
+        return begin_fault(state, (cause,), cause, now, out)
+    if state.fault is not None:
+        state = add_cause(state, cause, now)
+    return _reassign_orders(state, rank, now, out)
+
+
+def _reassign_orders(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """Whatever a rank that is gone had been ordered to do, others do."""
+    match state.stage:
+        case Stage.ROLLING:
+            return on_rank_lost_rolling(state, rank, now, out)
+        case Stage.WRITING:
+            return replace_writers(state, (rank,), now, out)
+        case Stage.PUBLISHING:
+            return on_rank_lost_publishing(state, rank, now, out)
+    return state
+
+
+def _refine_cause(
+    state: ControllerState, rank: int, member: Member, cause: Cause, now: float, out: list[Effect]
+) -> ControllerState:
+    """More became known of a death that was seen already: its status, why it was killed, or that a silent rank is gone."""
+    assert member.dead is not None
+    gone = replace(member, attached=False)
+    if says_more(member.dead.text, cause.text):
+        out.append(Journal("death_named", {"rank": rank, "text": cause.text}))
+        gone = replace(gone, dead=cause)
+        state = death_named(state, rank, member.dead, cause)
+        if state.fault is not None:
+            causes = tuple(cause if known is member.dead else known for known in state.fault.causes)
+            state = replace(state, fault=replace(state.fault, causes=causes))
+    return replace(state, members=update(state.members, rank, gone))
+
+
+def says_more(known: str, told: str) -> bool:
+    """Say whether an agent now knows better how a process has ended: the status, or why it was killed."""
+    return told != known and (known == EXITING_TEXT or told.startswith(known))
+
+
+def _exited_cleanly(
+    state: ControllerState, rank: int, member: Member, now: float, out: list[Effect]
+) -> ControllerState:
+    """A rank whose `train` has returned left with status 0 without being dismissed: no fault, but no holder either."""
+    if member.dead is not None:
+        return state
+    out.append(Journal("left", {"rank": rank}))
+    cause = Cause(CauseKind.EXITED, (rank,), "exit code 0 after its training had finished")
+    state = forget(replace(state, members=mark_dead(state.members, rank, cause, True, now)), rank)
+    return _reassign_orders(replace(state, untold=state.untold - {rank}), rank, now, out)
+
+
+def early_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
+    """A rank failed before the job had assembled: nothing is committed, all start again."""
+    out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
+    return leave(state, f"rank {message.rank} failed before the job had assembled: {message.cause.text}", now, out)
+
+
+def fault_report(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
+    """A rank tells its own fault. It lives and stays a holder, but the job must save and restart."""
+    if state.fault is not None and message.cause in state.fault.causes:
+        return state  # said again after a reconnect
+    out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
+    if state.stage is Stage.RUNNING:
+        return begin_fault(state, (message.cause,), message.cause, now, out)
+    return add_cause(state, message.cause, now)
+
+
+def fault_line(message: FaultReport) -> Journal:
+    fields: Fields = {"rank": message.rank, "kind": message.cause.kind.value, "text": message.cause.text}
+    return Journal("fault_reported", {**fields, "detail": message.detail})
+
+
+def finished(state: ControllerState, message: Finished, now: float, out: list[Effect]) -> ControllerState:
+    """A rank's training is over; it stays as a holder until all are done."""
+    member = state.members.table[message.rank]
+    if member.finished:
+        return state
+    out.append(Journal("rank_finished", {"rank": message.rank}))
+    return replace(state, members=update(state.members, message.rank, replace(member, finished=True)))

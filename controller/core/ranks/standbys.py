@@ -1,0 +1,105 @@
+"""The number of standbys behind the active controller: known, and restored when one is lost (PURE).
+
+Owns who is asked to start a standby, one rank at a time: on a host without a controller where there is one. A rank that fails or does
+not answer in time is passed over for the next one; when all have been, all are asked again after as long. Never starts a process: a rank
+does. Nothing is asked for during a fault: what follows a dump starts with controllers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ttp.proto.frozen import replace
+from ttp.proto.limits import MOST_ADDRESSES
+from ttp.proto.messages import StandbyReport, StartStandby, Successors
+
+from ..facts.events import Effect, Journal, Send, Tell
+from ..facts.membership import Member, reachable
+from ..facts.state import ControllerState
+
+
+def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
+    """Add standbys to the list, which agents and ranks take over as it is: one order everywhere."""
+    new = tuple(dict.fromkeys(address for address in addresses if address not in state.successors))
+    new = new[: max(0, MOST_ADDRESSES - len(state.successors))]
+    if not new:
+        return state
+    state = replace(state, successors=(*state.successors, *new))
+    if state.agents:
+        out.append(Tell(tuple(sorted(state.agents)), Successors(state.successors, state.settings.lease_s)))
+    return state
+
+
+def spread(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
+    """Add standbys to the list, and send it to the ranks that are attached already."""
+    before = state.successors
+    state = learn_successors(state, addresses, out)
+    told = reachable(state.members)
+    if state.successors != before and told:
+        out.append(Send(told, Successors(state.successors, state.settings.lease_s)))
+    return state
+
+
+def standby_report(state: ControllerState, message: StandbyReport, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has started a standby, could not, or has seen one end; said again on every stream."""
+    rank, address, known = message.rank, message.address, state.restoring
+    if not address:
+        out.append(Journal("standby_failed", {"rank": rank, "text": message.error}))
+        if known.asked == rank:
+            known = replace(known, asked=-1, until=now, passed=known.passed | {rank})
+        return replace(state, restoring=known)
+    if not message.runs:
+        if address not in known.lost and len(known.lost) >= MOST_ADDRESSES:
+            return state
+        if address not in known.lost:
+            out.append(Journal("standby_lost", {"rank": rank, "address": address}))
+        return replace(state, restoring=replace(known, lost=known.lost | {address}))
+    if known.asked == rank:
+        known = replace(known, asked=-1, until=now, passed=frozenset())
+    if address not in state.successors:
+        out.append(Journal("standby_started", {"rank": rank, "address": address}))
+    return spread(replace(state, restoring=known), (address,), out)
+
+
+def behind(state: ControllerState) -> tuple[str, ...]:
+    """Return the standbys that take over from this controller, as far as it knows that they run."""
+    own, listed = state.settings.address, state.successors
+    after = listed[listed.index(own) + 1 :] if own in listed else listed
+    return tuple(address for address in after if address not in state.restoring.lost)
+
+
+def restore(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Ask a rank to start a standby where there are too few, and another one when it does not answer in time."""
+    known = state.restoring
+    if now < known.until or len(behind(state)) >= state.settings.standbys:
+        return state
+    if known.asked >= 0:
+        known = replace(known, asked=-1, passed=known.passed | {known.asked})
+    rank = _able(state, known.passed)
+    until = now + state.settings.standby_start_s
+    if rank < 0:  # all were asked: once more, later
+        return replace(state, restoring=replace(known, until=until, passed=frozenset()))
+    out.append(Journal("standby_asked", {"rank": rank, "left": len(behind(state))}))
+    out.append(Send((rank,), StartStandby()))
+    return replace(state, restoring=replace(known, asked=rank, until=until))
+
+
+def _able(state: ControllerState, passed: frozenset[int]) -> int:
+    """Return the first rank that may be asked, of a host without a controller where there is one; -1: none."""
+    taken = {host_of(address) for address in (state.settings.address, *behind(state))}
+
+    def may(member: Member) -> bool:
+        return member.attached and member.dead is None
+
+    able = [rank for rank in state.members.table.ranks(may) if rank not in passed]
+    return min(able, key=lambda rank: (_host(state, rank) in taken, rank), default=-1)
+
+
+def _host(state: ControllerState, rank: int) -> str:
+    registration = state.members.table[rank].registration
+    return registration.host if registration is not None else ""
+
+
+def host_of(address: str) -> str:
+    """Return the host of `host:port` or `[host]:port`."""
+    return address.rpartition(":")[0].strip("[]")

@@ -1,0 +1,179 @@
+"""How a standby becomes the active controller (PURE).
+
+Owns the two stages before everything else: STANDBY, in which nobody has come yet, and GATHERING, in which the ranks that
+lost their controller come one after the other. What they say when they register is all there is to know; afterwards every
+gate is closed once, so that what an earlier controller had begun and nobody finished is found: ranks that it only froze are
+thawed, one that it rolled forward or gave an order makes a dump necessary. Never decides about the dump itself.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ttp.proto.frozen import replace
+from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, WorkerExit
+
+from ..dump.finish import finish_job, leave, over
+from ..dump.freeze import add_cause, begin_fault
+from ..facts.coverage import coverage_of, named, survives, warnings
+from ..facts.events import Effect, Fields, Journal, Supersede
+from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
+from ..facts.membership import SUSPECT_AFTER, mark_dead, renew_all_leases, update
+from ..facts.state import ControllerState, Fault, Stage
+from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more
+
+
+def first_rank_came(state: ControllerState, message: Registration, now: float, out: list[Effect]) -> ControllerState:
+    """A rank has given up its controller: gather all of them, and tell the earlier controllers, should one live, to end.
+
+    A controller that was only slow or cut off from some ranks would otherwise keep the others, and neither side could
+    be sure of a holder of every shard.
+    """
+    earlier = _earlier(state.settings.address, message.controllers)
+    fields: Fields = {"term": state.settings.term, "rank": message.rank, "earlier": earlier}
+    out.append(Journal("takeover_began", fields))
+    if earlier:
+        out.append(Supersede(earlier))
+    settings = state.settings
+    gather_by = now + settings.orphan_timeout_s
+    state = replace(state, stage=Stage.GATHERING, deadline=now + settings.lease_s, gather_by=gather_by)
+    return register(began(state, now), message, now, out)
+
+
+def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the controllers that stand before this one in the ranks' list."""
+    return controllers[: controllers.index(own)] if own in controllers else ()
+
+
+def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list[Effect]) -> ControllerState:
+    """An agent tells of an end. A process that left with status 0 before it came here had been dismissed."""
+    rank, member = message.rank, state.members.table[message.rank]
+    if member.registration is not None and member.registration.pid != message.pid:
+        return state  # an earlier process of that rank
+    cause = Cause(CauseKind.EXITED, (rank,), message.text)
+    in_peace = message.text == CLEAN_EXIT_TEXT and (member.registration is None or member.finished)
+    members = state.members
+    if member.dead is None:
+        fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": "", "pid": message.pid}
+        out.append(Journal("left" if in_peace else "death_seen", fields))
+        members = mark_dead(members, rank, cause, True, now)
+        state = state if in_peace else sign_of_death(state, rank, cause, now)
+    elif not says_more(member.dead.text, cause.text):
+        return state
+    else:
+        state = death_named(state, rank, member.dead, cause)
+    finished = member.finished or in_peace
+    members = update(members, rank, replace(members.table[rank], dead=cause, finished=finished))
+    return replace(state, members=members)
+
+
+def note_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
+    """A rank says again what it had told the lost controller, or tells it for the first time."""
+    if message.cause in state.early:
+        return state
+    out.append(fault_line(message))
+    state = sign_of_report(state, message, now)
+    return replace(state, early=(*state.early, message.cause))
+
+
+def gather_ranks(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Take over once every rank has come or is known to be dead, or a lease has passed; two where those that came do not cover."""
+    members, settings = state.members, state.settings
+    if members.alive == 0 or members.finished == settings.world_size:
+        return _nothing_left_to_do(state, out)
+    awaited = members.table.ranks(lambda member: member.dead is None and not member.attached)
+    if (awaited or _may_have_been_dismissed(state)) and now < state.deadline:
+        return state
+    if not members.present:
+        return state  # all have gone again: they come back, or the orphan timeout ends this
+    last_heard = max(members.away_until, *(member.heard for member in members.table if member.attached))
+    if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:
+        # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
+        return replace(state, deadline=now + settings.lease_s)
+    absent = members.table.ranks(lambda member: member.dead is None and member.registration is None)
+    if absent and not state.waited_longer and not _covers(state):
+        # Whoever stood still itself for a moment gave the lost controller a new lease, and comes as much later.
+        return replace(state, deadline=now + settings.lease_s, waited_longer=True)
+    if _waits_for_vouched(state, absent, now):
+        return replace(state, deadline=min(now + settings.lease_s, state.gather_by))
+    for rank in absent:
+        cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")
+        out.append(Journal("death_seen", {"rank": rank, "kind": cause.kind.value, "text": cause.text}))
+        state = signs_of(state, cause, now)
+        members = mark_dead(members, rank, cause, False, now)
+    registrations = [member.registration for member in members.table if member.registration is not None]
+    coverage = coverage_of(registrations, settings.world_size)
+    known_groups = max(registration.job_groups for registration in registrations)
+    whole = members.registered == settings.world_size
+    state = replace(
+        state,
+        members=renew_all_leases(members, now, settings),
+        deadline=inf,
+        heard_at=inf,
+        coverage=coverage,
+        survives=survives(coverage) if whole else "",
+        job_groups=max(known_groups, len(coverage.groups)),
+    )
+    deaths = tuple(member.dead for member in members.table if member.dead is not None and not member.finished)
+    came = members.table.ranks(lambda member: member.registration is not None)
+    fields: Fields = {"term": settings.term, "ranks": came, "absent": absent, "survives": state.survives}
+    out.append(Journal("took_over", {**fields, "warnings": warnings(coverage) if whole else ()}))
+    if not whole and not known_groups:
+        return leave(state, "the controller was lost before the job had assembled", now, out)
+    suspicion = Cause(CauseKind.CONTROLLER_LOST, (), f"the controller was lost; term {settings.term} took over")
+    return begin_fault(state, (*deaths, *state.early), suspicion, now, out, takeover=True)
+
+
+def _waits_for_vouched(state: ControllerState, absent: tuple[int, ...], now: float) -> bool:
+    """True while nothing is known to have failed, and an agent sees the process of a rank running that has not come: something
+    holds its interpreter. Training goes on meanwhile; ranks that wait for a decision are not kept waiting."""
+    table, settings = state.members.table, state.settings
+    failed = state.early or table.ranks(lambda member: member.dead is not None and not member.finished)
+    if failed or now >= state.gather_by:
+        return False
+    return any(now < table[rank].vouched + settings.lease_s for rank in absent)
+
+
+def _covers(state: ControllerState) -> bool:
+    """True when those that came, and live, hold every shard that any of them knows of."""
+    came = (member for member in state.members.table if member.dead is None)
+    registrations = [member.registration for member in came if member.registration is not None]
+    known = max(registration.job_groups for registration in registrations)
+    return len(coverage_of(registrations, state.settings.world_size).groups) >= known
+
+
+def _may_have_been_dismissed(state: ControllerState) -> bool:
+    """True while some rank is ending nobody knows how, and all that came here have finished their training."""
+    came = [member for member in state.members.table if member.registration is not None and member.dead is None]
+    ending = any(member.dead is not None and member.dead.text == EXITING_TEXT for member in state.members.table)
+    return ending and all(member.finished for member in came)
+
+
+def _nothing_left_to_do(state: ControllerState, out: list[Effect]) -> ControllerState:
+    if state.members.finished == state.settings.world_size:
+        return finish_job(state, out)
+    return over(state, "all ranks have ended", out)
+
+
+def stand_by(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Nothing is to be done while nobody comes; when all ranks are known to have ended, nobody will."""
+    return over(state, "all ranks have ended", out) if state.members.alive == 0 else state
+
+
+def decide_takeover(state: ControllerState, fault: Fault, now: float, out: list[Effect]) -> ControllerState:
+    """After the takeover's freeze, without any cause so far: name one where the gates cannot all be opened again.
+
+    Leaves the causes empty when they can. Called when every report is in or the round's time is over.
+    """
+    alive = state.members.table.ranks(lambda member: member.dead is None)
+    mute = tuple(rank for rank in alive if fault.reports[rank] is None)
+    final = tuple(report.rank for report in fault.reports if report is not None and report.final)
+    if mute:
+        cause = Cause(CauseKind.SILENT, mute, f"{named('rank', mute)} did not answer the new controller's freeze")
+        state = signs_of(state, cause, now)
+    elif final:
+        text = f"{named('rank', final)} had begun a dump for the controller that was lost"
+        cause = Cause(CauseKind.CONTROLLER_LOST, final, text)
+    else:
+        return state
+    return add_cause(state, cause, now)

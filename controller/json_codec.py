@@ -1,0 +1,129 @@
+"""JSON for the machine's plain values: frozen dataclasses, enums, tuples, frozensets, mappings, numbers, text.
+
+Serves the journal, so that a run can be replayed: what is read back equals what was written, floats to the bit (NaN and
+infinities too). It knows types of this project only, and builds nothing else. Never used on the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+TYPE_KEY = "$"
+"""Marks an object that is not a plain JSON value; its value names the kind or the type."""
+
+_FACTS = "ttp.controller.core.facts"
+_MODULES = {
+    f"{_FACTS}.{now}": f"ttp.controller.{then}"
+    for now, then in {
+        "coverage": "coverage",
+        "decision": "decision",
+        "events": "events",
+        "membership": "membership",
+        "pace": "progress",
+        "per_rank": "rank_table",
+        "state": "state",
+    }.items()
+}
+"""Modules whose types journals name by where they were when journals began: so every version reads those of every other."""
+_TYPES = {f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable"}
+"""Types that had another name then."""
+_MODULES_READ = {written: module for module, written in _MODULES.items()}
+_TYPES_READ = {written: name for name, written in _TYPES.items()}
+_PLAIN = (str, int, bool, type(None))
+_JSON_AS_IT_IS = frozenset(_PLAIN)
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` as what the json module takes. Raises TypeError for a value of another kind, naming it."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
+    if kind is tuple or kind is list:
+        return [to_json(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return {TYPE_KEY: _name(kind), "name": value.name}
+    if isinstance(value, frozenset):
+        return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
+    if (names := _field_names(kind)) is not None:
+        encoded = {TYPE_KEY: _name(kind)}
+        for name in names:
+            encoded[name] = to_json(getattr(value, name))
+        return encoded
+    if isinstance(value, Mapping):
+        return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
+    raise TypeError(f"a {type(value).__name__} cannot go into the journal: {value!r}")
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given. Raises ValueError for a type that is not this project's."""
+    if isinstance(value, list):
+        return tuple(from_json(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    kind = value[TYPE_KEY]
+    if kind == "float":
+        return _SPECIAL[value["value"]]
+    if kind == "frozenset":
+        return frozenset(from_json(item) for item in value["items"])
+    if kind == "mapping":
+        return {from_json(key): from_json(item) for key, item in value["items"]}
+    cls = _find(kind)
+    if issubclass(cls, enum.Enum):
+        return cls[value["name"]]
+    return cls(**{name: from_json(item) for name, item in value.items() if name != TYPE_KEY})
+
+
+def plain_json(value: object) -> Any:
+    """Return a journal field for people: mappings as objects, enums by value, odd floats as text. Not read back."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        if _JSON_AS_IT_IS.issuperset(map(type, value)):  # 10,000 ranks: the thread that decides waits for this one
+            return list(value)
+        return [plain_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return [plain_json(item) for item in sorted(value)]
+    return value
+
+
+@cache
+def _field_names(cls: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's or named tuple's fields, None for another type. Cached: this runs ten thousand times
+    a second."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
+
+
+@cache
+def _name(cls: type) -> str:
+    return _translated(f"{cls.__module__}:{cls.__qualname__}", _TYPES, _MODULES)
+
+
+def _translated(name: str, types: Mapping[str, str], modules: Mapping[str, str]) -> str:
+    module, _, qualname = name.partition(":")
+    return types.get(name) or f"{modules.get(module, module)}:{qualname}"
+
+
+@cache
+def _find(name: str) -> type[Any]:
+    module, _, qualname = _translated(name, _TYPES_READ, _MODULES_READ).partition(":")
+    if not module.startswith("ttp.") or "." in qualname:
+        raise ValueError(f"{name!r} in a journal is not a type of ttp; is the file altered?")
+    cls = getattr(importlib.import_module(module), qualname, None)
+    if not isinstance(cls, type) or (_field_names(cls) is None and not issubclass(cls, enum.Enum)):
+        raise ValueError(f"{name!r} in a journal is not known here; was it written by another version?")
+    return cls

@@ -1,0 +1,159 @@
+"""Orders to a frozen rank, and the answers to them (PURE).
+
+Owns that every order is carried out once and answered as often as it is said: a controller repeats an order whenever its
+answer may have been lost. Never decides whether an order is wise.
+"""
+
+from __future__ import annotations
+
+from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
+from ttp.proto.messages import Published, PublishOrder, RolledForward, RollForward, StepFailed, WriteOrder, Written
+
+from .events import (
+    ApplyUpdate,
+    CloseGate,
+    Effect,
+    Log,
+    PublishCheckpoint,
+    PublishDone,
+    RollForwardDone,
+    Send,
+    WorkFailed,
+    WriteDone,
+    WriteShare,
+)
+from .refusals import why_no_order, why_no_roll_forward
+from .state import OpenOrder, ProcessorState, RankMode
+
+
+def roll_forward(state: ProcessorState, message: RollForward, now: float, out: list[Effect]) -> ProcessorState:
+    """Do one update alone; doing it twice answers the same."""
+    if message.freeze_id != state.freeze_id:
+        return state
+    wanted = message.record.step
+    if state.applying is not None and state.applying.step == wanted:
+        return state  # the answer will come, under the newest freeze's number
+    if state.closed and not state.torn and state.state_step == wanted:
+        out.append(Send(RolledForward(state.settings.rank, state.freeze_id, wanted)))
+        return state
+    if not state.closed or state.torn or state.state_step + 1 != wanted:
+        error = (
+            f"the state is of step {state.state_step}, closed {state.closed}, torn {state.torn}; wanted step {wanted}"
+        )
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
+        return state
+    if error := why_no_roll_forward(state, message.record):
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
+        return state
+    out.append(ApplyUpdate(state.freeze_id, message.record))
+    return replace(state, applying=message.record, rolled=True)
+
+
+def roll_forward_done(state: ProcessorState, event: RollForwardDone, now: float, out: list[Effect]) -> ProcessorState:
+    """The update is finished: answer, or report afresh when a newer freeze has asked since."""
+    if state.applying is None:
+        raise ProtocolError(f"rank {state.settings.rank}: rolled forward to {event.state_step} without an order")
+    state = replace(state, applying=None, state_step=event.state_step)
+    if event.freeze_id != state.freeze_id:
+        out.append(CloseGate(state.freeze_id))  # the report that was held back
+        return state
+    out.append(Send(RolledForward(state.settings.rank, state.freeze_id, event.state_step)))
+    return state
+
+
+def write(state: ProcessorState, message: WriteOrder, now: float, out: list[Effect]) -> ProcessorState:
+    """Write the ordered parts; one that was written already is answered from memory."""
+    return _take_order(state, message, WriteShare(message), out)
+
+
+def publish(state: ProcessorState, message: PublishOrder, now: float, out: list[Effect]) -> ProcessorState:
+    """Publish the attempt; one that was published already is answered from memory."""
+    return _take_order(state, message, PublishCheckpoint(message), out)
+
+
+def _take_order(
+    state: ProcessorState, message: WriteOrder | PublishOrder, effect: Effect, out: list[Effect]
+) -> ProcessorState:
+    """Begin a new order; answer one that was done already from memory; leave one alone that is being done."""
+    if message.freeze_id != state.freeze_id:
+        return state
+    for known in state.orders:
+        if known.order == message:
+            if known.answer is not None:
+                out.append(Send(known.answer))
+            return state
+    if error := why_no_order(state, message):
+        stage = "write" if isinstance(message, WriteOrder) else "publish"
+        out.append(Log(f"{stage} refused: {error}"))
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, stage, message.tmp_name, error)))
+        return state
+    out.append(effect)
+    return replace(state, orders=(*state.orders, OpenOrder(message)), ordered=True)
+
+
+def write_done(state: ProcessorState, event: WriteDone, now: float, out: list[Effect]) -> ProcessorState:
+    """Say that the parts are durable, unless the controller has asked afresh since."""
+    order = event.order
+    answer = Written(state.settings.rank, order.freeze_id, order.tmp_name, order.parts, event.result)
+    return _answer(state, order, answer, out)
+
+
+def publish_done(state: ProcessorState, event: PublishDone, now: float, out: list[Effect]) -> ProcessorState:
+    """Say that the checkpoint is visible, unless the controller has asked afresh since."""
+    order = event.order
+    answer = Published(state.settings.rank, order.freeze_id, order.step, event.path)
+    return _answer(state, order, answer, out)
+
+
+def owes_answer(state: ProcessorState) -> bool:
+    """True while an order is being carried out, or waits for its turn, or an update keeps the gate from closing."""
+    closing = state.standing is RankMode.FROZEN and not state.closed
+    return closing or state.applying is not None or any(known.answer is None for known in state.orders)
+
+
+def _answer(
+    state: ProcessorState, order: WriteOrder | PublishOrder, answer: Written | Published, out: list[Effect]
+) -> ProcessorState:
+    if order.freeze_id != state.freeze_id:
+        return state  # the controller has asked afresh since
+    if not any(known.order == order and known.answer is None for known in state.orders):
+        raise ProtocolError(
+            f"rank {state.settings.rank}: {type(answer).__name__} for {order.tmp_name}, which was not ordered or was "
+            "answered already"
+        )
+    out.append(Send(answer))
+    orders = tuple(OpenOrder(order, answer) if known.order == order else known for known in state.orders)
+    return replace(state, orders=orders)
+
+
+def outlived(
+    state: ProcessorState, event: WriteDone | PublishDone | WorkFailed, now: float, out: list[Effect]
+) -> ProcessorState:
+    """The gate is open: only an order of an earlier controller can still have been under way when a later one opened it."""
+    freeze_id = event.freeze_id if isinstance(event, WorkFailed) else event.order.freeze_id
+    if freeze_id >= state.freeze_id:
+        raise ProtocolError(
+            f"rank {state.settings.rank}: {type(event).__name__} of freeze {freeze_id} with an open gate"
+        )
+    return state
+
+
+def work_failed(state: ProcessorState, event: WorkFailed, now: float, out: list[Effect]) -> ProcessorState:
+    """An order raised. Whether a failed roll-forward tore the state, the next report says."""
+    out.append(Log(f"{event.stage} failed: {event.error}"))
+    failure = StepFailed(state.settings.rank, event.freeze_id, event.stage, event.tmp_name, event.error, event.torn)
+    if event.stage == "roll_forward":
+        if state.applying is None:
+            raise ProtocolError(f"rank {state.settings.rank}: a roll-forward failed that was not ordered")
+        out.append(Send(failure) if event.freeze_id == state.freeze_id else CloseGate(state.freeze_id))
+        return replace(state, applying=None, torn=True)
+    if event.freeze_id != state.freeze_id:
+        return state
+    kind = WriteOrder if event.stage == "write" else PublishOrder
+    for index, known in enumerate(state.orders):
+        if isinstance(known.order, kind) and known.order.tmp_name == event.tmp_name and known.answer is None:
+            out.append(Send(failure))
+            orders = (*state.orders[:index], OpenOrder(known.order, failure), *state.orders[index + 1 :])
+            return replace(state, orders=orders)
+    raise ProtocolError(f"rank {state.settings.rank}: {event.stage} of {event.tmp_name} failed without being ordered")

@@ -1,0 +1,489 @@
+"""What each event and message means to a processor: one table (PURE).
+
+Owns `TRANSITIONS`, from (standing, kind of event or message) to the function that handles it. A pair that is not in the
+table is a protocol error; `late` is for what may cross a change of standing on the wire or in the driver's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from ttp.errors import ProtocolError
+from ttp.proto.frozen import replace
+from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
+    EXIT_CODE_PREEMPTED,
+    Beat,
+    Cause,
+    CauseKind,
+    Dismiss,
+    Exit,
+    FaultReport,
+    Finished,
+    Freeze,
+    Heartbeat,
+    PublishOrder,
+    RollForward,
+    StartStandby,
+    Successors,
+    Thaw,
+    Welcome,
+    Working,
+    WriteOrder,
+)
+
+from .events import (
+    BoundaryReached,
+    CloseGate,
+    Connect,
+    Connected,
+    ControllerEnded,
+    ControllersFound,
+    ControllerStarted,
+    Disconnected,
+    Effect,
+    ExitProcess,
+    GateClosed,
+    LeaveBoundary,
+    LocalFault,
+    Log,
+    Noticed,
+    OpenGate,
+    PublishDone,
+    Release,
+    ReportUnled,
+    RollForwardDone,
+    SavedAlone,
+    SavesAlone,
+    SaveStacks,
+    Send,
+    Tick,
+    TrainReturned,
+    WorkFailed,
+    WriteDone,
+)
+from .failover import (
+    controller_ended,
+    controller_started,
+    controllers,
+    found,
+    go_on,
+    go_on_at,
+    learn,
+    look,
+    lost,
+    lost_all,
+    silent,
+    start_standby,
+    take_list,
+)
+from .orders import (
+    outlived,
+    owes_answer,
+    publish,
+    publish_done,
+    roll_forward,
+    roll_forward_done,
+    work_failed,
+    write,
+    write_done,
+)
+from .refusals import why_no_exit
+from .state import LinkState, ProcessorState, RankMode
+from .step_times import TOLD
+
+Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
+
+_OPEN = (RankMode.TRAINING,)
+_SHUT = (RankMode.FROZEN,)
+_LIVE = (*_OPEN, *_SHUT)
+_GONE = (RankMode.LEAVING,)
+_TRAINING, _FROZEN, _LEAVING = RankMode  # found faster than attributes of an enumeration
+_DOWN, _UP = LinkState.DOWN, LinkState.UP
+
+
+# --- the stream ---
+
+
+def connected(state: ProcessorState, event: Connected, now: float, out: list[Effect]) -> ProcessorState:
+    """Register, and say again what an earlier stream may have lost."""
+    if state.link is LinkState.UP:
+        raise ProtocolError(f"rank {state.settings.rank}: connected twice; the driver must say Disconnected first")
+    if state.alone:  # it never registers: who saves with the other ranks alone is led by no controller
+        return state
+    if state.unled:
+        out.append(ReportUnled(False))
+    registration = replace(
+        event.registration,
+        job_groups=state.job_groups,
+        step_times_s=state.step_times_s,
+        finished=state.finished,
+        steps=state.steps,
+        controllers=controllers(state) if state.successors else event.registration.controllers,
+    )
+    if state.successors:
+        out.append(Log(f"attached to the controller at {controllers(state)[state.place]}"))
+    out.append(Send(registration))
+    out.extend(Send(fault) for fault in state.faults)
+    out.extend(Send(report) for report in state.standbys)
+    return replace(
+        state,
+        link=LinkState.UP,
+        lost_since=inf,
+        loss_logged=False,
+        unled=False,
+        heard=now,
+        refusals=0,
+        steps_reported=state.steps,
+        save_dirs=registration.save_dirs,
+        group_ids=frozenset(group.group_id for group in registration.groups),
+    )
+
+
+def disconnected(state: ProcessorState, event: Disconnected, now: float, out: list[Effect]) -> ProcessorState:
+    """Try again after a pause, or elsewhere. Training goes on, and the gate stays as it is."""
+    if state.link is LinkState.UP:
+        out.append(Log(f"lost the controller: {event.reason}"))
+    return lost(state, now, event.refused)
+
+
+def welcome(state: ProcessorState, message: Welcome, now: float, out: list[Effect]) -> ProcessorState:
+    """The job has assembled, or a controller knows this rank: heartbeats begin."""
+    before = state.term
+    state = replace(
+        take_list(state, message.successors),
+        heartbeat_at=now,
+        heartbeat_s=message.heartbeat_s,
+        lease_s=message.lease_s,
+        job_groups=message.job_groups or state.job_groups,
+        term=message.term,
+    )
+    if before not in (-1, message.term):  # the first one is introduced by the session, on rank 0 alone
+        out.append(Log(_introduction(state, message)))
+    return state
+
+
+def _introduction(state: ProcessorState, message: Welcome) -> str:
+    survives = f"; the job survives {message.survives}" if message.survives else ""
+    left = len(state.successors) - state.place
+    behind = f"{left} standby controllers" if left != 1 else "1 standby controller"
+    if not left and state.settings.look_s < inf:
+        behind = "no standby controller until one has been started in its place"
+    elif not left:
+        behind = "no standby controller: should this one fail too, training goes on without protection"
+    return f"controller of term {message.term}{survives}; behind it {behind}"
+
+
+def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) -> ProcessorState:
+    """Nothing but a sign of life: every message is one."""
+    return state
+
+
+def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> ProcessorState:
+    """Do what is due: reconnect, beat, or give up."""
+    rank = state.settings.rank
+    if event.steps > state.steps:
+        state = replace(state, steps=event.steps, step_times_s=event.step_times_s)
+    if state.link is not _DOWN and now >= go_on_at(state):
+        if state.link is _UP:
+            out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
+        state = silent(state, now) if state.link is _UP else go_on(replace(state, refusals=0), now)
+    if state.link is _DOWN and now >= state.reconnect_at and not state.alone:
+        out.append(Connect(controllers(state)[state.place]))
+        state = replace(state, link=LinkState.CONNECTING)
+    state = without_controller(look(state, now, out), now, out)
+    if now >= state.heartbeat_at:
+        frozen, owes = state.freeze_id if state.standing is _FROZEN else 0, owes_answer(state)
+        place = (event.phase, event.step, event.waiting, event.paused)
+        behind = (frozen, owes, state.finished)
+        out.append(Send(Heartbeat(rank, *place, *behind, state.steps, _new_times(state))))
+        if state.answer_by < inf:  # no freeze has come: perhaps what was said was lost
+            out.extend(Send(fault) for fault in state.faults)
+        if event.work_done > state.work_done and owes:
+            out.append(Send(Working(rank, state.freeze_id)))
+        heartbeat_at = now + state.heartbeat_s
+        state = replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps)
+    if now >= state.notice_by:
+        waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
+        state = _tell_notice(state, waited, now, out)
+    return give_up(state, now, out) if now >= give_up_at(state) else state
+
+
+def without_controller(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:
+    """Note that every controller is lost; a training thread that waits behind a step for one goes on, to where all ranks know of it."""
+    if not state.settings.saves_alone or state.alone:
+        return state
+    if not state.unled and lost_all(state, now):
+        out.append(ReportUnled(True))
+        state = replace(state, unled=True)
+    if state.unled and state.parked and state.standing is _TRAINING:
+        out += [Log("every controller is lost: training goes on, to be saved without one"), LeaveBoundary()]
+        state = replace(state, parked=False)
+    return state
+
+
+def _new_times(state: ProcessorState) -> tuple[float, ...]:
+    """Return the times of the steps finished since the last heartbeat, the newest few."""
+    new = min(state.steps - state.steps_reported, TOLD, len(state.step_times_s))
+    return state.step_times_s[len(state.step_times_s) - new :]
+
+
+def give_up_at(state: ProcessorState) -> float:
+    """Return when the missing controller has consequences; inf: never."""
+    standing = state.standing
+    if standing is _LEAVING:
+        return inf
+    if state.alone:
+        return state.answer_by
+    if _will_be_saved_alone(state):
+        return state.lost_since + state.settings.alone_s
+    if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):
+        return inf
+    lost = state.lost_since + state.settings.controller_lost_s
+    return lost if lost < state.answer_by else state.answer_by
+
+
+def _will_be_saved_alone(state: ProcessorState) -> bool:
+    """Say whether a rank that was told to leave, and has lost every controller, trains on to the step that all ranks save."""
+    if not state.unled or not state.faults:
+        return False
+    trains = state.standing is _TRAINING and not (state.parked or state.finished)
+    return trains and all(fault.cause.kind is CauseKind.PREEMPTED for fault in state.faults)
+
+
+def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:
+    """No controller for too long. Only a rank that cannot go on by itself leaves."""
+    if state.alone or _will_be_saved_alone(state):
+        text = (
+            "the save without a controller"
+            if state.alone
+            else f"after {state.notice}, the step that is saved without a controller"
+        )
+        return _exit(state, 1, f"{text} did not end within {state.settings.alone_s:g} s", out)
+    waited = f"no controller answered for {state.settings.controller_lost_s:g} s"
+    if state.faults:
+        return _exit(state, 1, f"{waited} after: {state.faults[0].cause.text}", out)
+    if state.standing is not RankMode.TRAINING:
+        return _exit(state, 75, f"{waited} while this rank was frozen", out)
+    if state.parked:
+        return _exit(state, 75, f"{waited} after another rank's notice to leave", out)
+    if state.term < 0:
+        out += [Log(f"{waited} before the job had assembled"), Release()]
+        return replace(state, standing=RankMode.LEAVING)
+    if state.finished:
+        out += [Log(f"{waited}; training has finished, leaving without its word"), Release()]
+        return replace(state, standing=RankMode.LEAVING)
+    out.append(Log(f"{waited}: training goes on without protection"))
+    return replace(state, loss_logged=True)
+
+
+# --- this rank's own news ---
+
+
+def local_fault(state: ProcessorState, event: LocalFault, now: float, out: list[Effect]) -> ProcessorState:
+    """Tell the controller what befell this rank, and give it its time to react."""
+    report = FaultReport(state.settings.rank, event.cause, event.detail)
+    if state.link is LinkState.UP:
+        out.append(Send(report))
+    if state.standing is RankMode.TRAINING and state.answer_by == inf:
+        state = replace(state, answer_by=now + state.settings.controller_lost_s)
+    if state.link is not LinkState.UP:  # a controller that is long gone gets its time from the fault on
+        state = replace(state, lost_since=now)
+    return replace(state, faults=(*state.faults, report))
+
+
+def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]) -> ProcessorState:
+    """This rank was told to leave. The step in flight is finished first, if it can be soon.
+
+    Every rank learns of it in that step's spanning collective, so that all stop behind the same step.
+    """
+    if state.alone:  # it exits behind the save, and tells no controller
+        return replace(state, notice=event.text)
+    again = bool(state.notice)
+    if again and state.notice_by == inf:
+        return state
+    state = replace(state, notice=event.text, notice_by=now + state.settings.boundary_s)
+    if again:
+        return _tell_notice(state, "told twice", now, out)
+    if state.standing is not RankMode.TRAINING or state.finished:
+        return _tell_notice(state, "no step is in flight here", now, out)
+    out.append(Log(f"{event.text}: this rank leaves at the end of the step, or in {state.settings.boundary_s:g} s"))
+    return state
+
+
+def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, out: list[Effect]) -> ProcessorState:
+    """The training thread stands behind a finished step. A rank that was not told to leave only waits there."""
+    lost_since = (
+        state.lost_since if state.link is LinkState.UP else now
+    )  # a controller that is long gone gets its time from here on
+    state = replace(state, parked=True, lost_since=lost_since)
+    return _tell_notice(state, f"step {event.step} is finished", now, out) if state.notice_by < inf else state
+
+
+def saves_alone(state: ProcessorState, event: SavesAlone, now: float, out: list[Effect]) -> ProcessorState:
+    """All training threads are in the save: this rank turns to no controller any more, and does nothing for one that leads it since."""
+    out.append(Log(f"no controller leads any rank: all ranks save step {event.step} together"))
+    by = now + state.settings.alone_s
+    return replace(state, alone=True, answer_by=by, notice_by=inf, looks_at=inf, heartbeat_at=inf)
+
+
+def saved_alone(state: ProcessorState, event: SavedAlone, now: float, out: list[Effect]) -> ProcessorState:
+    """Exit as on a controller's order, if the step is on disk: every rank has learned that in the same collective."""
+    if event.path:
+        reason = f"step {event.step} was saved without a controller: {event.path}"
+        return _exit(state, EXIT_CODE_PREEMPTED if state.notice else EXIT_CODE_PERSISTED, reason, out)
+    return _exit(state, 1, f"step {event.step} could not be saved without a controller: {event.error}", out)
+
+
+def _tell_notice(state: ProcessorState, when: str, now: float, out: list[Effect]) -> ProcessorState:
+    cause = Cause(CauseKind.PREEMPTED, (state.settings.rank,), f"{state.notice}; {when}")
+    return local_fault(replace(state, notice_by=inf), LocalFault(cause, ""), now, out)
+
+
+def train_returned(state: ProcessorState, event: TrainReturned, now: float, out: list[Effect]) -> ProcessorState:
+    """Tell the controller that training is over here; this rank stays as a holder."""
+    if state.finished:
+        raise ProtocolError(f"rank {state.settings.rank}: training returned twice")
+    if state.link is LinkState.UP:
+        out.append(Send(Finished(state.settings.rank)))
+    return replace(state, finished=True)
+
+
+# --- freeze and thaw ---
+
+
+def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]) -> ProcessorState:
+    """Close the gate, or ask again what stands behind the closed gate: the answer is always fresh.
+
+    Freezes are numbered upwards from one controller to the next, so what an earlier one had ordered is over now.
+    """
+    if message.freeze_id < state.freeze_id:
+        return state
+    if state.standing is RankMode.TRAINING:
+        out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
+        if message.cause.kind is CauseKind.HUNG:
+            out.append(SaveStacks(message.cause.text))
+    freeze_id, orders = message.freeze_id, state.orders if state.freeze_id == message.freeze_id else ()
+    out.append(CloseGate(freeze_id))
+    return replace(
+        state, standing=RankMode.FROZEN, freeze_id=freeze_id, gate_id=freeze_id, orders=orders, answer_by=inf
+    )
+
+
+def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
+    """Report what this rank holds; once more when an update that had kept the gate from closing has ended."""
+    report = event.report
+    if report.freeze_id != state.freeze_id:
+        return state  # asked again meanwhile, under a newer number
+    if state.applying is not None:
+        return state  # taken before the roll-forward's end: its end asks again
+    if report.closed:
+        state = replace(state, closed=True, torn=report.torn, state_step=report.state_step, records=report.records)
+    if state.link is LinkState.UP:
+        out.append(Send(replace(report, final=report.final or state.ordered)))
+    return state
+
+
+def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) -> ProcessorState:
+    """A false alarm: open the gate. A thaw also ends every older freeze, whose own thaw was lost."""
+    if message.freeze_id < state.freeze_id:
+        return state
+    if state.rolled:
+        out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
+        return state
+    out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
+    answer_by = inf
+    if (
+        state.faults
+    ):  # no controller thaws a rank whose fault it knows: what was reported was lost, or is still under way
+        out.extend(Send(fault) for fault in state.faults)
+        answer_by = now + state.settings.controller_lost_s
+    return replace(
+        state, standing=RankMode.TRAINING, closed=False, torn=False, orders=(), ordered=False, answer_by=answer_by
+    )
+
+
+# --- the end ---
+
+
+def leave(state: ProcessorState, message: Exit, now: float, out: list[Effect]) -> ProcessorState:
+    """The controller has no more use for this rank. One that was told to leave says so by its exit status."""
+    if why := why_no_exit(message):
+        raise ProtocolError(f"rank {state.settings.rank}, {state.standing.value}: {why}. This rank goes on")
+    told = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
+    return _exit(state, EXIT_CODE_PREEMPTED if told else message.code, message.reason, out)
+
+
+def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> ProcessorState:
+    out.append(ExitProcess(code, reason))
+    return replace(state, standing=RankMode.LEAVING, heartbeat_at=inf)
+
+
+def dismissed(state: ProcessorState, message: Dismiss, now: float, out: list[Effect]) -> ProcessorState:
+    """Every rank has finished: let the training thread go."""
+    if not state.finished:
+        out.append(Log("dismissed although training has not returned here; ignored"))
+        return state
+    out.append(Release())
+    return replace(state, standing=RankMode.LEAVING, heartbeat_at=inf)
+
+
+def late(state: ProcessorState, event: object, now: float, out: list[Effect]) -> ProcessorState:
+    """It crossed a change of standing."""
+    return state
+
+
+_ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
+    (_LIVE, Tick, tick),
+    (_LIVE, Connected, connected),
+    (_LIVE, Disconnected, disconnected),
+    (_LIVE, Welcome, welcome),
+    (_LIVE, LocalFault, local_fault),
+    (_LIVE, Noticed, noticed),
+    (_LIVE, BoundaryReached, boundary_reached),
+    (_LIVE, SavesAlone, saves_alone),
+    (_LIVE, SavedAlone, saved_alone),
+    (_LIVE, TrainReturned, train_returned),
+    (_LIVE, Freeze, freeze),
+    (_SHUT, GateClosed, gate_closed),
+    (_SHUT, Thaw, thaw),
+    (_SHUT, RollForward, roll_forward),
+    (_SHUT, RollForwardDone, roll_forward_done),
+    (_SHUT, WriteOrder, write),
+    (_SHUT, WriteDone, write_done),
+    (_SHUT, PublishOrder, publish),
+    (_SHUT, PublishDone, publish_done),
+    (_SHUT, WorkFailed, work_failed),
+    (_LIVE, Beat, beat),
+    (_LIVE, Successors, learn),
+    (_LIVE, StartStandby, start_standby),
+    (_LIVE, ControllerStarted, controller_started),
+    (_LIVE, ControllerEnded, controller_ended),
+    (_LIVE, ControllersFound, found),
+    (_LIVE, Exit, leave),
+    (_LIVE, Dismiss, dismissed),
+    # Crossed a thaw.
+    (_OPEN, GateClosed, late),
+    (_OPEN, Thaw, late),
+    (_OPEN, RollForward, late),
+    (_OPEN, WriteOrder, late),
+    (_OPEN, PublishOrder, late),
+    # What a lost controller had ordered is done, and the new one has opened the gate meanwhile.
+    (_OPEN, WriteDone, outlived),
+    (_OPEN, PublishDone, outlived),
+    (_OPEN, WorkFailed, outlived),
+    *(
+        (_GONE, kind, late)
+        for kind in (
+            Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
+            Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
+            Beat, Successors, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
+        )
+    ),
+)  # fmt: skip
+
+TRANSITIONS: dict[tuple[RankMode, type], Handler] = {
+    (standing, kind): handler for standings, kind, handler in _ROWS for standing in standings
+}

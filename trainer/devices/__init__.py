@@ -1,0 +1,1 @@
+"""The devices that the trainer knows, and binding a rank to one."""

@@ -1,0 +1,1 @@
+"""What a run would need, without starting anything: `--plan` and its search."""

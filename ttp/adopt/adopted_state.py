@@ -1,0 +1,377 @@
+"""The state of a model and its torch optimizer where it lies: names, places in the whole, and who holds the same.
+
+Owns every look into the user's model and optimizer. Reads their memory in place and never keeps a copy, buffers apart: a
+forward pass changes those at any time, so those of the newest update and of the one in flight are kept beside them.
+
+A tensor that is no DTensor is whole on this rank. A DTensor is a block, known by its mesh and placements; ranks with equal
+blocks are replicas of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ttp.adopt.averages import Average, Averages
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.block import Block
+from ttp.checkpoint.format.keys import model_key, optim_state_key
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.errors import ConfigError, LayoutError
+from ttp.exchange.json_collectives import exchange_json
+from ttp.optim.base_state import make_state
+from ttp.optim.shard_layout.split import block_of, local_of
+from ttp.optim.sums import mixed, sums_of
+from ttp.proto.messages import ShardGroup
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of a name that torch's wrappers of a module add."""
+
+_WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tensor of the state: its key, and where its live memory is found."""
+
+    key: str
+    tensor: torch.Tensor
+    owner: torch.Tensor
+    """The parameter that it belongs to, or itself."""
+
+
+class AdoptedState:
+    """What this rank has of the job's state."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, averages: Mapping[str, Average] | None = None
+    ) -> None:
+        """Give the optimizer its fresh state, so that it has the same keys at any step (a collective over WORLD: the ranks
+        tell each other what they hold). Raises ConfigError for a model or optimizer that cannot be protected."""
+        self._optimizer = optimizer
+        self._module = unwrapped(model)
+        self._params = {clean_name(name): param for name, param in self._module.named_parameters()}
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._check_groups()
+        _create(optimizer)
+        first = next(iter(self._params.values()))
+        self.device = local_of(first).device
+        self._averages = Averages(averages or {}, self.device)
+        self._known = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters of each group, as they were registered."""
+        self._buffer_names = self._persistent_buffers()
+        """The module's own names of the buffers that are saved, by key."""
+        self._kept = {key: _copy_of(self._module.get_buffer(name)) for key, name in self._buffer_names.items()}
+        self._next = {key: _copy_of(buffer) for key, buffer in self._kept.items()}
+        self._check_layout()
+        self._tell_each_other()
+
+    # --- what lies where ---
+
+    def holdings(self) -> dict[str, list[HeldTensor]]:
+        """Return views of everything that is counted here, by group id."""
+        return {
+            self._group_ids[place]: [_held(entry) for entry in entries]
+            for place, entries in self._by_place().items()
+            if place in self._group_ids
+        }
+
+    def targets(self) -> list[HeldTensor]:
+        """Return views of all that a loader must fill."""
+        return [_held(entry) for entry in self._entries() if _local(entry.tensor).numel()]
+
+    def shard_groups(self) -> tuple[ShardGroup, ...]:
+        return tuple(
+            ShardGroup(group, self._labels[group], tiling.nbytes_of(held)) for group, held in self.holdings().items()
+        )
+
+    def counts(self, param: torch.Tensor) -> bool:
+        """Say whether this rank is the one, of those that hold the same of a parameter, that counts it."""
+        return self._group_ids.get(_place(param)) in self._counted
+
+    def bits(self) -> dict[str, int]:
+        """Return a sum over the bits of each group: replicas have the same."""
+        return {
+            group: int(mixed(sums_of([tensor.values for tensor in held])))
+            for group, held in self.holdings().items()
+            if held
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError when the optimizer has other parameters than at the start, or an average was changed by somebody else."""
+        self._averages.check_untouched()
+        groups = self._optimizer.param_groups
+        name = type(self._optimizer).__name__
+        if len(groups) != len(self._known):
+            raise ConfigError(
+                f"{name} has {len(groups)} param groups, it had {len(self._known)} when ttp.protect was called: add all groups"
+                " before ttp.protect, with lr=0 or requires_grad=False as long as they are not trained"
+            )
+        for index, (group, known) in enumerate(zip(groups, self._known, strict=True)):
+            params = group["params"]
+            if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
+                raise ConfigError(
+                    f"param group {index} of {name} has {len(params)} parameters that are not the {len(known)} that it had when"
+                    " ttp.protect was called: build the optimizer, and move the model to its device, before ttp.protect"
+                )
+
+    # --- buffers ---
+
+    def share_buffers(self) -> None:
+        """Make rank 0's buffers everyone's: what DDP does before the next pass, done before the update (a collective).
+
+        Raises ConfigError for a buffer that is no more what it was at the start."""
+        live = self._live_buffers()
+        _copy_all(self._next, live)
+        if live and dist.is_initialized() and dist.get_world_size() > 1:
+            flat = torch.cat([_bytes_of(buffer).to(self.device) for buffer in self._next.values()])
+            dist.broadcast(flat, src=0)
+            place = 0
+            for buffer in self._next.values():
+                size = buffer.numel() * buffer.element_size()
+                _bytes_of(buffer).copy_(flat[place : place + size])
+                place += size
+            _copy_all(live, self._next)
+
+    def updated(self, skipped: bool) -> None:
+        """The update is done: the buffers that it saw are the state's, and its weights go into the averages (not after a step that
+        was skipped)."""
+        self._kept, self._next = self._next, self._kept
+        if not skipped:
+            self._averages.update(self._module)
+
+    def loaded(self) -> None:
+        """The kept buffers were filled: put them into the model."""
+        self._averages.loaded()
+        _copy_all(self._live_buffers(), self._kept)
+
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        """Look the model's buffers up, at each use: a model may bind another tensor to a name."""
+        return {key: self._live_buffer(name, self._kept[key]) for key, name in self._buffer_names.items()}
+
+    def _live_buffer(self, name: str, kept: torch.Tensor) -> torch.Tensor:
+        try:
+            buffer = self._module.get_buffer(name)
+        except AttributeError:
+            buffer = None
+        if buffer is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+            now = "is not there" if buffer is None else f"has shape {tuple(buffer.shape)} and {buffer.dtype}"
+            raise ConfigError(
+                f"buffer {name} {now}: wanted shape {tuple(kept.shape)} and {kept.dtype}, as when ttp.protect was called; keep"
+                " it as it is, or register it with persistent=False"
+            )
+        return _local(buffer)
+
+    # --- inside ---
+
+    def _check_groups(self) -> None:
+        for index, group in enumerate(self._optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in self._names:
+                    raise ConfigError(
+                        f"param group {index} of {type(self._optimizer).__name__} has a parameter of shape"
+                        f" {tuple(param.shape)} that is not the model's: wanted the model's parameters only; build the optimizer"
+                        " after fully_shard and after the model is on its device"
+                    )
+
+    def _persistent_buffers(self) -> dict[str, str]:
+        keys = {clean_name(key) for key in self._module.state_dict()}
+        found = {clean_name(name): name for name, _ in self._module.named_buffers()}
+        for name, buffer in self._module.named_buffers():
+            if _place(buffer) != _WHOLE and clean_name(name) in keys:
+                raise ConfigError(
+                    f"buffer {name} is split over ranks ({_place(buffer)}): wanted buffers that are whole on every rank;"
+                    " register it with persistent=False, or make it a parameter"
+                )
+        return {key: name for key, name in found.items() if key in keys}
+
+    def _entries(self) -> Iterator[_Named]:
+        for name, param in self._params.items():
+            yield _Named(model_key(name), param, param)
+        for name, buffer in self._kept.items():
+            yield _Named(model_key(name), buffer, buffer)
+        for key, tensor in self._averages.tensors().items():
+            yield _Named(key, tensor, tensor)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                for key, value in self._optimizer.state[param].items():
+                    if value is not None:
+                        yield _Named(optim_state_key(self._names[id(param)], key), value, param)
+
+    def _by_place(self) -> dict[str, list[_Named]]:
+        """Group what is counted here; a number that belongs to a parameter goes with the block that has its first element."""
+        places: dict[str, list[_Named]] = {}
+        for entry in self._entries():
+            if not _local(entry.owner).numel() and entry.owner.numel():
+                continue  # a block of nothing: fewer rows than ranks
+            is_number = entry.tensor is not entry.owner and not isinstance(entry.tensor, DTensor)
+            if is_number and isinstance(entry.owner, DTensor) and any(block_of(entry.owner)[1]):
+                continue
+            places.setdefault(_place(entry.owner), []).append(entry)
+        return places
+
+    def _check_layout(self) -> None:
+        for entry in self._entries():
+            if not torch.is_tensor(entry.tensor):
+                raise ConfigError(
+                    f"{entry.key} is a {type(entry.tensor).__name__}: wanted an optimizer whose state is tensors, as torch's are"
+                )
+            if not _local(entry.tensor).is_contiguous():
+                raise ConfigError(
+                    f"{entry.key} of shape {tuple(entry.tensor.shape)} does not lie in memory row by row (channels_last?):"
+                    " wanted contiguous parameters; call model.to(memory_format=torch.contiguous_format)"
+                )
+            if isinstance(entry.owner, DTensor) and entry.tensor.dim() and entry.tensor.shape != entry.owner.shape:
+                raise LayoutError(
+                    f"{entry.key} has shape {tuple(entry.tensor.shape)} and its parameter {tuple(entry.owner.shape)}: the state"
+                    " of a parameter that is split over ranks must be split alike; use an element-wise optimizer (AdamW, SGD)"
+                )
+
+    def _tell_each_other(self) -> None:
+        """Learn the whole job's tensors, and who holds the same as this rank (a collective over WORLD)."""
+        held = {place: [_held(entry) for entry in entries] for place, entries in self._by_place().items()}
+        self._group_ids = {place: tiling.address_hash(tensors) for place, tensors in held.items()}
+        shapes = {entry.key: list(entry.tensor.shape) for entry in self._entries()}
+        names = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        told = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._counted = {
+            group
+            for group in self._group_ids.values()
+            if next(other for other, (groups, _, _) in enumerate(told) if group in groups) == rank
+        }
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Key and whole shape of every tensor of the job's state."""
+        self.group_names: list[list[str]] = [[] for _ in names]
+        """The names of all parameters by param group."""
+        for _, other_shapes, other_names in told:
+            self.shapes |= {key: tuple(shape) for key, shape in other_shapes.items()}
+            for known, others in zip(self.group_names, other_names, strict=True):
+                known += [name for name in others if name not in known]
+        self._labels = {self._group_ids[place]: _label(place, tensors) for place, tensors in held.items()}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module within DDP, DataParallel and torch.compile. Raises ConfigError for FSDP1, whose parameters have lost their
+    shapes."""
+    while True:
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            break
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "the model, or a part of it, is wrapped in FullyShardedDataParallel, which flattens its parameters: use"
+            " torch.distributed.fsdp.fully_shard, which keeps them"
+        )
+    return model
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name as the unwrapped model has it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _create(optimizer: Optimizer) -> None:
+    """Create the state that parameters have not got yet, as the optimizer's first step would; all else stays what it is."""
+    groups = optimizer.param_groups
+    missing = [[param for param in group["params"] if _is_fresh(optimizer, param)] for group in groups]
+    params = [param for lacking in missing for param in lacking]
+    before = [param.grad for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    # Copies of the groups: an optimizer that is not known makes a step on them, and may count it there.
+    optimizer.param_groups = [
+        {**group, "params": lacking} for group, lacking in zip(groups, missing, strict=True) if lacking
+    ]
+    try:
+        if params:
+            make_state(optimizer)
+    finally:
+        optimizer.param_groups = groups
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+
+
+def _is_fresh(optimizer: Optimizer, param: torch.Tensor) -> bool:
+    state = optimizer.state.get(param, {})
+    return all(value is None for value in state.values())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor)
+
+
+def _place(tensor: torch.Tensor) -> str:
+    """Say how a tensor is spread over ranks."""
+    if not isinstance(tensor, DTensor) or all(at.is_replicate() for at in tensor.placements):
+        return _WHOLE
+    return f"{tensor.device_mesh.mesh_dim_names}{tuple(tensor.device_mesh.shape)} {tensor.placements}"
+
+
+def _held(entry: _Named) -> HeldTensor:
+    tensor = entry.tensor
+    block = None
+    if isinstance(tensor, DTensor):
+        sizes, offsets = block_of(tensor)
+        block = None if tuple(sizes) == tuple(tensor.shape) else Block(offsets, sizes)
+    return HeldTensor(entry.key, tuple(tensor.shape), 0, _local(tensor).view(-1), block)
+
+
+def _label(place: str, tensors: Sequence[HeldTensor]) -> str:
+    """`all: embed.weight and 10 more` or `rows 0-127 of embed.weight and 10 more`, for people."""
+    first = tensors[0]
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    if place == _WHOLE or first.block is None:
+        return f"whole state: {first.key}{more}"
+    at = ", ".join(f"{o}:{o + n}" for o, n in zip(first.block.offsets, first.block.sizes, strict=True))
+    return f"shard [{at}]: {first.key}{more}"
+
+
+def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
+    return _local(buffer).detach().clone(memory_format=torch.contiguous_format)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _copy_all(into: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(source[name])
+
+
+def check_optimizer(optimizer: Any, split: bool) -> None:
+    """Raise ConfigError for an optimizer whose update is not local maths on state that can be read in place."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"the optimizer is a {name}: wanted a torch.optim.Optimizer")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigError(
+            f"{name} wraps another optimizer and has no hooks of its own: give ttp.protect the optimizer within (accelerate's"
+            " has it as .optimizer)"
+        )
+    if name in ("LBFGS", "SparseAdam"):
+        raise ConfigError(
+            f"{name} cannot be protected: its update is no local maths on dense gradients that another thread could finish;"
+            " use AdamW, SGD, Adafactor or another of torch's"
+        )
+    if name == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "ZeroRedundancyOptimizer sends parameters within its step and keeps each part of the state on one rank only:"
+            " use ttp.TTPReplicaOptimizer, which keeps it on two"
+        )
+    if split and name in ("Adafactor", "Muon"):
+        raise ConfigError(
+            f"{name} sends while it updates parameters that are split over ranks: wanted an update without collectives;"
+            " use AdamW, SGD or another element-wise optimizer"
+        )

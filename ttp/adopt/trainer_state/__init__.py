@@ -1,0 +1,1 @@
+"""What belongs to a step besides weights: schedulers, seeds, and the place in the data."""

@@ -1,0 +1,161 @@
+"""What this rank trained on in its newest steps, and whether a restart trains on the same.
+
+Owns the record of the newest batches and learning rates that goes into a checkpoint, and its comparison with what comes again after the
+restart. Only what was seen before the fault can be compared: the batches that a resume fetches and drops, and batch and learning rates of
+the step in flight at the fault. Never changes the data, and never waits for another rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttp.adopt.trainer_state.fingerprint import Fingerprint
+from ttp.errors import DataMismatch
+from ttp.inputs import checked
+from ttp.runtime.rank_runtime import show
+
+KEPT = 8
+"""Batches and steps in the record."""
+
+CHOICES = ("error", "warn")
+
+_FROM_FIRST = (
+    "Let the loader give the same batches in every start: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
+    " from torch's, numpy's or Python's generator without persistent_workers, set up data before ttp.protect"
+)
+_FROM_STATE = (
+    "The loader went on from its own state_dict. Where that does not lead to the same batches, have them fetched again by"
+    " guard.batches(loader, refetch=True)"
+)
+
+
+class SeenBatches:
+    """The record of one rank. Written by the training thread; `record` may be called by any."""
+
+    def __init__(self, rank: int, world_size: int, on_mismatch: str) -> None:
+        """`on_mismatch`: one of `CHOICES`."""
+        self._rank, self._world_size = rank, world_size
+        self._on_mismatch = on_mismatch
+        # Tuples that are replaced as a whole: other threads read them without a lock.
+        self._batches: tuple[tuple[int, int, Fingerprint], ...] = ()
+        """Epoch, number in it, fingerprint: the newest, and the first of the newest epoch."""
+        self._passes: tuple[tuple[int, Fingerprint, list[float]], ...] = ()
+        """Step, fingerprint of what the model was called with (unless batches are counted), learning rates."""
+        self._first = ""
+        """Fingerprint of step 1's batch, where batches are not counted."""
+        self._expected_batches: dict[tuple[int, int], str] = {}
+        self._expected_passes: dict[int, tuple[str, list[float]]] = {}
+        self._newest_expected = ""
+        self._begun = False
+
+    def batch(self, epoch: int, index: int, batch: object, *, from_state: bool = False) -> None:
+        """A batch was fetched. Raises DataMismatch if the run had another one there. `from_state`: the loader goes on from its own state_dict."""
+        found = Fingerprint(batch)
+        kept = [entry for entry in self._batches if entry[0] == epoch]
+        first, newest = [entry for entry in kept if entry[1] == 0], [entry for entry in kept if entry[1]]
+        self._batches = (*first, *newest[-KEPT + 1 :], (epoch, index, found))
+        wanted = self._expected_batches.pop((epoch, index), "")
+        if wanted and (got := found.value()) != wanted:
+            self._differs(
+                f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
+                f" fingerprint {got}, expected {wanted}. {_FROM_STATE if from_state else _FROM_FIRST}"
+            )
+
+    def forward(self, step: int, inputs: object, rates: Sequence[float], *, counted: bool) -> None:
+        """The first forward pass of `step` begins. `counted`: its batches are already in the record. Raises DataMismatch."""
+        found = Fingerprint(None if counted else inputs)
+        self._passes = (*self._passes[-KEPT + 1 :], (step, found, list(rates)))
+        if step == 1 and not counted:
+            self._first = found.value()
+        begun, self._begun = self._begun, True
+        if begun and not self._expected_passes:
+            return
+        batch, wanted = self._expected_passes.pop(step, ("", []))
+        self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
+        self._compare_rates(step, rates, wanted)
+        if not counted and not begun and step > 1:
+            self._compare_inputs(step, found.value(), batch)
+
+    def record(self) -> dict[str, Any]:
+        """Return the record as JSON values. Any thread: what a device still copies is left out."""
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "batches": [[epoch, index, known] for epoch, index, each in self._batches if (known := each.known())],
+            "passes": [[step, each.known(), rates] for step, each, rates in self._passes],
+            "first": self._first,
+        }
+
+    def expect(self, record: Mapping[str, Any]) -> None:
+        """Compare what comes with the record of a checkpoint, as far as it is this rank's in a job of the same size."""
+        if record.get("world_size") != self._world_size:
+            return
+        mine = record["rank"] == self._rank
+        self._expected_passes = {step: (batch if mine else "", rates) for step, batch, rates in record["passes"]}
+        if not mine:
+            return
+        self._expected_batches = {(epoch, index): batch for epoch, index, batch in record["batches"]}
+        self._first = record["first"]
+        self._newest_expected = record["passes"][-1][1] if record["passes"] else ""
+
+    # --- inside ---
+
+    def _compare_rates(self, step: int, rates: Sequence[float], wanted: Sequence[float]) -> None:
+        for group, (got, before) in enumerate(zip(rates, wanted, strict=False)):
+            if not math.isclose(got, before, rel_tol=1e-9):
+                self._differs(
+                    f"the learning rate of param group {group} in step {step} is not the one before the restart: got {got!r}, expected"
+                    f" {before!r}. Give ttp.protect every scheduler whose step() follows each update (accelerate: the prepared one) as"
+                    " schedulers=[...], and others as state={...}"
+                )
+                return
+
+    def _compare_inputs(self, step: int, got: str, wanted: str) -> None:
+        """The first batch of a start: that of `step` before the fault, if the model was called with it then."""
+        what_to_do = (
+            "Draw the first batch after ttp.protect and all else at random before it, make batches a function of the step, or take them"
+            " from guard.batches(loader)"
+        )
+        if wanted and got and got != wanted:
+            self._differs(
+                f"the model was called with another batch in step {step} on rank {self._rank} than before the restart: got fingerprint"
+                f" {got}, expected {wanted}. {what_to_do}"
+            )
+        elif not wanted and got and got == self._first != self._newest_expected:
+            show(
+                logging.WARNING,
+                f"rank {self._rank} begins after the restart, in step {step}, with the batch of step 1: the data may begin again."
+                f" {what_to_do}",
+            )
+
+    def _differs(self, text: str) -> None:
+        if self._on_mismatch == "error":
+            raise DataMismatch(f"{text}; or go on with other data by on_data_mismatch='warn'")
+        show(logging.WARNING, text)
+
+
+def check_record(record: object, path: str) -> None:
+    """Judge what a checkpoint has of `SeenBatches.record`. Raises ValueError naming the key."""
+    fields = checked.mapping(record, path)
+    for name in ("rank", "world_size"):
+        checked.integer(*checked.field(fields, name, path))
+    checked.string(*checked.field(fields, "first", path))
+    for row, where in checked.items(*checked.field(fields, "batches", path)):
+        epoch, index, fingerprint = _cells(row, where)
+        checked.integers([epoch, index], where)
+        checked.string(fingerprint, where)
+    for row, where in checked.items(*checked.field(fields, "passes", path)):
+        step, fingerprint, rates = _cells(row, where)
+        checked.integer(step, where)
+        checked.string(fingerprint, where)
+        if type(rates) is not list or not all(type(rate) is float for rate in rates):
+            raise checked.Invalid(where, rates, "a list of learning rates")
+
+
+def _cells(row: object, where: str) -> list[Any]:
+    if type(row) is not list or len(row) != 3:
+        raise checked.Invalid(where, row, "a list of three values")
+    return row

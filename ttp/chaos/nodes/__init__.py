@@ -1,0 +1,1 @@
+"""Nodes on one machine, made of network namespaces, with cables that can be slowed and pulled."""

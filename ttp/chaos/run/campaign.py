@@ -1,0 +1,215 @@
+"""A scenario from its unbroken run to its verdicts: one lap of the job under the schedule, or, in a soak, as many as fit.
+
+Owns the folders of a campaign, the unbroken run that laps are compared with, and how laps follow each other:
+
+    OUTPUT/unbroken/, OUTPUT/unbroken.json     the run without a fault, and what of it is compared
+    OUTPUT/lap_0/, OUTPUT/lap_1/, ...          the hurt ones
+    OUTPUT/result.json, OUTPUT/report.html     what became of it all
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ttp.chaos.faults.scenario import FaultSpec, Moment, Scenario
+from ttp.chaos.nodes.interrupts import InterruptGuard
+from ttp.chaos.nodes.namespaces import why_not
+from ttp.chaos.observed.recorder import Record, StepTold
+from ttp.chaos.observed.target import OUTPUT
+from ttp.chaos.observed.training_job import JobError
+from ttp.chaos.run.environment import staged
+from ttp.chaos.run.harness import Harness, Told, run_unbroken
+from ttp.chaos.verdict.fault_outcome import FaultOutcome
+from ttp.chaos.verdict.invariants import Run, Verdict, judge
+from ttp.chaos.verdict.tensors import compare_checkpoints
+from ttp.checkpoint.find import list_checkpoints, step_of
+from ttp.errors import ConfigError
+from ttp.inputs import checked
+from ttp.inputs.input_file import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """Faults drawn from the scenario's list, at random moments, for a while."""
+
+    duration_s: float
+    faults_per_hour: float
+
+
+MOST_UNBROKEN_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class Lap:
+    number: int
+    folder: Path
+    run: Run
+    verdicts: list[Verdict]
+    lasted_s: float
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What a command has gone through."""
+
+    scenario: Scenario
+    command: Sequence[str]
+    output: Path
+    soak: Soak | None = None
+    laps: list[Lap] = field(default_factory=list)
+    unbroken: Record | None = None
+
+    @property
+    def incidents(self) -> list[FaultOutcome]:
+        return [incident for lap in self.laps for incident in lap.run.incidents]
+
+
+def run_campaign(
+    scenario: Scenario,
+    command: Sequence[str],
+    output: Path,
+    *,
+    soak: Soak | None = None,
+    unbroken: Path | None = None,
+    compare: bool = True,
+    told: Told = lambda *_: None,
+    patience: InterruptGuard | None = None,
+) -> Iterator[Campaign]:
+    """Run it all; yields the campaign after the unbroken run and after every lap.
+
+    unbroken: the unbroken.json of an earlier campaign of the same command. compare: whether an unbroken run is wanted.
+    Raises JobError (the job did not run, or not end), ConfigError (the command or the machine cannot do it).
+    """
+    if scenario.nodes and (reason := why_not()):
+        raise ConfigError(
+            f"scenario {scenario.name!r}: nodes: {scenario.nodes}: {reason}; leave nodes out, or run it elsewhere"
+        )
+    campaign = Campaign(scenario, list(command), output, soak)
+    patience = patience or InterruptGuard()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output is {output}: {error.strerror}; wanted a folder that can be made") from None
+    final: Path | None = None
+    if compare and any(OUTPUT in word for word in command):
+        campaign.unbroken, final = _unbroken(campaign, unbroken, told, patience)
+    yield campaign
+    rng = random.Random(scenario.seed)
+    deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
+    while not campaign.laps or time.monotonic() < deadline:
+        schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
+        campaign.laps.append(_lap(campaign, schedule, rng, final, told, patience))
+        yield campaign
+        if campaign.laps[-1].run.status != 0:
+            break  # a job that does not come back would not the next time either
+
+
+def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float) -> Iterator[FaultSpec]:
+    """Yield random faults of the scenario, with random gaps, until the time is over; the job then goes to its end."""
+    while True:
+        gap_s = rng.expovariate(soak.faults_per_hour / 3600.0)
+        if time.monotonic() + gap_s > deadline:
+            return
+        fault = rng.choice(scenario.faults)
+        yield replace(fault, moment=Moment(after_s=(gap_s, gap_s)))
+
+
+def _lap(
+    campaign: Campaign,
+    schedule: Iterator[FaultSpec],
+    rng: random.Random,
+    final: Path | None,
+    told: Told,
+    patience: InterruptGuard,
+) -> Lap:
+    number, began = len(campaign.laps), time.monotonic()
+    folder = campaign.output / f"lap_{number}"
+    scenario = campaign.scenario
+    with staged(campaign.command, folder, scenario, patience) as (target, control):
+        harness = Harness(target, control, scenario, rng, told)
+        status = harness.run(schedule, number)
+        record = harness.record
+        if not record.hellos:
+            raise JobError(
+                f"no rank has called ttp.start in lap {number} (the command ended with status {status}): faults and verdicts need it;"
+                f" see docs/your_trainer.md\n{target.console_tail()}"
+            )
+        leftovers = target.leftovers()
+        mine = None if final is None else comparable(list_checkpoints(record.save_dirs), final)
+        differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
+        litter = _litter(record)
+        run = Run(
+            record, harness.incidents, status, leftovers, litter, campaign.unbroken, differences, scenario.growth_mib
+        )
+    return Lap(number, folder, run, judge(run), time.monotonic() - began)
+
+
+def _newest(record: Record) -> Path | None:
+    return next(iter(list_checkpoints(record.save_dirs)), None)
+
+
+def comparable(found: Sequence[Path], final: Path) -> Path | None:
+    """Return which of a lap's checkpoints (newest first) to compare with the unbroken run's newest: that of its step, else the newest
+    if it is older, for then one is missing. A newer one, of a fault behind a trainer's last periodic save, has no counterpart."""
+    same = next((path for path in found if path.name == final.name), None)
+    return same or next((path for path in found[:1] if step_of(path) < step_of(final)), None)
+
+
+def _litter(record: Record) -> list[str]:
+    """Return what should have been temporary: attempts at checkpoints that nobody will finish."""
+    return sorted(str(path) for directory in record.save_dirs for path in Path(directory).glob("*_tmp*"))
+
+
+# --- the unbroken run ---
+
+
+def _unbroken(
+    campaign: Campaign, given: Path | None, told: Told, patience: InterruptGuard
+) -> tuple[Record, Path | None]:
+    if given is not None:
+        return read_unbroken(given)
+    record = run_unbroken(campaign.command, campaign.output / "unbroken", campaign.scenario, told, patience)
+    final = _newest(record)
+    write_unbroken(campaign.output / "unbroken.json", record, final)
+    return record, final
+
+
+def write_unbroken(path: Path, record: Record, final: Path | None) -> None:
+    """Keep what laps are compared with."""
+    steps = {told.step: [told.grad_norm, list(told.sums)] for told in record.steps}
+    content = {"world_size": record.world_size, "steps": steps, "final": str(final) if final else None}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _told(step: str, told: object) -> StepTold:
+    """Return what a step told. Raises ValueError."""
+    if type(told) is not list or len(told) != 2 or not (step.isascii() and step.isdigit()):
+        raise checked.Invalid(f"steps.{step}", told, "a norm and a list of sums")
+    sums = tuple(checked.string(*each) for each in checked.items(told[1], f"steps.{step}[1]"))
+    norm = checked.string(told[0], f"steps.{step}[0]")
+    for number in (norm, *sums):
+        float.fromhex(number)
+    return StepTold(int(step), 0.0, 0, (0, 0), norm, sums)
+
+
+def read_unbroken(path: Path) -> tuple[Record, Path | None]:
+    """Raises ConfigError: that is not what `write_unbroken` wrote."""
+    try:
+        content = checked.mapping(read_json(path, MOST_UNBROKEN_BYTES), "content")
+        steps = [_told(*step) for step in checked.mapping(*checked.field(content, "steps", "")).items()]
+        named, at = checked.field(content, "final", "")
+        final = Path(checked.string(named, at)) if named else None
+        world_size = checked.integer(*checked.field(content, "world_size", ""), 1)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{path}: {' '.join(str(error).split())}; wanted the unbroken.json of a campaign of the same command"
+        ) from None
+    newest = max((told.step for told in steps), default=0)
+    record = Record(world_size=world_size, steps=steps, newest_step=newest)
+    return record, final if final is not None and os.path.isdir(final) else None

@@ -1,0 +1,1 @@
+"""Values from outside, checked: JSON, YAML, files, numbers on a command line."""

@@ -1,0 +1,1 @@
+"""What optimizer, gate and writer know of each other: interfaces, and the values that cross them."""

@@ -1,0 +1,38 @@
+"""What every start of one job has in common: the launcher's settings, and its ways to the controllers and to people.
+
+Made once, from the command line and the environment (`main.make_launching`); decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ttp.launch.attempts.crash_loop import FUTILE_STARTS
+from ttp.launch.links.controller_client import ControllerLink
+from ttp.launch.links.controller_shutdown import RequestShutdown
+from ttp.launch.report.reporter import Reporter
+
+Running = Callable[[], Mapping[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchContext:
+    """What every start of one job has in common. Times in seconds."""
+
+    total_timeout_s: float
+    """TTP_OT: a fault's deadline."""
+    poll_s: float
+    """Between two looks of the death watch."""
+    open_link: Callable[[str, str, Mapping[int, int], Running], ControllerLink]
+    """`open_link(address, job_id, pids, running)`: connect to a controller as the launcher of these ranks (rank -> pid);
+    `running()` returns those of their processes that run now."""
+    request_shutdown: RequestShutdown
+    futile_starts: int = FUTILE_STARTS
+    """So many starts in a row that died before their first new step end the job; 0: no number does."""
+    script: str = ""
+    """The file that Python is to run; empty: a module, a program, or what comes on stdin."""
+    quotes_traces: bool = False
+    """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
+    reporter: Reporter | None = None
+    """Reports the job's attempts and faults; None: nothing is reported."""

@@ -1,0 +1,402 @@
+"""The agent's way to the job's controller: finds it in a file of this node's ranks or in the workers' store, and reports to it which
+processes ended.
+
+Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`; the first rank of each node writes the same
+into a file for its agent (`ttp.exchange.controller_file`), which is there where the store is slow or gone. Owns two threads per attempt, one for
+each of the two, so that neither the death watch nor the agent's loop ever waits for a store or a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ttp.exchange import controller_file
+from ttp.exchange.discovery import controller_key, log_dir_key, process_key
+from ttp.exchange.first_step import progress_key
+from ttp.launch.rendezvous.fresh_store import JobStore
+from ttp.launch.watch.death_watch import Death
+from ttp.runtime.standby import listed
+
+log = logging.getLogger("ttp.launch")
+
+SEARCH_S = 0.05
+"""Between two looks for the controller while none is known."""
+RECHECK_S = 1.0
+"""Between two looks for another controller in its place, and between two attempts to reach the store."""
+CONNECT_S = 3.0
+CALL = timedelta(seconds=30)
+NEWS_S = 3.0
+"""What the store said so long ago, or before, is no word about now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerEntry:
+    """What is known of the attempt's first controller. `pid` counts on the host of rank 0 only."""
+
+    address: str
+    pid: int
+
+    @classmethod
+    def decode(cls, text: str) -> ControllerEntry:
+        """Raises ValueError for anything but `host:port pid`."""
+        address, pid = text.split()
+        return cls(address, int(pid))
+
+
+class ControllerLink(Protocol):
+    """An open connection to a controller (`ttp.controller.agent_link.AgentLink`); no call but `given_up` blocks."""
+
+    @property
+    def attached(self) -> bool:
+        """Say whether an active controller is on the line now."""
+
+    @property
+    def sent_away_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away; None: it was not."""
+
+    def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
+
+    def add_controllers(self, addresses: Sequence[str]) -> None:
+        """Learn of standbys: where to go when the controller is gone."""
+
+    def given_up(self) -> frozenset[int] | None:
+        """Ask the controller which ranks it has taken for dead because they were silent, once it has sent the others away;
+        None when it does not say that it has. Takes `agent_link.ASK_S` at most."""
+
+    def close(self) -> None: ...
+
+
+OpenLink = Callable[[str, Mapping[int, int]], ControllerLink]
+"""`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
+
+WatchLogDir = Callable[[Path], bool]
+"""`watch_log_dir(path)`: look at the journals there, again and again until it returns True. Must not raise."""
+
+ProcessesKnown = Callable[[Mapping[int, str]], None]
+"""`processes_known(told)`: the ranks of this node have said which processes they are (`ttp.exchange.discovery.process_text`). Must not raise."""
+
+
+class ControllerClient:
+    """Tells the controller of every death, those before it was found included. `report` may be called from any thread."""
+
+    def __init__(
+        self,
+        job_store: JobStore,
+        pids: Mapping[int, int],
+        open_link: OpenLink,
+        *,
+        attempt_dir: Path | None = None,
+        watch_log_dir: WatchLogDir | None = None,
+        processes_known: ProcessesKnown = lambda pids: None,
+        search_s: float = SEARCH_S,
+        recheck_s: float = RECHECK_S,
+    ) -> None:
+        """`attempt_dir`: where the first rank here writes the controllers' file; None: it has no place, and the store is all there is."""
+        self._job_store = job_store
+        self._attempt_dir = attempt_dir
+        self._pids = dict(pids)
+        self._open_link = open_link
+        self._watch_log_dir = watch_log_dir
+        self._processes_known: ProcessesKnown | None = processes_known
+        self._search_s = search_s
+        self._recheck_s = recheck_s
+        self._lock = threading.Condition()  # guards all below
+        self._link: ControllerLink | None = None
+        self._entry: ControllerEntry | None = None
+        self._standbys: tuple[str, ...] = ()
+        self._log_dir: Path | None = None
+        self._first_step: int | None = None
+        self._skipped = ""
+        self._told: list[Death] = []
+        self._begun = self._done = 0
+        """The number of the last look into the store that has begun, and of the last one that was answered."""
+        self._file_begun = self._file_done = 0
+        """The same of the file."""
+        self._in_store: ControllerEntry | None = None
+        self._in_file: controller_file.Controllers | None = None
+        """What the last look found there."""
+        self._refused = ""
+        self._answered_s = float("-inf")
+        self._trouble = ""
+        """What the last call to the store has failed with."""
+        self._gone = False
+        """The store cannot be asked any more: its launcher has ended it."""
+        self._closed = False
+        """A link that a thread opens from now on, which a slow store has held up, is closed at once."""
+        self._wake, self._file_wake = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)]
+        if attempt_dir is not None:
+            follow = threading.Thread(target=self._follow, args=(attempt_dir,), name="ttp-controller-file", daemon=True)
+            self._threads.append(follow)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def entry(self) -> ControllerEntry | None:
+        """The controller that was last found, if any."""
+        with self._lock:
+            return self._entry
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where this start's journals are: as the first rank here has written, or else as rank 0 has published."""
+        with self._lock:
+            return self._log_dir
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step that this start's ranks have finished; None: they have said of none."""
+        with self._lock:
+            return self._first_step
+
+    @property
+    def skipped(self) -> str:
+        """The newest checkpoint that this start's ranks found broken before that step; empty: none, or they have said of none."""
+        with self._lock:
+            return self._skipped
+
+    @property
+    def connected(self) -> bool:
+        """Say whether an active controller is on the line now: not before one was found, nor after it was lost."""
+        with self._lock:
+            return self._link is not None and self._link.attached
+
+    @property
+    def sent_away_monotonic_s(self) -> float | None:
+        """When it was heard that the controller sends the ranks away; None: it was not."""
+        with self._lock:
+            return self._link.sent_away_monotonic_s if self._link is not None else None
+
+    @property
+    def unanswered(self) -> str:
+        """Say why it is not known what the ranks have told: the store has not answered lately. Empty: it has."""
+        with self._lock:
+            if self._answered_s >= time.monotonic() - NEWS_S and not self._gone:
+                return ""
+            error = f" ({self._trouble})" if self._trouble else ""
+            return f"the workers' store at {self._job_store.host}:{self._job_store.port} does not answer{error}"
+
+    def look_now(self, timeout_s: float) -> None:
+        """Look into the file and the store once more, and wait so long at most for what they hold: the ranks may have written something
+        just now."""
+        with self._lock:
+            asked, read = self._begun + 1, self._file_begun + (self._attempt_dir is not None)
+            self._wake.set()
+            self._file_wake.set()
+            self._lock.wait_for(lambda: self._file_done >= read and (self._done >= asked or self._gone), timeout_s)
+
+    def report(self, death: Death) -> None:
+        """Tell the controller, now or as soon as there is one."""
+        with self._lock:
+            self._told.append(death)
+            if self._link is not None:
+                self._tell(self._link, death)
+
+    def given_up(self) -> frozenset[int] | None:
+        """Ask the controller on the line, if there is one, which ranks were silent for too long; see Link."""
+        with self._lock:
+            link = self._link
+        return link.given_up() if link is not None else None
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the search, after a last look into the file and the store, and the link."""
+        self._stopping.set()
+        self._wake.set()
+        self._file_wake.set()
+        for thread in reversed(self._threads):
+            thread.join(timeout_s)
+        with self._lock:
+            link, self._link, self._closed = self._link, None, True
+        if link is not None:
+            link.close()
+
+    def _run(self) -> None:
+        """Look until told to stop, over a new connection where one has failed: an answer that was lost is not yet a lost store."""
+        reached = False
+        while not self._gone:
+            last = self._stopping.is_set()
+            try:
+                store = self._connect()
+                reached = True
+                self._attend(store)
+                return
+            except (RuntimeError, OSError) as error:  # torch's DistError
+                if last:
+                    return
+                self._note(error, gone=reached and isinstance(error, ConnectionRefusedError))
+            self._pause(self._recheck_s)
+
+    def _note(self, error: Exception, gone: bool) -> None:
+        """Keep what went wrong, and say it once: nothing is heard of a new controller meanwhile."""
+        with self._lock:
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            new = gone or (not self._trouble and not self._stopping.is_set())
+            self._trouble, self._gone = words, gone
+            self._lock.notify_all()
+        if new:
+            what = "a new controller would not be found" if gone else "connecting anew"
+            log.warning("the workers' store at %s:%d is lost (%s): %s", self._job_store.host, self._job_store.port, words,
+                        what)  # fmt: skip
+
+    def _connect(self) -> Store:
+        """Look first whether the place takes connections: torch would try again and again by itself, and log each time."""
+        host, port = self._job_store.host, self._job_store.port
+        socket.create_connection((host, port), CONNECT_S).close()
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CALL)
+
+    def _attend(self, store: Store) -> None:
+        """Look again and again: an active controller may be replaced by a standby under the same key."""
+        while True:
+            last = self._stopping.is_set()
+            with self._lock:
+                self._begun += 1
+            self._look(store, open_link=not last)
+            self._look_for_standbys(store)
+            self._look_for_log_dir(store)
+            self._look_for_processes(store)
+            self._look_for_first_step(store)
+            with self._lock:
+                self._done, self._answered_s, self._trouble = self._begun, time.monotonic(), ""
+                self._lock.notify_all()
+            if last:
+                return
+            self._pause(self._search_s if self.entry is None else self._recheck_s)
+
+    def _pause(self, pause_s: float) -> None:
+        self._wake.wait(pause_s)
+        self._wake.clear()
+
+    def _look(self, store: Store, open_link: bool) -> None:
+        key = controller_key(self._job_store.round_number)
+        if not store.check([key]):
+            return
+        text = store.get(key).decode()
+        try:
+            entry = ControllerEntry.decode(text)
+        except ValueError:
+            log.error(
+                "the store's entry %s is %r: wanted `host:port pid`; the controller cannot be told of deaths", key, text
+            )
+            return
+        if entry != self._in_store:
+            self._in_store = entry
+            self._take(entry, open_link)
+
+    def _take(self, entry: ControllerEntry, open_link: bool) -> None:
+        """Connect to a controller unless it is the one that is known already; it is known before the connection is there."""
+        with self._lock:
+            if self._entry is not None and self._entry.address == entry.address:
+                self._entry = entry if entry.pid else self._entry
+                return
+            old, self._link, self._entry = self._link, None, entry
+        if old is not None:
+            old.close()
+        link = self._call(entry) if open_link else None
+        with self._lock:
+            superseded = self._closed or self._entry.address != entry.address
+            if link is not None and not superseded:
+                self._link = link
+                if self._standbys:
+                    link.add_controllers(self._standbys)
+                for death in self._told:
+                    self._tell(link, death)
+        if link is not None and superseded:
+            link.close()
+
+    def _learn_standbys(self, standbys: Sequence[str]) -> None:
+        with self._lock:
+            self._standbys += tuple(address for address in standbys if address not in self._standbys)
+            if self._link is not None and standbys:
+                self._link.add_controllers(standbys)
+
+    def _look_for_standbys(self, store: Store) -> None:
+        self._learn_standbys(listed(store, self._job_store.round_number))
+
+    def _look_for_log_dir(self, store: Store) -> None:
+        key = log_dir_key(self._job_store.round_number)
+        if self.log_dir is None and store.check([key]):
+            found = Path(store.get(key).decode())
+            with self._lock:
+                self._log_dir = self._log_dir or found
+        found_dir = self.log_dir
+        if found_dir is not None and self._watch_log_dir is not None and self._watch_log_dir(found_dir):
+            self._watch_log_dir = None
+
+    def _look_for_processes(self, store: Store) -> None:
+        """Read which processes the ranks here are: all tell when they are protected, and nothing is asked any more then."""
+        keys = {rank: process_key(self._job_store.round_number, rank) for rank in self._pids}
+        if self._processes_known is None or not keys or not store.check(list(keys.values())):
+            return
+        known, self._processes_known = self._processes_known, None
+        known({rank: store.get(key).decode() for rank, key in keys.items()})
+
+    def _look_for_first_step(self, store: Store) -> None:
+        key = progress_key(self._job_store.round_number)
+        if self.first_step is None and store.check([key]):
+            step, _, skipped = store.get(key).decode().partition(" ")
+            with self._lock:
+                self._first_step, self._skipped = (int(step), skipped) if step.isdecimal() else (None, "")
+
+    # --- the file of this node's ranks ---
+
+    def _follow(self, attempt_dir: Path) -> None:
+        """Read it again and again: it is there before the ranks train, and written anew with the standbys."""
+        while True:
+            last = self._stopping.is_set()
+            with self._lock:
+                self._file_begun += 1
+            self._read(attempt_dir, open_link=not last)
+            with self._lock:
+                self._file_done = self._file_begun
+                self._lock.notify_all()
+            if last:
+                return
+            self._file_wake.wait(self._search_s if self._in_file is None else self._recheck_s)
+            self._file_wake.clear()
+
+    def _read(self, attempt_dir: Path, open_link: bool) -> None:
+        try:
+            known = controller_file.read(attempt_dir)
+        except (OSError, ValueError) as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning(
+                    "the controllers' file in %s is refused: %s. The workers' store is asked alone", attempt_dir, error
+                )
+            return
+        if known is None or known == self._in_file:
+            return
+        self._in_file = known
+        with self._lock:
+            self._log_dir = Path(known.log_dir)
+        self._learn_standbys(known.addresses[1:])
+        if known.addresses:
+            self._take(ControllerEntry(known.addresses[0], known.pid), open_link)
+
+    # --- the link ---
+
+    def _call(self, entry: ControllerEntry) -> ControllerLink | None:
+        try:
+            return self._open_link(entry.address, self._pids)
+        except Exception as error:  # whatever it is, the job goes on: broken streams and leases still tell of deaths
+            log.error("the controller at %s cannot be reached from the launcher: %s", entry.address, error)
+            return None
+
+    def _tell(self, link: ControllerLink, death: Death) -> None:
+        try:
+            link.worker_exit(death.rank, death.pid, death.text)
+        except Exception as error:  # as above
+            log.error("the controller could not be told that rank %d ended: %s", death.rank, error)

@@ -1,0 +1,81 @@
+"""Calls that may hang for good, on a thread of their own: a store behind a pulled cable never answers.
+
+Never ends such a call: it is left to itself. An interpreter that ends unwinds its thread in the middle of torch's C++, which aborts
+the process: `end_despite_calls` is for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_MAY_HANG = (
+    "ttp-rendezvous",
+    "ttp-waiting-nodes",
+    "ttp-waiting-words",
+    "ttp-controller-search",
+    "ttp-neighbours",
+    "RendezvousKeepAlive",
+)
+"""The names of threads that ask a store or a name server begin so: the launcher's own, and torch's heartbeats to a rendezvous. Not those
+that only wait, as one for signals does for as long as the process lives: a launcher ends as any Python program does."""
+
+
+class BoundedCall(Generic[T]):
+    """A call on a thread of its own, which is left to itself when it hangs."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._over = threading.Event()
+        self._value: list[T] = []
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="ttp-rendezvous", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value.append(self._call())
+        except Exception as error:
+            self._error = error
+        self._over.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._over.wait(timeout_s)
+
+    @property
+    def succeeded(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    @property
+    def trouble(self) -> str:
+        """What the call has failed with, in a line; empty while it is under way, and when it has not failed."""
+        return (str(self._error) or type(self._error).__name__).splitlines()[0] if self._error is not None else ""
+
+    def result(self) -> T:
+        """Return what the call returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
+
+
+def calls_under_way() -> bool:
+    """Say whether a call may still be under way on another thread."""
+    return any(thread.daemon and thread.name.startswith(_MAY_HANG) for thread in threading.enumerate())
+
+
+def end_despite_calls(code: int) -> None:
+    """End the process at once, with this code, if a call may still be under way on another thread; else return."""
+    if not calls_under_way():
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or nobody reads it: the code still counts
+            continue
+    os._exit(code)

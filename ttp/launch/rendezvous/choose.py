@@ -1,0 +1,139 @@
+"""Which rendezvous a command line asks for: torch's handler for its backend, in what TTP puts around it.
+
+A c10d job whose nodes meet in a TCP store at a named place may move to another place (`multi_endpoint.py`, `store_failover.py`). All other
+handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file, and one node by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import socket
+from argparse import Namespace
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+
+from ttp.config import LEAST_S, MOST_S
+from ttp.errors import ConfigError
+from ttp.inputs import checked
+from ttp.launch.rendezvous.fresh_store import JOIN_S, FreshStoreRendezvous, no_trouble
+from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
+from ttp.launch.rendezvous.store_failover import MovingRendezvous
+
+log = logging.getLogger("ttp.launch")
+
+
+def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
+    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store. Raises ConfigError,
+    ValueError (torch's, for values that it does not take), RendezvousError."""
+    if has_places(config.rdzv_backend, config.rdzv_endpoint, str(config.rdzv_configs.get("store_type", "tcp"))):
+        moving = make_moving(config)
+        return FreshStoreRendezvous(
+            moving,
+            store_host(config),
+            same_keys_every_round=False,
+            waits_for=_nodes_text(config),
+            trouble=moving.trouble,
+        )
+    static = config.rdzv_backend == "static"
+    try:
+        inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
+    except ImportError as error:
+        raise ConfigError(
+            f"--rdzv-backend is {config.rdzv_backend!r}, and its client cannot be loaded ({error}): install that (for etcd, the"
+            " package python-etcd), or take --rdzv-backend c10d, which needs none"
+        ) from error
+    return FreshStoreRendezvous(
+        inner,
+        store_host(config),
+        same_keys_every_round=static,
+        waits_for=_nodes_text(config),
+        trouble=functools.partial(_static_trouble, config.rdzv_endpoint) if static else no_trouble,
+        join_timeout_s=_seconds(config, "timeout", JOIN_S),
+    )
+
+
+def _seconds(config: LaunchConfig, name: str, default: float) -> float:
+    """Return a time of --rdzv-conf. Raises ConfigError."""
+    given = config.rdzv_configs.get(name, default)
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not LEAST_S <= value <= MOST_S:
+        raise ConfigError(
+            f"--rdzv-conf has {name}={checked.shown(given)}: wanted seconds from {LEAST_S:g}, at most {MOST_S:g}"
+        )
+    return value
+
+
+def _static_trouble(endpoint: str) -> str:
+    """Say why node 0's store takes no connection; empty when it does."""
+    place = Endpoint(*parse_rendezvous_endpoint(endpoint, default_port=-1))
+    why = why_not_reached(place, CONNECT_S)
+    return f"{place}: {why}" if why else ""
+
+
+def _nodes_text(config: LaunchConfig) -> str:
+    """Say for how many nodes a rendezvous waits, and where they meet; empty for one node by itself."""
+    least, most = config.min_nodes, config.max_nodes
+    if most == 1:
+        return ""
+    count = f"{most} nodes" if least == most else f"{least} to {most} nodes"
+    return f"{count} to meet at {config.rdzv_endpoint} (this is one of them)"
+
+
+def has_places(backend: str, endpoint: str, store_type: str) -> bool:
+    """Say whether the nodes meet in a c10d store at a place that all know. One node by itself has a free port, `:0`; with the
+    store type `file` the endpoint is a path."""
+    return backend == "c10d" and store_type.strip().lower() == "tcp" and bool(endpoint) and not endpoint.endswith(":0")
+
+
+def plain_endpoint(args: Namespace) -> str:
+    """Return the endpoint for torchrun alone, which knows one place: the first of several. Raises ConfigError."""
+    endpoint = str(args.rdzv_endpoint)
+    options = dict(part.split("=", 1) for part in args.rdzv_conf.split(",") if "=" in part)
+    store_type = {key.strip(): value for key, value in options.items()}.get("store_type", "tcp")
+    if "," not in endpoint or not has_places(args.rdzv_backend, endpoint, store_type):
+        return endpoint
+    first = str(parse_endpoints(endpoint)[0])
+    log.warning("with ENABLE_TTP=False the nodes meet at %s alone: torchrun knows one place", first)
+    return first
+
+
+def make_moving(config: LaunchConfig) -> MovingRendezvous:
+    """Make the handler that survives the loss of its store. Raises ConfigError for a bad list of endpoints, ValueError for a bad
+    value in --rdzv-conf."""
+    hosting = _parameters(config, config.rdzv_endpoint).get_as_bool("is_host")
+    stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
+
+    def make(place: Endpoint) -> RendezvousHandler:
+        return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
+
+    join_timeout_s = _seconds(config, "join_timeout", 600)
+    return MovingRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
+
+
+def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **{**config.rdzv_configs, **changed},
+    )
+
+
+def store_host(config: LaunchConfig) -> str:
+    """Return the name under which the workers reach a store in this process, should this node get rank 0."""
+    if config.local_addr:
+        return config.local_addr
+    if config.rdzv_backend == "static":
+        return parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)[0]
+    return "127.0.0.1" if config.max_nodes == 1 else socket.getfqdn()

@@ -1,0 +1,250 @@
+"""Where the agents of a job meet: one of several rendezvous stores, so that the loss of its node does not end the job.
+
+`--rdzv-endpoint node-a:29400,node-b:29400` names the places in order. The agent on a named node keeps a store there as
+long as it lives; all are empty but the one in use, which carries a number (its *epoch*). When that one is gone, the agents
+that are left open the first one that they can reach, under a higher number; whoever looks for the job takes the highest. A
+place may be a machine that does not train: `python -m ttp.launch.stores --port 29400` keeps a store and nothing else.
+
+What a store holds is soft: the agents bring all of it to the next one (`store_failover.py`). Owns the choice of the store only. A store's
+calls can hang when a cable is cut, so none is made on the agent's own thread without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ttp.errors import ConfigError
+from ttp.inputs.options import whole
+from ttp.launch.rendezvous.bounded_call import BoundedCall
+from ttp.launch.rendezvous.rank_table import is_own_address
+
+log = logging.getLogger("ttp.launch")
+
+DEFAULT_PORT = 29400
+"""torch's, for c10d."""
+EPOCH_KEY = "ttp/store_epoch"
+CONNECT_S = 3.0
+"""How long a place has to take a connection."""
+ANSWER_S = 30.0
+"""How long a place that takes connections has to answer: a client looks its own name up first, and a name server that does
+not answer costs it five seconds, again and again."""
+LEAST_S = 1.0
+"""A question has at least so long, however little is left."""
+ROUND_S = 1.0
+"""Between two looks at all places while a rendezvous waits."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A place for a store, as every node reaches it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """Parse `host[:port],host[:port],...`. Raises ConfigError."""
+    found = []
+    for part in text.split(","):
+        try:
+            if not part.strip():
+                raise ValueError("empty")
+            found.append(Endpoint(*parse_rendezvous_endpoint(part, DEFAULT_PORT)))
+        except ValueError as error:
+            raise ConfigError(
+                f"--rdzv-endpoint is {text!r}: wanted host[:port], or several with commas, got {part!r} ({error})"
+            ) from None
+    if len(set(found)) != len(found):
+        raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted each place once")
+    return tuple(found)
+
+
+class Stores:
+    """The job's places for a store, seen from one agent."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool | None = None) -> None:
+        """`hosting`: keep a store at the places that have this machine's address (None), at the first one as well whatever its
+        address (True), or at none (False)."""
+        self.endpoints = tuple(endpoints)
+        self.epoch = 0
+        """The highest number that this agent has met under; 0: none yet."""
+        self._hosting = hosting
+        self._servers: dict[Endpoint, TCPStore] = {}
+        self._refused: set[Endpoint] = set()
+        """Where this agent has said that it can keep no store."""
+        self._serve()
+        self._windows = {place: Window(place) for place in self.endpoints}
+
+    def find(self, patient: bool, within_s: float = math.inf) -> Endpoint | None:
+        """Return where the job meets, opening a place if none is in use; None: look again later.
+
+        `patient`: where nothing is in use, wait for the first place of the list. within_s: ask no longer than this.
+        """
+        until_s = time.monotonic() + within_s
+        found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
+        epochs = {place: epoch for place, epoch in found.items() if epoch is not None}
+        in_use = [place for place, epoch in epochs.items() if epoch >= max(1, self.epoch)]
+        if in_use:
+            chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
+            self.epoch = epochs[chosen]
+            return chosen
+        reachable = [place for place in self.endpoints if place in epochs]
+        if patient or not reachable:
+            self._serve()  # a name server may know this machine's name later than this agent begins
+        if not reachable or (patient and reachable[0] != self.endpoints[0]):
+            return None
+        opened = self._windows[reachable[0]].open(epochs[reachable[0]], self.epoch + 1)
+        if opened is not None:
+            self.epoch = opened
+        return reachable[0] if opened is not None else None
+
+    def _serve(self) -> None:
+        """Keep a store at the places that are here, where there is none yet."""
+        for place in self.endpoints if self._hosting is not False else ():
+            told = bool(self._hosting) and place == self.endpoints[0]
+            if place in self._servers or not (told or is_own_address(place.host)):
+                continue
+            try:
+                # A store listens on all addresses. Its own client goes to the one given, and may not get there where it is not ours.
+                host = "127.0.0.1" if told else place.host
+                self._servers[place] = TCPStore(host, place.port, is_master=True, wait_for_workers=False)
+            except RuntimeError as error:
+                if place not in self._refused:
+                    self._refused.add(place)
+                    why = str(error).splitlines()[0]
+                    log.info("no store of this agent's own at %s (%s): another one's is used", place, why)
+
+    def look(self, place: Endpoint, within_s: float = math.inf) -> int | None:
+        """Return a place's number, 0 where it is not in use, None where no store answers in time."""
+        return self._windows[place].look(within_s)
+
+    def ask(self, place: Endpoint, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
+        """Ask the store at a place anything; None where it does not answer in time."""
+        return self._windows[place].ask(question, within_s)
+
+    def hangs(self, place: Endpoint) -> bool:
+        """Say whether the last question there was left without an answer, though the place takes connections."""
+        return self._windows[place].hangs
+
+    def trouble(self) -> str:
+        """Say which places do not answer, and why; empty when all do, or none was asked yet."""
+        return "; ".join(f"{place}: {window.trouble}" for place, window in self._windows.items() if window.trouble)
+
+    def linger(self, place: Endpoint) -> None:
+        """Where the store is this agent's own, keep it until the others have looked: what they are told goes with it."""
+        if place in self._servers:
+            time.sleep(3 * ROUND_S)
+
+    def newer_than(self, place: Endpoint, within_s: float = math.inf) -> Endpoint | None:
+        """Return a place that the job meets in rather than in `place`, if there is one."""
+        mine = (self.epoch, -self.endpoints.index(place))
+        for number, other in enumerate(self.endpoints):
+            if other != place and (epoch := self.look(other, within_s)) and (epoch, -number) > mine:
+                return other
+        return None
+
+    def close(self) -> None:
+        self._servers.clear()
+
+
+def why_not_reached(place: Endpoint, within_s: float) -> str:
+    """Try to connect to a place; say why it takes no connection, empty when it does."""
+    try:
+        socket.create_connection((place.host, place.port), within_s).close()
+    except socket.gaierror as error:
+        return f"the name {place.host!r} does not resolve ({error.strerror})"
+    except ConnectionRefusedError:
+        return "connection refused: nothing listens there"
+    except TimeoutError:
+        return f"no connection within {within_s:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError as error:
+        return f"no name of a host: {error}"
+    return ""
+
+
+class Window:
+    """Looks at one place, through a connection that is kept. Used by one thread."""
+
+    def __init__(self, place: Endpoint) -> None:
+        self._place = place
+        self._client: TCPStore | None = None
+        self.hangs = False
+        """Whether the last question was left without an answer, though the place took a connection."""
+        self.trouble = ""
+        """Why the last question was not answered; empty when it was."""
+
+    def look(self, within_s: float = math.inf) -> int | None:
+        """Return the place's number, 0 where it is not in use, None where no store answers."""
+        return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0, within_s)
+
+    def open(self, before: int, epoch: int) -> int | None:
+        """Take the place into use under a number; return the number that it has now: another agent may have been faster."""
+        return self.ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
+
+    def ask(self, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
+        """Ask the store; None where none answers. A question that hangs is left to itself."""
+        answer_s = max(LEAST_S, min(ANSWER_S, within_s))
+        self.hangs = False
+        if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):
+            self._client, self.trouble = None, trouble
+            return None
+        kept = self._client
+        asked = BoundedCall(lambda: self._answer(kept, question, answer_s))
+        if asked.wait(answer_s) and asked.succeeded:
+            (self._client, answer), self.trouble = asked.result(), ""
+            return answer
+        self.hangs = not asked.trouble
+        silence = f"it takes connections, but no store has answered within {answer_s:.0f} s"
+        self._client, self.trouble = None, asked.trouble or silence
+        return None
+
+    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T], within_s: float) -> tuple[TCPStore, T]:
+        """Ask through the kept connection, or through a new one: the store may have been started again."""
+        if kept is not None:
+            with contextlib.suppress(RuntimeError):
+                return kept, question(kept)
+        timeout = timedelta(seconds=within_s)
+        store = TCPStore(self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return store, question(store)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep a store at a port until told to end."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.launch.stores", description=main.__doc__)
+    parser.add_argument("--port", type=whole(most=65535), default=DEFAULT_PORT)
+    arguments = parser.parse_args(argv)
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in the store's own threads too
+    try:
+        server = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    print(f"rendezvous store on port {server.port}", flush=True)
+    signal.sigwait(ends)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

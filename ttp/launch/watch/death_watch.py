@@ -1,0 +1,332 @@
+"""The death watch: sees within milliseconds that a worker of this node begins to end.
+
+Owns one thread that polls each worker's kernel flags. Waiting for the process itself is slow for a big one: the kernel
+frees its memory first (0.6 s at 4 GiB), and only then are sockets closed and the parent woken. The flag PF_EXITING is
+set before all that. Never reaps, never signals, never decides what a death means.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ttp.launch.watch.processes import LOST, Lost, exit_status, status_of, status_text
+
+PF_EXITING = 0x4
+"""Bit of the flags in `/proc/<pid>/stat`: the kernel has begun to end the process (include/linux/sched.h)."""
+
+POLL_S = 0.002
+"""Default time between two looks at every worker."""
+LONGEST_POLL_S = 1.0
+"""With a longer one every other sign of a death would come earlier than the watch's."""
+
+_SHORT_S = 0.05
+"""So long `stop` may wait for the next look: a sleep costs a sixth less of the processor than an event that may end it."""
+
+_RUNNING = (b"R", b"S", b"D")
+"""States of a process that runs, or sleeps until something happens; T and t: it is stopped or traced."""
+
+_GONE = (errno.ENOENT, errno.ESRCH)
+
+_WHOLE_LINE = 1024
+_EXIT_CODE = 49
+"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it a moment before PF_EXITING or after, and tells it to
+whoever may trace the process; others read 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker that ends. `status` is as `Popen.returncode`; None while the kernel still frees the process, or if it is lost."""
+
+    rank: int
+    pid: int
+    seen_unix_s: float
+    seen_monotonic_s: float
+    text: str
+    """`signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known; `exiting` as long as the kernel does not tell."""
+    status: int | None
+    settled: bool
+    """The process has ended altogether: nothing more will be learnt."""
+
+    @property
+    def failed(self) -> bool:
+        return self.status is not None and self.status != 0
+
+    @property
+    def lost(self) -> bool:
+        """Say whether it is not known how the process has ended: somebody else has reaped it."""
+        return self.settled and self.status is None
+
+
+class Probe(Protocol):
+    """Looks at one process, often."""
+
+    def ending(self) -> bool:
+        """Say whether the process begins to end, or has ended."""
+
+    def gone(self) -> bool:
+        """Say whether the process has ended altogether. It need not be a child."""
+
+    def running(self) -> bool:
+        """Say whether the process is seen to run: neither ending nor stopped nor traced. False where that cannot be seen."""
+
+    def status(self) -> int | None:
+        """Return the status with which a process that begins to end will have ended; None: it is not told, or 0."""
+
+    def close(self) -> None: ...
+
+
+class FlagsProbe:
+    """Reads the flags of the process's first thread on an open descriptor (Linux).
+
+    `/proc/<pid>/task/<pid>/stat`, not `/proc/<pid>/stat`: the latter adds up the times of all threads at every read. Where there is
+    no descriptor to be had, the exit status is asked for until there is one: only a missing process is taken for an ended one.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._file: int | None = None
+        self._missing = False
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._file = os.open(f"/proc/{self._pid}/task/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._missing = error.errno in _GONE
+
+    def _fields(self) -> list[bytes]:
+        """Return the line's fields from the state on; empty when the process is missing. Raises OSError: it cannot be read."""
+        if self._file is None and not self._missing:
+            self._open()
+        if self._missing:
+            return []
+        if self._file is None:
+            raise OSError(errno.EMFILE, "no descriptor")
+        try:
+            line = os.pread(self._file, 256, 0)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self._missing = True
+            return []
+        return line.rpartition(b")")[2].split(None, 7)
+
+    def status(self) -> int | None:
+        try:
+            line = os.pread(self._file, _WHOLE_LINE, 0) if self._file is not None else b""
+        except OSError:
+            return None
+        fields = line.rpartition(b")")[2].split()
+        return status_of(int(fields[_EXIT_CODE])) if len(fields) > _EXIT_CODE else None
+
+    def ending(self) -> bool:
+        try:
+            fields = self._fields()
+        except OSError:
+            return exit_status(self._pid) not in (None, LOST)
+        return len(fields) < 7 or fields[0] in (b"Z", b"X", b"x") or bool(int(fields[6]) & PF_EXITING)
+
+    def gone(self) -> bool:
+        try:
+            fields = self._fields()
+        except OSError:
+            return exit_status(self._pid) not in (None, LOST)
+        return not fields or fields[0] in (b"Z", b"X", b"x")
+
+    def running(self) -> bool:
+        try:
+            fields = self._fields()
+        except OSError:
+            return False
+        return len(fields) >= 7 and fields[0] in _RUNNING and not int(fields[6]) & PF_EXITING
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            self._missing = True
+
+
+class StatusProbe:
+    """Asks for the exit status, without reaping: late for a big process, but works without `/proc`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def ending(self) -> bool:
+        return exit_status(self._pid) is not None
+
+    def gone(self) -> bool:
+        return self.ending()
+
+    def running(self) -> bool:
+        return False
+
+    def status(self) -> int | None:
+        status = exit_status(self._pid)
+        return None if isinstance(status, Lost) else status or None
+
+    def close(self) -> None:
+        pass
+
+
+def default_probe(pid: int) -> Probe:
+    """Make the fastest probe that this system has."""
+    return FlagsProbe(pid) if sys.platform == "linux" else StatusProbe(pid)
+
+
+class DeathWatch:
+    """Watches the workers of one node from `start` to `stop`.
+
+    `report(death)` is called on the watch's own thread, once when a worker begins to end and once more when it is known
+    how it ended (one call if both are seen at once). It must not block: it delays the next look.
+    """
+
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        report: Callable[[Death], None],
+        *,
+        poll_s: float = POLL_S,
+        probe: Callable[[int], Probe] = default_probe,
+        explain_kill: Callable[[int], str] = lambda pid: "",
+    ) -> None:
+        """`explain_kill(pid)` says more of a worker that ended by SIGKILL, if there is more; asked once, like `report`."""
+        self._pids = dict(pids)
+        self._explain_kill = explain_kill
+        self._report = report
+        self._poll_s = poll_s
+        self._probe = probe
+        self._probes = {rank: probe(pid) for rank, pid in self._pids.items()}
+        self._deaths: dict[int, Death] = {}
+        self._followed: dict[int, tuple[int, Probe]] = {}
+        """By rank, the rank's own process where the worker is a shell that has started it, and its probe."""
+        self._changed = threading.Condition()  # guards _deaths, _followed, _stopping and _error
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ttp-death-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close its descriptors; the deaths stay readable."""
+        with self._changed:
+            self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for probe in (*self._probes.values(), *(probe for _, probe in self._followed.values())):
+            probe.close()
+
+    def follow(self, rank: int, pid: int) -> None:
+        """Watch process `pid` for this rank from now on: the worker is a shell that has started it. It ends when the rank's own
+        process does, and how is read from the shell's status; a shell that ends before is no death."""
+        with self._changed:
+            if rank not in self._deaths and not self._stopping.is_set():
+                self._followed[rank] = (pid, self._probe(pid))
+
+    def deaths(self) -> dict[int, Death]:
+        """Return what is known by now, by rank."""
+        with self._changed:
+            return dict(self._deaths)
+
+    def living(self) -> list[int]:
+        """Return the ranks whose processes have not ended altogether, sorted. Raises RuntimeError if the watch has failed."""
+        with self._changed:
+            return self._living()
+
+    def begun(self) -> list[int]:
+        """Return the ranks that have begun to end, and have not ended altogether, by a look that is made now."""
+        with self._changed:
+            return [rank for rank in self._living() if rank in self._deaths or self._ending(rank)]
+
+    def running(self) -> dict[int, int]:
+        """Return the processes that run, by rank, by a look that is made now: neither ending nor stopped. Never raises."""
+        with self._changed:
+            if self._error is not None or self._stopping.is_set():
+                return {}
+            probes = {rank: self._followed.get(rank, (pid, self._probes[rank])) for rank, pid in self._pids.items()}
+            return {rank: pid for rank, (pid, probe) in probes.items() if rank not in self._deaths and probe.running()}
+
+    def learn(self, rank: int, status: int) -> None:
+        """Take in how a worker has ended that somebody else has reaped."""
+        with self._changed:
+            death = self._deaths.get(rank)
+            if death is not None and death.lost:
+                self._deaths[rank] = replace(death, status=status, text=status_text(status))
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float, until: Callable[[dict[int, Death]], bool]) -> bool:
+        """Wait until `until(deaths)` holds; say whether it does. Asked again at every change."""
+        with self._changed:
+            return self._changed.wait_for(lambda: until(dict(self._deaths)), timeout_s)
+
+    def wait_all(self, timeout_s: float) -> bool:
+        """Wait until every worker has ended altogether; say whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._living(), timeout_s)
+
+    def _living(self) -> list[int]:
+        if self._error is not None:  # better an ended job than one that waits for deaths that nobody looks for
+            raise RuntimeError(f"the death watch has failed: {self._error}") from self._error
+        return sorted(rank for rank in self._pids if rank not in self._deaths or not self._deaths[rank].settled)
+
+    def _run(self) -> None:
+        try:
+            while watched := self._watched():
+                for rank in watched:
+                    self._look(rank)
+                if self._poll_s > _SHORT_S:
+                    self._stopping.wait(self._poll_s)
+                else:
+                    time.sleep(self._poll_s)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _watched(self) -> list[int]:
+        with self._changed:
+            return [] if self._stopping.is_set() else self._living()
+
+    def _ending(self, rank: int) -> bool:
+        return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).ending()
+
+    def _told(self, rank: int) -> int | None:
+        with self._changed:
+            return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).status()
+
+    def _look(self, rank: int) -> None:
+        before = self._deaths.get(rank)
+        with self._changed:
+            pid, followed = self._followed.get(rank, (self._pids[rank], None))
+            if before is None and not self._ending(rank):
+                return
+        status = exit_status(self._pids[rank])
+        if followed is not None and not followed.gone():
+            status = None
+        if before is None:
+            told = status if status is not None else self._told(rank)
+            text = "exiting" if told is None else status_text(told)
+            death = Death(rank, pid, time.time(), time.monotonic(), text, None, False)
+        elif status is None:
+            return
+        else:
+            death = before
+        if status is not None:
+            known = None if isinstance(status, Lost) else status
+            why = self._explain_kill(self._pids[rank]) if known == -signal.SIGKILL else ""
+            text = f"{status_text(status)}, {why}" if why else status_text(status)
+            death = replace(death, text=text, status=known, settled=True)
+        with self._changed:
+            self._deaths[rank] = death
+            self._changed.notify_all()
+        self._report(death)

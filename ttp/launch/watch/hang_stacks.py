@@ -1,0 +1,106 @@
+"""The stacks of ranks that hang: asked for by a signal, gathered into one file, suspects first, and where a suspect stood.
+
+Reads what `processor/stacks.py` wrote under the journals' folder: of ranks on other nodes only where that folder is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ttp.launch.watch.processes import catches, is_stopped
+from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, process_text
+
+ASK_S = 2.0
+"""How long a rank that is asked for its stacks has to write them."""
+_LOOK_S = 0.02
+_STACK = "(most recent call first)"
+
+FRAMES = 5
+"""Innermost frames that a story quotes."""
+_BLOCK = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.M)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def block_of(text: str, reason: str) -> str:
+    """Return the newest entry of a `stacks.log` that was written for `reason`; empty if there is none."""
+    return next((block for block in reversed(_BLOCK.split(text)) if reason in block.partition("\n")[0]), "")
+
+
+def main_frames(block: str) -> tuple[str, ...]:
+    """Return the main thread's innermost frames, the innermost first: `in wait, threading.py:327`.
+
+    The entry names the main thread; where it was cut off (very many threads) there are none.
+    """
+    named = re.search(r"^main thread 0x0*([0-9a-f]+)$", block, re.M)
+    if named is None:
+        return ()
+    _, found, rest = block.partition(f"hread 0x{int(named[1], 16):016x} ")
+    frames: list[str] = []
+    for line in rest.splitlines()[1:] if found else ():
+        frame = _FRAME.match(line)
+        if frame is None or len(frames) == FRAMES:
+            break
+        frames.append(f"in {frame[3]}, {frame[1]}:{frame[2]}")
+    return tuple(frames)
+
+
+def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
+    """Return what each rank has saved for a hang's reason, by rank. Raises OSError."""
+    found = {}
+    for path in log_dir.glob("rank_*/stacks.log"):
+        rank = path.parent.name.removeprefix("rank_")
+        block = block_of(path.read_text(encoding="utf-8", errors="replace"), reason)
+        if rank.isdigit() and block:
+            found[int(rank)] = block
+    return found
+
+
+def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None:
+    """Have the ranks of this node that can (rank -> pid) write their stacks, before they are ended. Works also on one whose
+    interpreter is held by C code; one that is stopped cannot, and is not waited for."""
+    asked: dict[Path, int] = {}
+    for rank, pid in pids.items():
+        if is_stopped(pid):
+            continue
+        path = log_dir / f"rank_{rank}" / ASKED_NAME
+        with contextlib.suppress(OSError):
+            # The file may be an earlier start's: the handler of a process that has not opened it is its script's own.
+            if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL) and process_text(pid) in path.read_text(errors="replace"):
+                asked[path] = path.stat().st_size
+                os.kill(pid, STACKS_SIGNAL)
+    until_s = time.monotonic() + within_s
+    before: dict[Path, int] = {}
+    while asked and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        sizes = {}
+        for path in asked:
+            with contextlib.suppress(OSError):  # its folder may be taken away meanwhile
+                sizes[path] = path.stat().st_size
+        if sizes == before and all(size > asked[path] for path, size in sizes.items()):
+            return  # all have begun, and written no more since the last look
+        before = sizes
+
+
+def read_asked(log_dir: Path, pids: Mapping[int, int]) -> dict[int, str]:
+    """Return the stacks that these ranks (rank -> pid) were asked for and have written, by rank. Raises OSError."""
+    found = {}
+    for rank, pid in pids.items():
+        path = log_dir / f"rank_{rank}" / ASKED_NAME
+        if path.exists():
+            block = block_of(path.read_text(encoding="utf-8", errors="replace"), process_text(pid))
+            if _STACK in block:
+                found[rank] = block
+    return found
+
+
+def gather(path: Path, blocks: Mapping[int, str], suspects: Sequence[int]) -> None:
+    """Write all ranks' stacks into one file, the suspects' first. Raises OSError."""
+    order = [*(rank for rank in suspects if rank in blocks), *sorted(set(blocks) - set(suspects))]
+    with open(path, "w", encoding="utf-8") as file:
+        for rank in order:
+            file.write(f"=== rank {rank}{' (suspect)' if rank in suspects else ''} ===\n{blocks[rank]}\n")

@@ -1,0 +1,1 @@
+"""The optimizer state in the forms of other trainers: Megatron's file, torch's own form."""

@@ -1,0 +1,153 @@
+"""The checkpoint directories as all ranks of a start see them: who keeps them, which of them the start uses, what it may go on
+from.
+
+All ranks make one and call its methods in the same order, for they agree by collectives, except where it says otherwise. Owns
+that agreement only: what a keeper does in its directories is `ttp.runtime.directory_lock`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ttp.checkpoint.node_local.parts import next_start
+from ttp.checkpoint.node_local.store import NodeLocalStore
+from ttp.checkpoint.staging import probe_writable
+from ttp.checkpoint.store import SharedStore, Store
+from ttp.config import Settings
+from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.exchange.json_collectives import exchange_json
+from ttp.runtime.directory_lock import NO_ROOM, RunDirectories, check_same, why_unusable
+from ttp.runtime.rank_runtime import show
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a directory does not serve, as some rank found it at the start."""
+
+    reason: str
+    full: bool
+    """All but room is there: its lock is held, and all ranks see the same one."""
+
+
+def split_directories(
+    save_dirs: Sequence[str], found: Sequence[Mapping[str, Failure]]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """Return what this start uses, what of that serves already, and why each other one does not (found: every rank's failures).
+
+    A directory that is merely full is used: room comes back, and is looked for at every save and every fault. Any other that
+    fails on any rank is left alone until the next start: its lock may not be held, so that another job may write there by the
+    time it is back, or a rank lacks it.
+    """
+    reasons = {directory: failure.reason for failures in found for directory, failure in failures.items()}
+    barred = {directory for failures in found for directory, failure in failures.items() if not failure.full}
+    used = tuple(directory for directory in save_dirs if directory not in barred)
+    return used, tuple(directory for directory in used if directory not in reasons), reasons
+
+
+class JobDirectories:
+    """The checkpoint directories of one start of the job."""
+
+    def __init__(self, named: Sequence[str], settings: Settings, rank: int, device: torch.device) -> None:
+        """Claim and try all of `named`: find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks
+        if on one. Raises NotWritable, ConfigError."""
+        self.named = tuple(named)
+        """As they were given, in order of preference."""
+        self._settings = settings
+        self._rank = rank
+        self._device = device
+        self.store = self._agree_on_store()
+        self.keeps = rank == self.store.leader
+        """This rank looks after the directories: for all ranks, or for those of its node."""
+        self.node = f"node {self.store.node}: " if self.store.node else ""
+        """What a directory leader's error begins with."""
+        self._mine = RunDirectories(self.named, settings.job_id, settings.round_number == 0, self.store)
+        self.used, self.serving = self._prepare()
+        """Those that this start writes into, and those of them that could take a checkpoint at its begin."""
+
+    def _agree_on_store(self) -> Store:
+        """Return the kind of directories that all ranks have. Raises ConfigError."""
+        shared_dirs, host = self._settings.shared_dirs, self._settings.host
+        start = 0 if shared_dirs else next_start(self.named)
+        told = exchange_json([shared_dirs, host, start], self._device)
+        shared = {bool(value) for value, _, _ in told}
+        if len(shared) > 1:
+            alone = [rank for rank, (value, _, _) in enumerate(told) if not value]
+            raise ConfigError(f"TTP_SHARED_DIRS is False on ranks {alone} only: wanted the same on all nodes")
+        if shared_dirs:
+            return SharedStore()
+        hosts, starts = [str(host) for _, host, _ in told], [int(start) for _, _, start in told]
+        return NodeLocalStore(hosts, max(starts), self._rank)
+
+    def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        refusal = ""
+        if self.keeps:
+            try:
+                self._mine.claim()
+            except NotWritable as error:
+                refusal = f"{self.node}{error}"
+        # No attempt begins before old ones are removed.
+        told = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
+        refusal = next((text for text, _, _ in told if text), "")
+        _, mark, unclaimed = told[self.store.leader]
+        failing = {directory: Failure(why, full=False) for directory, why in unclaimed.items()}
+        try:
+            for directory in () if refusal else self.named:
+                if directory not in failing:
+                    check_same(directory, mark, self.store.leader, self.store.node)
+                    failing |= self._found_failing(directory)
+        except NotWritable as error:
+            refusal = f"rank {self._rank}: {error}"
+        mine = {directory: dataclasses.astuple(failure) for directory, failure in failing.items()}
+        answers = exchange_json([refusal, mine], self._device)
+        self._mine.remove_mark()
+        found = [{directory: Failure(*fields) for directory, fields in each.items()} for _, each in answers]
+        used, serving, reasons = split_directories(self.named, found)
+        refusals = [text for text, _ in answers if text]
+        refusals += [why_unusable(self.named, reasons, self._settings.round_number == 0)]
+        if refusals[0]:
+            self.release()
+            raise NotWritable(refusals[0])
+        for directory, why in reasons.items() if self._rank == 0 else ():
+            until = "room is looked for at every save" if directory in used else "it is left alone until the next start"
+            show(logging.WARNING, f"going on without a directory: {why}; {until}")
+        return used, serving
+
+    def _found_failing(self, directory: str) -> dict[str, Failure]:
+        try:
+            probe_writable(directory)
+        except NotWritable as error:
+            why = error.__cause__
+            full = isinstance(why, OSError) and why.errno in NO_ROOM
+            return {directory: Failure(f"rank {self._rank}: {error}", full)}
+        return {}
+
+    def candidates(self, choice: str) -> list[str]:
+        """Return the checkpoints that `Session.resume(choice)` may load, newest first: rank 0's list, or the node's keeper's. A
+        refusal of any keeper is raised by every rank (CheckpointError)."""
+        paths: list[str] = []
+        refusal = ""
+        if self.keeps:
+            try:
+                paths = self._mine.candidates(choice)
+            except (CheckpointError, OSError) as error:
+                refusal = f"{self.node}{error}"
+        answers = exchange_json([refusal, paths], self._device)
+        if refusal := next((text for text, _ in answers if text), ""):
+            raise CheckpointError(refusal)
+        chosen: list[str] = answers[self.store.leader][1]
+        return chosen
+
+    def forget_superseded(self, step: int) -> None:
+        """This rank has loaded the checkpoint of `step`; when all have, directory leaders remove what it supersedes."""
+        exchange_json("", self._device)
+        if self.keeps:
+            self._mine.forget_superseded(step)
+
+    def release(self) -> None:
+        """Give the locks back (this rank alone)."""
+        self._mine.release()

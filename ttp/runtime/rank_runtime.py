@@ -1,0 +1,394 @@
+"""What protects one rank while it trains: the gate, the processor, and, on some ranks, a controller's process.
+
+Owns their start and end, and what becomes of an exception out of `train`. Decides nothing about a fault.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ttp.config import Settings
+from ttp.controller.agent_link import request_shutdown, request_status
+from ttp.controller.journal import set_aside_later
+from ttp.controller.process import CannotListen, ControllerProcess, start_controller, unwritable_log_dir
+from ttp.errors import ConfigError, ControllerError, NotWritable
+from ttp.exchange import controller_file, discovery, error_file
+from ttp.exchange.first_step import FirstStep
+from ttp.optim.step_agreement.participation import attempt_number
+from ttp.processor.core.causes import cause_of
+from ttp.processor.core.events import ProcessorSettings
+from ttp.processor.driver import Processor
+from ttp.processor.gate import Gate
+from ttp.proto.messages import CauseKind, CommitRecord, Welcome
+from ttp.runtime.preemption import Notice
+from ttp.runtime.standby import Standbys, controller_options, standby_place, standbys_of, term_of
+from ttp.runtime.state_provider import OptimizerStateProvider
+from ttp.text.wording import ranks_text
+
+log = logging.getLogger("ttp")
+
+STORE_TIMEOUT = timedelta(seconds=60)
+ASSEMBLY_TIMEOUT_S = 300.0
+"""How long a rank waits at the start for all others to be registered."""
+CONTROLLER_END_S = 10.0
+OVER_S = 2.0
+"""So long a controller may take to end by itself once it has let its only rank go."""
+OVERTAKEN_POLL_S = 0.02
+WAIT_TOLD_S = 30.0
+"""A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
+STATUS_S = 2.0
+"""How long the controller has to say for whom."""
+LOOKS_A_LEASE = 3
+"""How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
+ASKED_UP_TO = 64
+"""Ranks of a job in which each may ask, and says that it waits: the answer names them all. In a larger one a rank of each node says so."""
+
+
+class Protection:
+    """One rank's gate, processor and (rank 0, and those that have a standby) controller. Made by every rank, ended by `close` or by the process's end."""
+
+    def __init__(
+        self,
+        holder: OptimizerStateProvider,
+        settings: Settings,
+        log_dir: Path,
+        rank: int,
+        world_size: int,
+        *,
+        save_alone: Callable[[int, bool, Processor], None] | None = None,
+    ) -> None:
+        """Start everything and wait until all ranks are registered. `save_alone`: saves a step with all ranks when no controller leads
+        any; None: the ranks cannot. Raises ControllerError, ConfigError, NotWritable."""
+        self._settings = settings
+        self._log_dir = log_dir
+        self._rank = rank
+        self._world_size = world_size
+        self._controller: ControllerProcess | None = None
+        self._standbys = Standbys(settings, world_size, log_dir, self._open_store)
+        self._client: TCPStore | None = None
+        self._first_step: FirstStep | None = None
+        optimizer = holder.optimizer
+        # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
+        self.gate = Gate(
+            rank,
+            state_step=optimizer.current_step,
+            drain=optimizer.drain_within if optimizer.needs_drain else None,
+        )
+        optimizer.attach(self.gate, attempt_number(settings.start_name))
+        if optimizer.device.type == "cuda" and settings.local_rank <= 0:
+            for line in settings.nccl_warnings:
+                show(logging.WARNING, line)
+        if place := standby_place(settings, rank, world_size):
+            holder.standby = self._standbys.first(place, self._store())
+        if self._tells_launcher:
+            self._store().set(discovery.process_key(settings.round_number, rank), discovery.process_text())
+        address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
+        restores = standbys_of(settings, world_size) > 0
+        self.processor = Processor(
+            ProcessorSettings(
+                rank=rank,
+                heartbeat_s=settings.heartbeat_s,
+                boundary_s=settings.boundary_s,
+                address=address,
+                look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
+                saves_alone=save_alone is not None,
+                alone_s=settings.total_timeout_s,
+            ),
+            address,
+            settings.start_name,
+            holder,
+            self.gate,
+            watch_parent=settings.launched,
+            stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
+            work_done=lambda: holder.work_done,
+            checkpoint=lambda: holder.checkpoint,
+            starter=self._standbys if restores else None,
+        )
+        if save_alone is not None:
+            self.gate.on_unled_boundary = lambda step: save_alone(step, self.gate.notice, self.processor)
+        self._notice = Notice(self.processor.preempted)
+        self.processor.start()
+        welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
+        if welcome is None:
+            self.close()
+            raise ControllerError(
+                f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
+                f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
+            )
+        self._write_controllers(address, *welcome.successors)
+        self._notice.listen()
+        if settings.launched and settings.local_rank <= 0 and settings.master_port:
+            self._first_step = FirstStep(self._store(), settings.round_number)
+            self.gate.on_first_step = self._first_step.tell
+        self._client = None
+        if rank == 0 and not self._tells_launcher:
+            introduce(welcome)
+
+    def skipped(self, path: Path) -> None:
+        """A checkpoint is broken, and is not taken."""
+        if self._first_step is not None:
+            self._first_step.skip(path)
+
+    def resumed(self, step: int, record: CommitRecord | None) -> None:
+        """A checkpoint of `step` was loaded."""
+        self.gate.resumed(step, record)
+
+    def overtaken_after(self, exc: BaseException, step: int) -> bool:
+        """Tell the controller that a peer made this thread's collective of `step` fail, and stay as a holder. True when the step was
+        then finished by a roll forward: only bookkeeping is left. False: the exception may go on."""
+        cause = cause_of(self._rank, type(exc).__name__, str(exc))
+        if cause.kind is not CauseKind.PEER_ERROR:
+            return False
+        log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
+        self.processor.fault(cause, "".join(traceback.format_exception(exc)))
+        while not self.gate.overtook(step):
+            if self.processor.wait_for_verdict(OVERTAKEN_POLL_S):
+                return False
+        return True
+
+    @property
+    def released(self) -> bool:
+        """Say whether it is settled what becomes of the job, so that nobody needs this rank any more."""
+        return self.processor.wait_for_verdict(0.0)
+
+    def hold(self) -> None:
+        """Stay as a holder: this thread has nothing left to do. Returns only when nobody will end the process any more."""
+        self.processor.wait_for_verdict()
+
+    def hold_after(self, exc: BaseException) -> None:
+        """Tell the controller that training raised and stay as a holder. Returns when the exception may go on; a rank whose
+        peer was the cause leaves with status 75 instead."""
+        cause = cause_of(self._rank, type(exc).__name__, str(exc))
+        if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
+            cause = replace(cause, kind=CauseKind.EXCEPTION)
+        if cause.kind is CauseKind.EXCEPTION:
+            kept = exc if log.hasHandlers() else None  # else stderr has the traceback when the process ends
+            log.error(
+                "rank %d raised %s; holding this rank's shards for the others",
+                self._rank,
+                cause.brief,
+                exc_info=kept,
+            )
+            error_file.record(exc)
+            self.processor.release_at_exit()
+        else:
+            log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
+        detail = "".join(traceback.format_exception(exc))
+        self.processor.fault(cause, detail)
+        self.processor.wait_for_verdict()
+
+    def finished(self, where: str = "at the end of train") -> None:
+        """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is told."""
+        self.processor.finished()
+        pause_s, waited_s = WAIT_TOLD_S, 0.0
+        while not self.processor.wait_for_verdict(pause_s):
+            waited_s += pause_s
+            pause_s *= 2
+            if self._world_size > ASKED_UP_TO and self._settings.local_rank > 0:
+                continue
+            step = self.gate.state_step
+            show(
+                logging.WARNING,
+                f"rank {self._rank} waits {where} since step {step} for {self._awaited()}, {waited_s:,.0f} s so far",
+            )
+
+    def _awaited(self) -> str:
+        if self._world_size > ASKED_UP_TO:
+            return "ranks that still train"
+        try:
+            status = request_status(self.processor.controller, job_id=self._settings.start_name, timeout_s=STATUS_S)
+        except ControllerError as error:
+            return f"the others ({error})"
+        training = [one.rank for one in status.ranks if not (one.finished or one.dead)]
+        return (
+            f"{ranks_text(training)}, which still train{'s' if len(training) == 1 else ''}"
+            if training
+            else "the controller"
+        )
+
+    def part(self, exc: BaseException | None) -> None:
+        """The session ends, and no `train` has returned: wait until all ranks' sessions end, and go on then whatever has become of
+        the others. Or, with an exception on its way, until the state is safe."""
+        if self.released:
+            return
+        if exc is not None:
+            self.hold_after(exc)
+            return
+        self.processor.release_at_exit()
+        self.finished("in close()")
+
+    def close(self) -> None:
+        """End this process's threads; the controller ends by itself when all ranks have gone.
+
+        A standby is told to when it is settled what becomes of the job. So is the controller of a rank alone, always. One that other
+        ranks may still need (this one's training has not come to its end) is left to them, and not waited for; an idle standby then
+        ends after this process and its launcher.
+        """
+        settled = self.released
+        self._notice.close()
+        self.processor.stop()
+        if settled:
+            self._standbys.dismiss()
+        controller = self._controller
+        if controller is None:
+            return
+        if self._world_size == 1:
+            self._end_own(controller, settled)
+        elif not settled:
+            log.debug(
+                "the controller (pid %d) is left to the other ranks, and ends when they have gone", controller.pid
+            )
+            return
+        if controller.wait(CONTROLLER_END_S) is None:
+            log.warning(
+                "the controller (pid %d) has not ended within %.0f s of the job's end; look into %s, and end it by SIGTERM",
+                controller.pid, CONTROLLER_END_S, self._log_dir,
+            )  # fmt: skip
+
+    def _end_own(self, controller: ControllerProcess, settled: bool) -> None:
+        """End the controller that no other rank can need: by message while it leads, as SIGTERM has it wait for a rank that comes back."""
+        try:
+            if not settled:
+                request_shutdown(controller.address, job_id=self._settings.start_name, reason="its only rank has left")
+                return
+            if controller.wait(OVER_S) is not None:  # it ends by itself
+                return
+        except ControllerError as error:
+            log.debug("%s; sending SIGTERM", error)
+        controller.terminate()
+
+    # --- finding each other ---
+
+    @property
+    def _tells_launcher(self) -> bool:
+        """Say whether ttprun shows what the job survives: it reads the controller's journal."""
+        return self._settings.launched and self._settings.master_port > 0
+
+    def _open_controller(self, log_dir: Path) -> str:
+        settings = self._settings
+        try:
+            if settings.round_number == 0:
+                _set_older_journals_aside(log_dir)
+            self._controller = start_controller(
+                bind="127.0.0.1" if settings.one_node else "0.0.0.0",
+                advertise="127.0.0.1" if settings.one_node else settings.host,
+                port=settings.controller_port,
+                job_id=settings.start_name,
+                term=term_of(settings.round_number),
+                world_size=self._world_size,
+                journal=log_dir / f"journal_{settings.round_number}.jsonl",
+                heartbeat_s=settings.heartbeat_s,
+                lease_s=settings.lease_s,
+                total_timeout_s=settings.total_timeout_s,
+                options=controller_options(settings, self._world_size),
+                guardians=(os.getpid(),),
+            )
+        except CannotListen as error:
+            refused = self._refused_port(error)
+            self._publish_failure(refused)
+            raise refused from None
+        except (ControllerError, NotWritable) as error:
+            self._publish_failure(error)
+            raise
+        address = self._controller.address
+        self._write_controllers(address)
+        if self._tells_launcher:
+            self._store().set(discovery.log_dir_key(settings.round_number), str(log_dir.resolve()))
+        if self._world_size > 1:
+            discovery.publish(self._store(), settings.round_number, address, self._controller.pid)
+        return address
+
+    def _publish_failure(self, error: Exception) -> None:
+        if self._world_size > 1:
+            discovery.publish_failure(self._store(), self._settings.round_number, error)
+
+    def _refused_port(self, error: CannotListen) -> Exception:
+        """A port that was taken before the job has begun stays taken: a configuration error. At a restart it may be one that an earlier
+        attempt's controller still has."""
+        port = self._settings.controller_port
+        return (
+            ConfigError(f"invalid TTP_CONTROLLER_PORT={port}: {error}")
+            if port and self._settings.round_number == 0
+            else error
+        )
+
+    def _find_controller(self) -> str:
+        address = discovery.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
+        if not self._settings.one_node:
+            discovery.check_name(address, self._rank)
+        self._write_controllers(address)
+        return address
+
+    def _write_controllers(self, *addresses: str) -> None:
+        """Have this node's agent find them, before this rank registers: the store may be slow when it matters."""
+        settings = self._settings
+        if not (settings.launched and settings.attempt_dir and settings.local_rank <= 0):
+            return
+        pid = self._controller.pid if self._controller is not None else 0
+        known = controller_file.Controllers(
+            addresses if self._world_size > 1 else (), pid, str(self._log_dir.resolve())
+        )
+        try:
+            controller_file.write(Path(settings.attempt_dir), known)
+        except OSError as error:
+            log.warning(
+                "TTP_ATTEMPT_DIR=%s cannot be written (%s): the agent finds the controllers through the workers' store alone, which may be"
+                " too late for a fault in the first seconds. Make the directory visible to the ranks",
+                settings.attempt_dir, error.strerror or error,
+            )  # fmt: skip
+
+    def _store(self) -> TCPStore:
+        """Return a client of the store that the ranks met in: one for the whole start, as making one may take seconds."""
+        settings = self._settings
+        if not settings.master_port:
+            raise ConfigError(
+                f"rank {self._rank}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find the controller;"
+                " start them with ttprun or torchrun, or set ENABLE_TTP=False"
+            )
+        if self._client is None:
+            self._client = self._open_store()
+        return self._client
+
+    def _open_store(self) -> TCPStore:
+        settings = self._settings
+        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def _set_older_journals_aside(log_dir: Path) -> None:
+    """Make room for a new job's journals. Raises NotWritable."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        set_aside_later(log_dir)
+    except OSError as error:
+        raise unwritable_log_dir(log_dir, error) from None
+
+
+def introduce(welcome: Welcome) -> None:
+    """Show at the start, on rank 0 of a job without ttprun, what lies where, what the job survives, and what could be better: a line each.
+
+    A program that has configured no logging sees them all the same: what it may lose is no detail.
+    """
+    standbys = len(welcome.successors)
+    behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
+    for line in welcome.overview:
+        show(logging.INFO, line)
+    show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
+    for line in welcome.warnings:
+        show(logging.WARNING, line)
+
+
+def show(level: int, line: str) -> None:
+    if log.hasHandlers():
+        log.log(level, "%s", line)
+    else:
+        print(f"ttp: {'warning: ' if level >= logging.WARNING else ''}{line}", file=sys.stderr, flush=True)

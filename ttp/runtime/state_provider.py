@@ -1,0 +1,218 @@
+"""What a processor writes at a fault: this rank's shards of the optimizer, and the host state that belongs to the same step.
+
+Joins the optimizer with the checkpoint writer. Runs on the processor's work thread while the gate is closed; never uses
+a collective and never waits for the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.keys import param_group_blobs
+from ttp.checkpoint.format.manifest import check_json_value
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.store import SharedStore, Store
+from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results, write_share
+from ttp.errors import CheckpointError, ConfigError
+from ttp.interfaces.protected_optimizer import ProtectedOptimizer
+from ttp.proto.messages import CommitRecord, Part, PublishOrder, Registration, ShareResult, WriteOrder
+
+KEPT_STEPS = 3
+"""Host states kept: the step in flight, the one before it (what a dump may choose), and one to spare."""
+
+
+class Publisher(Protocol):
+    """Makes what all writers wrote of one step a checkpoint that the next start goes on from.
+
+    Called by one rank, on the processor's work thread, when every share is durable; after a failure by another rank, for the
+    same attempt. The job's own is `OptimizerStateProvider.publish`; a session may be given another.
+    """
+
+    def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
+        """Return where the checkpoint is. Raises what went wrong: nothing is visible then.
+
+        state: the optimizer's host state at the order's step. advance: told that the work gets on.
+        """
+
+    @property
+    def work_done(self) -> int:
+        """A number that grows while `publish` gets on; any thread."""
+
+
+def _nothing_around(point: str, step: int, path: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class StepStates:
+    """The trainer's host state after each of the last few steps, by step.
+
+    Written by the training thread, read by the work thread: the lock guards `_states`.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self.late: Callable[[], Mapping[str, Any]] = dict
+        """Returns what is added to any state when it is written: what is known by then, of later steps too. Called by any thread."""
+
+    def put(self, step: int, state: Mapping[str, Any]) -> None:
+        """Keep a copy of `state` as what step + 1 needs to go on, if step is committed. Raises ConfigError unless it is JSON:
+        found now, not at the fault."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"step {step}: the step state is a {type(state).__name__}, expected a mapping")
+        try:
+            check_json_value(state, "state")
+        except CheckpointError as error:
+            raise ConfigError(f"step {step}: the step state is invalid: {error}; convert arrays and tensors") from None
+        body = json.dumps(state)
+        with self._lock:
+            self._states[step] = body
+            for old in sorted(self._states)[:-KEPT_STEPS]:
+                del self._states[old]
+
+    def get(self, step: int) -> dict[str, Any]:
+        """Return the state after `step`, or an empty mapping when the trainer never set one."""
+        return {**self._kept(step), **self.late()}
+
+    def _kept(self, step: int) -> Any:
+        with self._lock:
+            if step in self._states or not self._states:
+                return json.loads(self._states.get(step, "{}"))
+            kept = ", ".join(str(s) for s in sorted(self._states))
+        raise CheckpointError(
+            f"step {step}: no host state is kept (kept: steps {kept}); call session.set_step_state(step, ...) before every"
+            " optimizer.step()"
+        )
+
+
+class OptimizerStateProvider:
+    """The `StateProvider` of a rank whose optimizer is protected."""
+
+    def __init__(
+        self,
+        optimizer: ProtectedOptimizer,
+        *,
+        rank: int,
+        world_size: int,
+        host: str,
+        pid: int,
+        save_dirs: Sequence[str],
+        layout: Mapping[str, Any],
+        publisher: Publisher | None = None,
+        store: Store | None = None,
+    ) -> None:
+        """store: where checkpoints are; None: in directories that all ranks share. publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
+        self.optimizer = optimizer
+        self._publisher = publisher
+        self.store = store or SharedStore()
+        self.step_states = StepStates()
+        self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
+        """`with around(point, step, path):` encloses every write and publish, for fault injection."""
+        self._registration = Registration(
+            rank=rank,
+            world_size=world_size,
+            host=host,
+            pid=pid,
+            groups=optimizer.shard_groups(),
+            state_step=0,
+            save_dirs=tuple(save_dirs),
+            layout=json.dumps(layout, sort_keys=True),
+        )
+        self.standby = ""
+        """Address of the standby controller that this rank has started, if any."""
+        self._written = WrittenShares()
+        self._rank = rank
+        self._layout = dict(layout)
+        self._trusted: frozenset[str] = frozenset()
+        self.checkpoint = ""
+        """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
+        self._io_done = 0  # written by the thread that carries out the order, read by any
+
+    def registration(self) -> Registration:
+        return replace(self._registration, state_step=self.optimizer.current_step, standby=self.standby)
+
+    def roll_forward(self, record: CommitRecord) -> int:
+        return self.optimizer.roll_forward(record)
+
+    def write(self, order: WriteOrder) -> ShareResult:
+        """Write the ordered parts, or use again what an earlier attempt at the same step has of them."""
+        directory, name, step = order.directory, order.tmp_name, order.step
+        reused, left = self._written.take(step, directory, name, order.parts)
+        parts = [part for part in order.parts if part in left]
+        result = merge_results(reused, self.write_parts(directory, name, step, parts)) if parts else reused
+        self._written.add(step, WrittenShare(directory, name, frozenset(order.parts), result))
+        return result
+
+    def write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
+        """Write these parts of `step` into directory/tmp_name. Raises CheckpointError if this rank does not hold them."""
+        holdings = self.optimizer.holdings(step)
+        tensors: list[HeldTensor] = []
+        for part in parts:
+            if part.group_id not in holdings:
+                raise CheckpointError(
+                    f"rank {self._rank}: asked to write shard group {part.group_id}, which it does not hold"
+                )
+            tensors += tiling.split_parts(holdings[part.group_id], part.count)[part.index]
+        suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
+        with self.around("write", step, f"{directory}/{tmp_name}"):
+            return write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix, advance=self._advance)
+
+    def publish(self, order: PublishOrder) -> str:
+        with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
+            if self._publisher is None:
+                return self._publish(order)
+            return self._publisher.publish(order, self.optimizer.host_state(order.step), self._advance)
+
+    def _publish(self, order: PublishOrder) -> str:
+        fields: dict[str, Any] = {
+            "step": order.step,
+            "results": order.results,
+            "cause": order.cause,
+            "record": self._record_of(order),
+            "state": self.host_state(order.step),
+            "layout": self._layout,
+            "blobs": param_group_blobs(self._param_groups(order.step)),
+            "rank": self._rank,
+            "term": order.term,
+            "expected": self.optimizer.expected_tensors(),
+            "trusted": self._trusted,
+            "advance": self._advance,
+        }
+        return self.store.publish(order.directory, order.tmp_name, **fields)
+
+    def _record_of(self, order: PublishOrder) -> CommitRecord | None:
+        """Return the commit record of the ordered step: this rank's own where it has one, which no order can change."""
+        own = self.optimizer.last_record
+        return own if own is not None and own.step == order.step else order.record
+
+    @property
+    def work_done(self) -> int:
+        """Bytes, files, entries and buckets that orders and updates have got through so far: it grows while a write, a publish,
+        a roll forward or the training thread's own update gets on. Any thread."""
+        publishing = 0 if self._publisher is None else self._publisher.work_done
+        return self._io_done + publishing + self.optimizer.work_done
+
+    def _advance(self, count: int) -> None:
+        self._io_done += count
+
+    def trust(self, path: str) -> None:
+        """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
+        self._trusted |= {path}
+        self.checkpoint = path
+
+    def host_state(self, step: int) -> Mapping[str, Any]:
+        """Return all host state that belongs to `step`: the optimizer's and the trainer's."""
+        return {"optimizer": self.optimizer.host_state(step), "trainer": self.step_states.get(step)}
+
+    def _param_groups(self, step: int) -> list[dict[str, Any]]:
+        """Return the base optimizer's param groups at `step`, with names in place of parameters, as stock torch has them."""
+        groups: list[dict[str, Any]] = [dict(group) for group in self.optimizer.host_state(step)["param_groups"]]
+        for index, group in enumerate(groups):
+            group["params"] = self.optimizer.param_names(index)
+        return groups

@@ -1,0 +1,3 @@
+"""The version of this distribution (PURE)."""
+
+VERSION = "0.1.0"
