@@ -66,17 +66,17 @@ def status_of(work: Callable[[], None], program: str) -> int:
     """Do the work of a rank and return the exit status, after a line that begins with the program's name for what must be corrected.
     Raises what is a fault: ControllerError, or a bug."""
     from ttp import Settings
-    from ttp.exchange import error_file
+    from ttp.exchange.error_file import install, record
 
     try:
-        error_file.install()
+        install()
         Settings.from_env()  # before torch takes an address or a port of it
         work()
     except ControllerError:
         raise
     except TTPError as exc:
         print(f"{program}: {type(exc).__name__}: {exc}", file=sys.stderr)
-        error_file.record(exc)
+        record(exc)
         return 2 if isinstance(exc, (*STAY_WRONG, CheckpointError)) else 1
     except KeyboardInterrupt:
         return 130

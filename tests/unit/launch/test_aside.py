@@ -46,7 +46,7 @@ sys.exit(4)
 def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None:
     """A new one must be judged: an interpreter that unwinds a call to a store aborts, one that is ended at once runs no exit handlers."""
     (folder,) = launch.__path__
-    sources = [path.read_text() for path in Path(folder).glob("*.py")]
+    sources = [path.read_text() for path in sorted(Path(folder).rglob("*.py"))]
     made = [re.findall(r'name="([^"]*)"', call) for text in sources for call in re.findall(r"\bThread\((.*)\)", text)]
     names = {name for found in made for name in found}
     assert all(made) and len(made) == sum(text.count("threading.Thread(") for text in sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 
 import ttp
 from tests.lone_process import lone_process
+from tests.rooms import imported, python_files
 from tests.unit.trainer.conftest import MakeConfig
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.trainer import train as train_module
@@ -305,17 +305,12 @@ def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> No
 
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
-    """`import ttp`, its errors, and the strict readers of outside files that TTP has too; nothing else from inside."""
-    for path in sorted((ROOT / "trainer").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            assert all(
-                name in ("ttp", "ttp.errors", "ttp.inputs.strict_yaml", "ttp.inputs.input_file")
-                for name in names
-                if name.split(".")[0] == "ttp"
-            ), f"{path}: {names}"
+    """`import ttp`, its errors, the checks of what comes from outside, and how a refusal is recorded for ttprun; nothing else from inside."""
+    given = {"ttp", "ttp.errors", "ttp.exchange.error_file"}
+    given |= {f"ttp.inputs.{name}" for name in ("checked", "input_file", "strict_yaml")}
+    for path in python_files("trainer"):
+        inside = {name for name in imported(path) if name.startswith("ttp") and not name.startswith("ttp.trainer")}
+        assert inside <= given, path
 
 
 def test_a_checkpoint_from_before_text_was_held_out_has_the_same_order() -> None:
