@@ -100,6 +100,7 @@ def train_and_predict(folder: Path, addresses: Sequence[str], devices: int, layo
     assert hash_weights([model], Mesh()) == json.loads((folder / "output" / "final.json").read_text())["weights_sha256"]
 
 
+@pytest.mark.long
 def test_one_device_trains_and_text_comes_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
