@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from .core.facts.state import STAGES, ControllerState, StateAt
+
 TYPE_KEY = "$"
 """Marks an object that is not a plain JSON value; its value names the kind or the type."""
 
@@ -31,10 +33,14 @@ _MODULES = {
     }.items()
 }
 """Modules whose types journals name by where they were when journals began: so every version reads those of every other."""
-_TYPES = {f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable"}
+_TYPES = {
+    f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable",
+    f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
+}
 """Types that had another name then."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}
+_STAGES = {stage.name: stage for stage in STAGES}
 _PLAIN = (str, int, bool, type(None))
 _JSON_AS_IT_IS = frozenset(_PLAIN)
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -53,10 +59,10 @@ def to_json(value: Any) -> Any:
         return {TYPE_KEY: _name(kind), "name": value.name}
     if isinstance(value, frozenset):
         return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
-    if (names := _field_names(kind)) is not None:
+    if _field_names(kind) is not None:
         encoded = {TYPE_KEY: _name(kind)}
-        for name in names:
-            encoded[name] = to_json(getattr(value, name))
+        for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
+            encoded[name] = to_json(item)
         return encoded
     if isinstance(value, Mapping):
         return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
@@ -79,7 +85,23 @@ def from_json(value: Any) -> Any:
     cls = _find(kind)
     if issubclass(cls, enum.Enum):
         return cls[value["name"]]
-    return cls(**{name: from_json(item) for name, item in value.items() if name != TYPE_KEY})
+    fields = {name: from_json(item) for name, item in value.items() if name != TYPE_KEY}
+    return cls(**fields) if cls is not StateAt else _state(fields)
+
+
+def _flat(state: ControllerState) -> dict[str, Any]:
+    """Return a state as journals have always had it: its stage by name, beside it what that stage knows."""
+    fields = _fields(state)
+    stage = fields.pop("at")
+    coverage = state.coverage if state.coverage.hosts else None
+    return {**fields, "deadline": math.inf, **_fields(stage), "stage": stage.name, "coverage": coverage}
+
+
+def _state(fields: Mapping[str, Any]) -> ControllerState:
+    known = {name: item for name, item in fields.items() if item is not None}  # no coverage: it was not known yet
+    stage = _STAGES[fields["stage"]]
+    at = stage(**{name: fields[name] for name in _field_names(stage) or () if name in fields})
+    return StateAt(at=at, **{name: known[name] for name in _field_names(StateAt) or () if name in known})
 
 
 def plain_json(value: object) -> Any:
@@ -97,6 +119,11 @@ def plain_json(value: object) -> Any:
     if isinstance(value, frozenset):
         return [plain_json(item) for item in sorted(value)]
     return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _field_names(kind) or ()}
 
 
 @cache

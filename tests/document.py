@@ -1,6 +1,6 @@
 """The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`).
 
-Owns the tables that the code knows better than a person: what each event means in each state, from the transition dicts; the
+Owns the tables that the code knows better than a person: the transitions between stages, and what each event means in each state; the
 messages and their fields; and, by hand but checked, the timing constants. A test fails while the document is stale.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.rooms import product
-from ttp.controller.core import transitions as controller
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import EDGES, Stage
+from ttp.controller.core.transitions import TABLES
 from ttp.processor.core import transitions as processor
 from ttp.processor.core.state import RankMode
 from ttp.proto import messages as m
@@ -76,6 +76,19 @@ def _sentence(thing: Any) -> str:
     return text
 
 
+def controller_table() -> Table:
+    """Return what the tables of all stages say of each event, as one table."""
+    return {(stage.name, kind): handler for stage, table in TABLES.items() for kind, handler in table.on.items()}
+
+
+def edge_table() -> str:
+    """List the transitions between the controller's stages, and when each is taken."""
+    rows = [_row("from", "to", "when"), _row("---", "---", "---")]
+    return "\n".join(
+        [*rows, *(_row(before.name.name, after.name.name, when) for (before, after), when in EDGES.items())]
+    )
+
+
 # --- messages ---
 
 
@@ -99,7 +112,8 @@ def _message(kind: Any) -> str:
 
 
 _PARTS: dict[str, Callable[[], str]] = {
-    "controller-states": lambda: state_table(Stage, controller.TRANSITIONS),
+    "controller-edges": edge_table,
+    "controller-states": lambda: state_table(Stage, controller_table()),
     "processor-states": lambda: state_table(RankMode, processor.TRANSITIONS),
     "messages": message_table,
 }

@@ -1,7 +1,7 @@
 """The controller's protocol core: (state, event, now) -> (state, effects) (PURE).
 
-Owns the entry points and the clock's side: leases, deadlines, and what their running out means. Never sends, sleeps or
-reads a clock: the driver does, and promises to call `transition` with a Tick at `next_deadline`.
+Owns the entry points: what comes before and after every event. Never sends, sleeps or reads a clock: the driver does, and promises to
+call `transition` with a Tick at `next_deadline`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,10 @@ from math import inf
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.limits import check_upward
-from ttp.proto.messages import AgentHello, Cause, CauseKind, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
 
-from .dump.finish import orphaned, over
-from .dump.freeze import half_of_the_rest, has_culprit
-from .dump.publishing import on_timeout_publishing
-from .dump.reassign import pass_over
-from .dump.roll_forward import on_timeout_rolling
-from .dump.writing import on_timeout_writing
 from .facts.answers import check_answer
-from .facts.events import Beats, ControllerSettings, Effect, Event, Journal, Received, Send
+from .facts.events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .facts.membership import (
     SUSPECT_AFTER,
     clock_went_back,
@@ -28,18 +22,13 @@ from .facts.membership import (
     empty,
     hear,
     hear_unsuspected,
-    renew_all_leases,
     silent,
-    silent_since,
     slow_heartbeat_s,
-    sweep_leases,
 )
-from .facts.pace import has_started, limit, unknown
-from .facts.state import ControllerState, Fault, Stage
-from .ranks.liveness import rank_died, suspicion, welcome
-from .ranks.stall import check_stall, resume_pace
-from .stages import abandon_start, advance_stages, give_up
-from .transitions import TRANSITIONS
+from .facts.pace import limit, unknown
+from .facts.state import Assembling, ControllerState, Exiting, Faulted, Gathering, Running, Standby
+from .stages import advance_stages, expire, grant_time
+from .transitions import TABLES
 
 FREEZES_OF_A_TERM = 1 << 20
 """More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
@@ -48,17 +37,8 @@ LATE_HEARTBEATS = 0.5
 """The machine asks to be called once a heartbeat; a driver that comes this much later was stopped. Of heartbeats as rare as
 `slow_heartbeat_s`: a busy host that keeps the driver for less takes nothing from a lease that matters, and leases must run out."""
 
-_LAST_VOUCH_HEARTBEATS = 1.5
-"""An agent that goes with its node may have vouched for a rank so long after the rank was heard last."""
-
 _OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch)
 """What launchers say proves no rank's life."""
-
-_ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
-_UNLED = (Stage.STANDBY, Stage.GATHERING)
-_GATHERING, _ASSEMBLING = Stage.GATHERING, Stage.ASSEMBLING
-_RUNNING, _FREEZING, _EXITING, _OVER = Stage.RUNNING, Stage.FREEZING, Stage.EXITING, Stage.OVER
-_LED = (Stage.RUNNING, Stage.FREEZING, *_ORDERED)
 
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
@@ -68,14 +48,14 @@ def initial(settings: ControllerSettings, now: float) -> ControllerState:
     pace = replace(pace, limit_s=limit(pace, settings))
     if settings.standby:
         freeze_id = settings.standby * FREEZES_OF_A_TERM
-        return ControllerState(settings, Stage.STANDBY, members, pace, inf, freeze_id=freeze_id)
-    return ControllerState(settings, Stage.ASSEMBLING, members, pace, now + settings.register_timeout_s)
+        return ControllerState(settings, Standby(), members, pace, freeze_id=freeze_id)
+    return ControllerState(settings, Assembling(now + settings.register_timeout_s), members, pace)
 
 
 def transition(state: ControllerState, event: Event, now: float) -> tuple[ControllerState, tuple[Effect, ...]]:
     """Take one event. Raises ProtocolError, with nothing changed, for one that the state does not allow."""
     subject = event.message if isinstance(event, Received) else event
-    handler = TRANSITIONS.get((state.stage, type(subject)))
+    handler = TABLES[type(state.at)].on.get(type(subject))
     if handler is None:
         raise ProtocolError(
             f"job {state.settings.job_id}, stage {state.stage.value}: {type(subject).__name__} is not allowed here: "
@@ -97,58 +77,21 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     else:
         state = replace(state, seen=now)
     state = handler(state, subject, now, out)
-    if state.stage is _GATHERING and _is_of_a_rank(event):
-        state = _heard_while_gathering(state, now)
+    if isinstance(state.at, Gathering) and _is_of_a_rank(event):
+        state = replace(state, at=_heard_while_gathering(state.at, state.settings, now))
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
         # It was this controller that was cut off: the others come back as well.
-        state = _grant_time(state, now)
+        state = grant_time(state, now)
     deadline = next_deadline(state)
     if deadline is not None and now >= deadline:
-        state = _expire(state, now, out)
+        state = expire(state, now, out)
     return advance_stages(state, now, out), tuple(out)
 
 
 def next_deadline(state: ControllerState) -> float | None:
     """Return when the driver must call again with a Tick if nothing happens before; None: never. O(1)."""
-    stage, members, settings = state.stage, state.members, state.settings
-    if stage is _OVER:
-        return None
-    if stage is _EXITING:
-        return state.deadline
-    moment = members.empty_since + settings.orphan_timeout_s
-    if stage in _UNLED:  # leases begin with the takeover
-        moment = min(moment, state.deadline) if members.present else moment
-        return None if moment == inf else moment
-    moment = members.sweep_at if members.sweep_at < moment else moment
-    if stage is _ASSEMBLING:
-        moment = min(moment, state.deadline)
-    else:  # also while nobody is attached: who looks seldom does not see that it stood still itself
-        look_at = state.seen + settings.heartbeat_s
-        moment = look_at if look_at < moment else moment
-    if stage is _RUNNING:
-        due = state.pace.due
-        moment = due if due < moment else moment
-    if state.fault is not None:
-        moment = min(moment, state.fault.began + settings.total_timeout_s)
-        if silent(members):
-            return moment
-        if stage is _FREEZING:
-            moment = min(moment, _round_end(state, state.fault))
-    if state.dump is not None and stage in _ORDERED:
-        moment = min(moment, state.dump.progress_by, state.dump.patience_until)
+    moment = TABLES[type(state.at)].deadline(state)
     return None if moment == inf else moment
-
-
-def _round_end(state: ControllerState, fault: Fault) -> float:
-    """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
-    if not fault.causes:
-        waits = fault.unproven is not None or (fault.takeover and fault.awaiting)
-        return fault.round_deadline if waits and not state.members.suspects else inf
-    return max(
-        -inf if has_culprit(fault.causes) else fault.hint_until,
-        fault.round_deadline if fault.awaiting or state.members.suspects else -inf,
-        fault.update_by if fault.updating else -inf,
-    )
 
 
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
@@ -159,29 +102,9 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
     deadline = next_deadline(state)
     if deadline is None or now - deadline <= late_s:
         return state
-    if state.stage is _EXITING:
+    if isinstance(state.at, Exiting):
         return state
-    return _grant_time(replace(state, members=controller_resumed(state.members, now, state.settings)), now)
-
-
-def _grant_time(state: ControllerState, now: float) -> ControllerState:
-    """Nobody could be heard for a while: what ranks owe an answer to, they have as much time for as if it were asked now."""
-    settings = state.settings
-    state = resume_pace(replace(state, members=renew_all_leases(state.members, now, settings)), now)
-    if state.stage is Stage.GATHERING:
-        state = replace(state, deadline=now + settings.lease_s, heard_at=now)
-    if state.members.empty_since < inf:  # nobody is attached, and somebody was
-        state = replace(state, members=replace(state.members, empty_since=now))
-    if state.fault is not None:
-        fault = replace(state.fault, round_deadline=max(state.fault.round_deadline, now + settings.freeze_timeout_s))
-        if fault.update_by < inf:
-            fault = replace(fault, update_by=max(fault.update_by, now + settings.progress_timeout_s))
-        state = replace(state, fault=fault)
-    if state.dump is not None:
-        progress_by = max(state.dump.progress_by, now + settings.progress_timeout_s)
-        patience_until = max(state.dump.patience_until, half_of_the_rest(state, now))
-        state = replace(state, dump=replace(state.dump, progress_by=progress_by, patience_until=patience_until))
-    return state
+    return grant_time(replace(state, members=controller_resumed(state.members, now, state.settings)), now)
 
 
 def _check_rank(state: ControllerState, message: Upward) -> None:
@@ -200,9 +123,8 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     members = hear(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
         out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
-        if state.fault is not None and state.fault.updating:
-            # Its report counts again: perhaps nobody need be waited for.
-            state = replace(state, fault=replace(state.fault, updating=()))
+        if state.fault is not None:  # its report counts again: perhaps nobody need be waited for
+            state = state.with_fault(replace(state.fault, updating=()))
     return replace(state, members=members, seen=now)
 
 
@@ -218,15 +140,14 @@ def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effe
 
 def _hears_nobody(state: ControllerState) -> bool:
     """True while nobody is attached, or all that live are silent, in a job that has assembled."""
-    return silent(state.members) and state.stage in _LED
+    return silent(state.members) and isinstance(state.at, (Running, Faulted))
 
 
-def _heard_while_gathering(state: ControllerState, now: float) -> ControllerState:
+def _heard_while_gathering(at: Gathering, settings: ControllerSettings, now: float) -> Gathering:
     """Whoever heard nobody for most of a lease was cut off: those that could not come have a lease from now on."""
-    if now - state.heard_at >= SUSPECT_AFTER * state.settings.lease_s:
-        longest = max(state.deadline, state.gather_by)
-        state = replace(state, deadline=min(now + state.settings.lease_s, longest))
-    return replace(state, heard_at=now)
+    if now - at.heard_at >= SUSPECT_AFTER * settings.lease_s:
+        at = replace(at, deadline=min(now + settings.lease_s, max(at.deadline, at.gather_by)))
+    return replace(at, heard_at=now)
 
 
 def _is_of_a_rank(event: Event) -> bool:
@@ -234,58 +155,3 @@ def _is_of_a_rank(event: Event) -> bool:
     if isinstance(event, Received):
         return not isinstance(event.message, _OF_LAUNCHERS)
     return isinstance(event, Beats)
-
-
-def _expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Do what is due; `advance_stages` looks at the freeze round's own deadline."""
-    settings = state.settings
-    if state.stage is Stage.EXITING:
-        return over(state, state.reason, out) if now >= state.deadline else state
-    if now >= state.members.empty_since + settings.orphan_timeout_s:
-        return orphaned(state, f"no rank was attached for {settings.orphan_timeout_s:g} s", now, out)
-    if state.stage in _UNLED:
-        return state  # `advance_stages` looks at the deadline
-    if state.stage is Stage.ASSEMBLING and now >= state.deadline:
-        return abandon_start(state, now, out)
-    if state.fault is not None and now >= state.fault.began + settings.total_timeout_s:
-        return give_up(state, now, out)
-    if now >= state.members.sweep_at:
-        state = _look_at_leases(state, now, out)
-    if state.fault is not None and silent(state.members):
-        return state  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
-    state = check_stall(state, now, out)
-    if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:
-        state = _SILENT[state.stage](state, now, out)
-    if state.stage in _ORDERED and state.dump is not None and now >= state.dump.patience_until:
-        state = pass_over(state, now, out)
-    return state
-
-
-_SILENT = {
-    Stage.ROLLING: on_timeout_rolling,
-    Stage.WRITING: on_timeout_writing,
-    Stage.PUBLISHING: on_timeout_publishing,
-}
-
-
-def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    welcomed, started = state.stage is not Stage.ASSEMBLING, has_started(state.pace)
-    swept = sweep_leases(state.members, now, state.settings, welcomed, started)
-    state = replace(state, members=swept.members)
-    if swept.cut_off:
-        state = _grant_time(state, now)
-    for rank in swept.newly_suspect:
-        if state.members.table[rank].attached:  # it sends no heartbeats before it is welcomed
-            out.append(Send((rank,), welcome(state, rank)))
-        state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
-    for rank in swept.run_out:
-        cause = Cause(CauseKind.SILENT, (rank,), _silence(state, rank, now))
-        state = rank_died(state, rank, cause, False, now, out)
-    return state
-
-
-def _silence(state: ControllerState, rank: int, now: float) -> str:
-    settings, since = state.settings, silent_since(state.members.table[rank], state.members.amnesty)
-    if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
-        return f"nothing was heard for {settings.lease_s:g} s"
-    return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"

@@ -1,79 +1,90 @@
-"""The consequences of what is known: changes of stage (PURE).
+"""What each stage does of itself: it goes on to another as far as the facts allow, and when its time has run out (PURE).
 
-Owns `advance_stages`, which is called after every event and goes on as far as the facts allow. It never looks at the event.
+Owns `advance_stages`, which is called after every event and never looks at it; leases; and the limits of a start, a fault, a round and an
+order. Never reads a clock: `now` is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 from ttp.proto.frozen import replace
+from ttp.proto.messages import Cause, CauseKind
 
-from .dump.finish import finish_job, leave, over, refuse
-from .dump.freeze import add_cause, has_culprit, thaw
+from .dump.finish import finish_job, leave, orphaned, over, refuse
+from .dump.freeze import add_cause, half_of_the_rest, has_culprit, thaw
 from .dump.publishing import start_publishing
+from .dump.reassign import pass_over
 from .dump.roll_forward import start_dump
 from .dump.writing import start_writing
 from .facts.coverage import coverage_of, named, rows, survives, warnings
 from .facts.decision import Refusal
 from .facts.events import Effect, Fields, Journal, Send
-from .facts.membership import renew_all_leases, silent
-from .facts.state import ControllerState, Notes, Stage
-from .ranks.liveness import welcome
+from .facts.membership import renew_all_leases, silent, silent_since, sweep_leases
+from .facts.pace import has_started
+from .facts.stage_table import TABLES, table_of
+from .facts.state import (
+    Assembling,
+    ControllerState,
+    Exiting,
+    Faulted,
+    Freezing,
+    Gathering,
+    Notes,
+    Ordered,
+    Rolling,
+    Running,
+    StateAt,
+    Writing,
+    goto,
+    is_ordered,
+)  # fmt: skip
+from .ranks.liveness import rank_died, suspicion, welcome
+from .ranks.stall import check_stall, resume_pace
 from .ranks.standbys import learn_successors, restore
-from .ranks.takeover import decide_takeover, gather_ranks, stand_by
+from .ranks.takeover import decide_takeover
+
+_LAST_VOUCH_HEARTBEATS = 1.5
+"""An agent that goes with its node may have vouched for a rank so long after the rank was heard last."""
 
 
 def advance_stages(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Change stages as far as the facts allow."""
     while True:
-        if state.members.alive == 0 and state.stage not in _WITHOUT_RANKS:
-            state = _nobody_left(state, now, out)
-        advance = _ADVANCE.get(state.stage)
-        if advance is None:
+        kind = type(state.at)
+        if state.members.alive == 0 and issubclass(kind, Assembling | Running | Faulted):
+            # Those that were only silent are told to exit in case they wake up.
+            state = refuse(state, Refusal("all ranks are dead"), now, out)
+            kind = type(state.at)
+        state = TABLES[kind].advance(state, now, out)
+        if type(state.at) is kind:
             return state
-        stage = state.stage
-        state = advance(state, now, out)
-        if state.stage is stage:
-            return state
 
 
-_WITHOUT_RANKS = (Stage.STANDBY, Stage.GATHERING, Stage.EXITING, Stage.OVER)
-"""Stages that see for themselves to there being no rank any more."""
-
-
-def _nobody_left(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """All are dead; those that were only silent are told to exit in case they wake up."""
-    return refuse(state, Refusal("all ranks are dead"), now, out)
-
-
-def _assemble(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def assemble(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:
     """Once every rank is registered and attached, the job's coverage is known and training may begin."""
     members, world_size = state.members, state.settings.world_size
     if members.attached < world_size:
         return state
     coverage = coverage_of(member.registration for member in members.table if member.registration is not None)
-    state = replace(
-        state,
-        stage=Stage.RUNNING,
-        deadline=inf,
+    running = replace(
+        goto(state, Running()),
         coverage=coverage,
         survives=survives(coverage),
         job_groups=len(coverage.groups),
         notes=Notes(),
         members=renew_all_leases(members, now, state.settings),  # heartbeats begin now
     )
-    state = learn_successors(state, _standbys(state), out)
+    running = learn_successors(running, _standbys(running), out)
     for rank in range(world_size):
-        out.append(Send((rank,), welcome(state, rank)))
-    fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": state.survives}
-    fields |= {"standbys": state.successors, "warnings": warnings(coverage)}
+        out.append(Send((rank,), welcome(running, rank)))
+    fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": running.survives}
+    fields |= {"standbys": running.successors, "warnings": warnings(coverage)}
     places: tuple[Fields, ...] = tuple(
         {"ranks": row.ranks, "host": row.host, "shards": row.shards, "also_on": row.also_on} for row in rows(coverage)
     )
     out.append(Journal("assembled", {**fields, "rows": places}))
-    return state
+    return running
 
 
 def _standbys(state: ControllerState) -> list[str]:
@@ -82,16 +93,16 @@ def _standbys(state: ControllerState) -> list[str]:
     return [registration.standby for registration in registrations if registration is not None and registration.standby]
 
 
-def _run(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def run(state: StateAt[Running], now: float, out: list[Effect]) -> ControllerState:
+    """End a job that has finished; else see to the standbys."""
     if state.members.finished == state.settings.world_size:
         return finish_job(state, out)
     return restore(state, now, out)
 
 
-def _freeze(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def freeze(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """Open the gates again, wait for more reports, or decide."""
-    fault, members = state.fault, state.members
-    assert fault is not None
+    fault, members = state.at.fault, state.members
     if silent(members):
         return state  # nobody could be told what is decided
     if not fault.causes:
@@ -102,9 +113,8 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
         if (fault.takeover or fault.unproven is not None) and fault.awaiting and now < fault.round_deadline:
             return state
         if fault.takeover:
-            state = decide_takeover(state, fault, now, out)
-            fault = state.fault
-            assert fault is not None
+            state = decide_takeover(state, now, out)
+            fault = state.at.fault
         if fault.unproven is not None:
             state = add_cause(state, fault.unproven, now)
             return start_dump(state, now, out)
@@ -119,35 +129,23 @@ def _freeze(state: ControllerState, now: float, out: list[Effect]) -> Controller
     return start_dump(state, now, out)
 
 
-def _roll(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def roll(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
     """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
-    if state.dump is None or state.dump.pending:
-        return state
-    return start_writing(replace(state, stage=Stage.WRITING), now, out)
+    fault, dump = state.at.fault, state.at.dump
+    return state if dump.pending else start_writing(goto(state, Writing(fault, dump)), now, out)
 
 
-def _write(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    return start_publishing(state, now, out) if state.dump is not None and not state.dump.pending else state
+def write(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
+    """Every shard is written: go on to publishing."""
+    return state if state.at.dump.pending else start_publishing(state, now, out)
 
 
-def _exit(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Leave when every rank that could be told has let go of its stream."""
-    return over(state, state.reason, out) if not state.members.attached and not state.untold else state
+def leave_last(state: StateAt[Exiting], now: float, out: list[Effect]) -> ControllerState:
+    """Exit when every rank that could be told has let go of its stream."""
+    return state if state.members.attached or state.at.untold else over(state, state.at.reason, out)
 
 
-_ADVANCE: dict[Stage, Callable[[ControllerState, float, list[Effect]], ControllerState]] = {
-    Stage.STANDBY: stand_by,
-    Stage.GATHERING: gather_ranks,
-    Stage.ASSEMBLING: _assemble,
-    Stage.RUNNING: _run,
-    Stage.FREEZING: _freeze,
-    Stage.ROLLING: _roll,
-    Stage.WRITING: _write,
-    Stage.EXITING: _exit,
-}
-
-
-def abandon_start(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def abandon_start(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:
     """The world did not assemble in time: release those that came."""
     missing = state.members.table.ranks(lambda member: member.registration is None)
     came = state.members.registered
@@ -155,9 +153,138 @@ def abandon_start(state: ControllerState, now: float, out: list[Effect]) -> Cont
     return leave(state, reason, now, out)
 
 
-def give_up(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def give_up(state: StateAt[Faulted], now: float, out: list[Effect]) -> ControllerState:
     """The fault took longer than it may."""
     reason = f"the fault was not over after {state.settings.total_timeout_s:g} s, in stage {state.stage.value}"
-    if state.fault is not None and state.fault.updating:
-        reason += f"; the update of {named('rank', state.fault.updating)} had not ended"
+    if state.at.fault.updating:
+        reason += f"; the update of {named('rank', state.at.fault.updating)} had not ended"
     return refuse(state, Refusal(reason), now, out)
+
+
+# --- when the driver must call again with a Tick, if nothing happens before; inf: never. O(1) ---
+
+
+def orphan_deadline(state: ControllerState) -> float:
+    return state.members.empty_since + state.settings.orphan_timeout_s
+
+
+def gathering_deadline(state: StateAt[Gathering]) -> float:
+    """Leases begin with the takeover."""
+    return min(orphan_deadline(state), state.at.deadline) if state.members.present else orphan_deadline(state)
+
+
+def assembling_deadline(state: StateAt[Assembling]) -> float:
+    return min(orphan_deadline(state), state.members.sweep_at, state.at.deadline)
+
+
+def running_deadline(state: StateAt[Running]) -> float:
+    return min(_led_deadline(state), state.pace.due)
+
+
+def freezing_deadline(state: StateAt[Freezing]) -> float:
+    moment = _fault_deadline(state)
+    return moment if silent(state.members) else min(moment, _round_end(state))
+
+
+def ordered_deadline(state: StateAt[Ordered]) -> float:
+    moment, dump = _fault_deadline(state), state.at.dump
+    return moment if silent(state.members) else min(moment, dump.progress_by, dump.patience_until)
+
+
+def _led_deadline(state: StateAt[Running | Faulted]) -> float:
+    """Once a heartbeat also while nobody is attached: who looks seldom does not see that it stood still itself."""
+    members, settings = state.members, state.settings
+    return min(members.empty_since + settings.orphan_timeout_s, members.sweep_at, state.seen + settings.heartbeat_s)
+
+
+def _fault_deadline(state: StateAt[Faulted]) -> float:
+    return min(_led_deadline(state), state.at.fault.began + state.settings.total_timeout_s)
+
+
+def _round_end(state: StateAt[Freezing]) -> float:
+    """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
+    fault = state.at.fault
+    if not fault.causes:
+        waits = fault.unproven is not None or (fault.takeover and fault.awaiting)
+        return fault.round_deadline if waits and not state.members.suspects else inf
+    return max(
+        -inf if has_culprit(fault.causes) else fault.hint_until,
+        fault.round_deadline if fault.awaiting or state.members.suspects else -inf,
+        fault.update_by if fault.updating else -inf,
+    )
+
+
+# --- what is done then ---
+
+
+def expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    """Do what is due; `advance_stages` looks at the deadlines of a freeze round and of a takeover."""
+    if now >= orphan_deadline(state) and not isinstance(state.at, Exiting):
+        return orphaned(state, f"no rank was attached for {state.settings.orphan_timeout_s:g} s", now, out)
+    return table_of(state).expire(state, now, out)
+
+
+def expire_assembling(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:
+    return abandon_start(state, now, out) if now >= state.at.deadline else _look_at_leases(state, now, out)
+
+
+def expire_running(state: StateAt[Running], now: float, out: list[Effect]) -> ControllerState:
+    return check_stall(_look_at_leases(state, now, out), now, out)
+
+
+def expire_faulted(state: StateAt[Faulted], now: float, out: list[Effect]) -> ControllerState:
+    if now >= state.at.fault.began + state.settings.total_timeout_s:
+        return give_up(state, now, out)
+    after = _look_at_leases(state, now, out)
+    if silent(after.members):
+        return after  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
+    if is_ordered(after) and now >= after.at.dump.progress_by:
+        after = table_of(after).on_timeout(after, now, out)
+    if is_ordered(after) and now >= after.at.dump.patience_until:
+        after = pass_over(after, now, out)
+    return after
+
+
+def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+    if now < state.members.sweep_at:
+        return state
+    welcomed, started = not isinstance(state.at, Assembling), has_started(state.pace)
+    swept = sweep_leases(state.members, now, state.settings, welcomed, started)
+    state = replace(state, members=swept.members)
+    if swept.cut_off:
+        state = grant_time(state, now)
+    for rank in swept.newly_suspect:
+        if state.members.table[rank].attached:  # it sends no heartbeats before it is welcomed
+            out.append(Send((rank,), welcome(state, rank)))
+        state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
+    for rank in swept.run_out:
+        cause = Cause(CauseKind.SILENT, (rank,), _silence(state, rank, now))
+        state = rank_died(state, rank, cause, False, now, out)
+    return state
+
+
+def _silence(state: ControllerState, rank: int, now: float) -> str:
+    settings, since = state.settings, silent_since(state.members.table[rank], state.members.amnesty)
+    if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
+        return f"nothing was heard for {settings.lease_s:g} s"
+    return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"
+
+
+def grant_time(state: ControllerState, now: float) -> ControllerState:
+    """Nobody could be heard for a while: what ranks owe an answer to, they have as much time for as if it were asked now."""
+    settings, at = state.settings, state.at
+    state = resume_pace(replace(state, members=renew_all_leases(state.members, now, settings)), now)
+    if isinstance(at, Gathering):
+        state = replace(state, at=replace(at, deadline=now + settings.lease_s, heard_at=now))
+    if state.members.empty_since < inf:  # nobody is attached, and somebody was
+        state = replace(state, members=replace(state.members, empty_since=now))
+    if (fault := state.fault) is not None:
+        round_deadline = max(fault.round_deadline, now + settings.freeze_timeout_s)
+        update_by = max(fault.update_by, now + settings.progress_timeout_s)
+        state = state.with_fault(replace(fault, round_deadline=round_deadline, update_by=update_by))
+    if is_ordered(state):
+        dump = state.at.dump
+        progress_by = max(dump.progress_by, now + settings.progress_timeout_s)
+        patience_until = max(dump.patience_until, half_of_the_rest(state, now))
+        state = state.with_dump(replace(dump, progress_by=progress_by, patience_until=patience_until))
+    return state

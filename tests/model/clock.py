@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 from ttp.controller.core.dump.freeze import has_culprit
 from ttp.controller.core.facts.membership import Membership
 from ttp.controller.core.facts.pace import unknown
 from ttp.controller.core.facts.per_rank import PerRank
-from ttp.controller.core.facts.state import ControllerState, Fault, Notes, Stage
+from ttp.controller.core.facts.state import Assembling, ControllerState, Exiting, Fault, Freezing, Gathering, Notes
 from ttp.processor.core.state import ProcessorState
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
@@ -52,32 +53,32 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
     any), a fault's particulars once the ranks are leaving, the order in which causes became known, which only texts show,
     what is noted of a fault for its report, and the pace, for which these jobs are too short.
     """
-    fault, dump = state.fault, state.dump
-    if fault is not None and state.stage is Stage.EXITING:
-        fault = _SETTLED
-    if fault is not None:
+    at: Any = state.at
+    if isinstance(at, Gathering):
+        at = replace(at, heard_at=ago(at.heard_at, seconds))
+    if isinstance(at, Gathering | Assembling | Exiting):
+        at = replace(at, deadline=ago(at.deadline, seconds))
+    if (fault := state.fault) is not None:
+        fault = _SETTLED if isinstance(at, Exiting) else fault
         fault = replace(
             fault,
             causes=_causes(fault.causes),
-            reports=fault.reports if state.stage is Stage.FREEZING else PerRank.filled(state.settings.world_size, None),
+            reports=fault.reports if isinstance(at, Freezing) else PerRank.filled(state.settings.world_size, None),
             began=ago(fault.began, seconds),
             hint_until=ago(fault.hint_until, seconds),
             round_deadline=ago(fault.round_deadline, seconds),
             update_by=ago(fault.update_by, seconds),
         )
-    if dump is not None:
-        dump = replace(
-            dump, progress_by=ago(dump.progress_by, seconds), patience_until=ago(dump.patience_until, seconds)
-        )
+        at = replace(at, fault=fault)
+    if (dump := state.dump) is not None:
+        progress_by, patience_until = ago(dump.progress_by, seconds), ago(dump.patience_until, seconds)
+        at = replace(at, dump=replace(dump, progress_by=progress_by, patience_until=patience_until))
     return replace(
         state,
+        at=at,
         members=_later_members(state.members, seconds),
         pace=unknown(state.settings.world_size),
-        deadline=ago(state.deadline, seconds),
-        heard_at=ago(state.heard_at, seconds),
         seen=ago(state.seen, seconds),
-        fault=fault,
-        dump=dump,
         notes=Notes(),
     )
 

@@ -25,7 +25,8 @@ from ttp.controller.core import stages
 from ttp.controller.core.dump import freeze, publishing, roll_forward, writing
 from ttp.controller.core.facts import decision
 from ttp.controller.core.facts.events import Effect, Send
-from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.controller.core.facts.stage_table import TABLES
+from ttp.controller.core.facts.state import ControllerState, Freezing, StateAt, Writing
 from ttp.proto.messages import StateReport, Thaw
 
 LONGEST_S = 1800
@@ -167,11 +168,10 @@ def _gate_stays_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publishes_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
-    def write(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-        assert state.dump is not None
-        return publishing.start_publishing(state, now, out) if state.dump.pending <= 1 else state
+    def write(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
+        return publishing.start_publishing(state, now, out) if state.at.dump.pending <= 1 else state
 
-    patch.setitem(stages._ADVANCE, Stage.WRITING, write)
+    patch.setitem(TABLES, Writing, replace(TABLES[Writing], advance=write))
 
 
 def _takes_a_replica_that_is_updating(patch: pytest.MonkeyPatch) -> None:
@@ -190,12 +190,12 @@ def _forgets_the_records(patch: pytest.MonkeyPatch) -> None:
 
 
 def _thaws_only_the_first(patch: pytest.MonkeyPatch) -> None:
-    def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-        state = freeze.thaw(state, now, out)
+    def thaw(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
+        thawed = freeze.thaw(state, now, out)
         for index, effect in enumerate(out):
             if isinstance(effect, Send) and isinstance(effect.message, Thaw):
                 out[index] = replace(effect, ranks=effect.ranks[:1])
-        return state
+        return thawed
 
     patch.setattr(stages, "thaw", thaw)
     repeats_nothing(patch)  # it would thaw the others

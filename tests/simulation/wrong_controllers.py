@@ -23,7 +23,19 @@ from ttp.controller.core.facts.coverage import Coverage, coverage_of
 from ttp.controller.core.facts.decision import Decision, Refusal, decide
 from ttp.controller.core.facts.events import ControllerSettings, Effect, Send
 from ttp.controller.core.facts.planning import hand_over, share_out
-from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.controller.core.facts.state import (
+    AnyStage,
+    Assembling,
+    ControllerState,
+    Freezing,
+    Gathering,
+    Publishing,
+    Rolling,
+    Running,
+    StateAt,
+    Writing,
+    goto,
+)
 from ttp.controller.core.ranks import liveness, stall, takeover
 from ttp.controller.core.ranks.liveness import welcome
 from ttp.processor.core import orders
@@ -45,6 +57,11 @@ Patch = pytest.MonkeyPatch
 Reports = Mapping[int, StateReport]
 Records = Mapping[int, CommitRecord]
 Verdict = Decision | Refusal
+
+
+def _with_advance(patch: Patch, stage: type[AnyStage], wrong: Callable[..., ControllerState]) -> None:
+    """Go on from a stage in another way."""
+    patch.setitem(tables.TABLES, stage, replace(tables.TABLES[stage], advance=wrong))
 
 
 def with_decide(patch: Patch, wrong: Callable[..., Verdict]) -> None:
@@ -163,7 +180,7 @@ def rolls_only_the_first(patch: Patch) -> None:
 
 
 def publishes_before_all_is_written(patch: Patch) -> None:
-    patch.setitem(stages._ADVANCE, Stage.WRITING, lambda state, now, out: start_publishing(state, now, out))
+    _with_advance(patch, Writing, lambda state, now, out: start_publishing(state, now, out))
 
 
 def publishes_as_an_older_step(patch: Patch) -> None:
@@ -214,15 +231,14 @@ def publishes_an_older_record(patch: Patch) -> None:
     """The manifest gets the oldest record that anybody told, and the ranks, which would refuse it, believe it."""
     _believe_orders(patch)
 
-    def wrong(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-        dump, fault = state.dump, state.fault
-        assert dump is not None and fault is not None
+    def wrong(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
+        dump, fault = state.at.dump, state.at.fault
         if dump.pending:
             return state
         decision = replace(dump.decision, record=fault.records[0] if fault.records else None)
-        return start_publishing(replace(state, dump=replace(dump, decision=decision)), now, out)
+        return start_publishing(state.with_dump(replace(dump, decision=decision)), now, out)
 
-    patch.setitem(stages._ADVANCE, Stage.WRITING, wrong)
+    _with_advance(patch, Writing, wrong)
 
 
 def failed_publisher_is_not_replaced(patch: Patch) -> None:
@@ -230,7 +246,7 @@ def failed_publisher_is_not_replaced(patch: Patch) -> None:
 
 
 def _waiting(state: Any) -> Any:
-    return replace(state, dump=replace(state.dump, progress_by=inf, patience_until=inf))
+    return state.with_dump(replace(state.dump, progress_by=inf, patience_until=inf))
 
 
 def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
@@ -290,8 +306,8 @@ def old_reports_count(patch: Patch) -> None:
     def wrong(state: Any, message: StateReport, now: float, out: Any) -> Any:
         return freeze.take_report(state, replace(message, freeze_id=state.freeze_id), out)
 
-    for stage in (Stage.FREEZING, Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING):
-        patch.setitem(tables.TRANSITIONS, (stage, StateReport), wrong)
+    for stage in (Freezing, Rolling, Writing, Publishing):
+        patch.setitem(tables.TABLES[stage].on, StateReport, wrong)
 
 
 def decides_without_all_reports(patch: Patch) -> None:
@@ -300,7 +316,7 @@ def decides_without_all_reports(patch: Patch) -> None:
 
     def wrong(*arguments: Any) -> Any:
         state: Any = ask(*arguments)
-        return replace(state, fault=replace(state.fault, awaiting=min(1, state.fault.awaiting)))
+        return state.with_fault(replace(state.fault, awaiting=min(1, state.fault.awaiting)))
 
     patch.setattr(freeze, "_ask", wrong)
 
@@ -318,14 +334,14 @@ def never_sees_silence(patch: Patch) -> None:
     def wrong(members: Any, now: float, *rest: Any, **options: Any) -> membership.LeaseSweep:
         return membership.LeaseSweep(replace(members, sweep_at=float("inf")), (), ())
 
-    patch.setattr(machine, "sweep_leases", wrong)
+    patch.setattr(stages, "sweep_leases", wrong)
 
 
 def suspicion_is_death(patch: Patch) -> None:
     def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
         return liveness.rank_died(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
 
-    for module in (liveness, machine):
+    for module in (liveness, stages):
         patch.setattr(module, "suspicion", wrong)
 
 
@@ -341,7 +357,7 @@ def one_lease_for_a_hang(patch: Patch) -> None:
 
 def nobody_assembles(patch: Patch) -> None:
     """Training never begins: nothing bad can happen then."""
-    patch.setitem(stages._ADVANCE, Stage.ASSEMBLING, lambda state, now, out: state)
+    _with_advance(patch, Assembling, lambda state, now, out: state)
 
 
 def hang_without_proof(patch: Patch) -> None:
@@ -356,9 +372,9 @@ def nobody_is_passed_over(patch: Patch) -> None:
     """What gets on is waited for until the total time is over."""
 
     def wrong(state: Any, now: float, out: Any) -> Any:
-        return replace(state, dump=replace(state.dump, patience_until=inf))
+        return state.with_dump(replace(state.dump, patience_until=inf))
 
-    patch.setattr(machine, "pass_over", wrong)
+    patch.setattr(stages, "pass_over", wrong)
 
 
 def torn_file_costs_its_directory(patch: Patch) -> None:
@@ -390,18 +406,18 @@ def takes_over_without_a_freeze(patch: Patch) -> None:
 
     def wrong(state: Any, now: float, out: Any) -> Any:
         state = takeover.gather_ranks(state, now, out)
-        if state.stage is Stage.FREEZING and not state.fault.causes:
-            return replace(state, stage=Stage.RUNNING, fault=None)
+        if isinstance(state.at, Freezing) and not state.at.fault.causes:
+            return goto(state, Running())
         return state
 
-    patch.setitem(stages._ADVANCE, Stage.GATHERING, wrong)
+    _with_advance(patch, Gathering, wrong)
 
 
 def thaws_what_another_ordered(patch: Patch) -> None:
     judge = takeover.decide_takeover
 
-    def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
-        changed: Any = judge(state, fault, now, out)
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        changed: Any = judge(state, now, out)
         finals = changed.fault.causes and "had begun a dump" in changed.fault.causes[0].text
         return state if finals else changed
 

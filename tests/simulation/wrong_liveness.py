@@ -13,7 +13,6 @@ from ttp.controller.core.dump import roll_forward
 from ttp.controller.core.facts import membership
 from ttp.controller.core.facts.decision import Refusal
 from ttp.controller.core.facts.membership import Member
-from ttp.controller.core.facts.state import Stage
 from ttp.controller.core.ranks import liveness, takeover
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Vouch
@@ -27,9 +26,8 @@ def _with_alive_at(patch: Patch, wrong: Any) -> None:
 
 
 def vouches_are_not_believed(patch: Patch) -> None:
-    for stage in (*Stage,):
-        if (stage, Vouch) in tables.TRANSITIONS:
-            patch.setitem(tables.TRANSITIONS, (stage, Vouch), lambda state, message, now, out: state)
+    for table in tables.TABLES.values():
+        patch.setitem(table.on, Vouch, lambda state, message, now, out: state)
 
 
 def who_attached_late_is_not_waited_for(patch: Patch) -> None:
@@ -79,6 +77,5 @@ def a_vouch_is_taken_for_a_word_of_the_rank(patch: Patch) -> None:
             members = membership.hear(members, rank, now)
         return replace(state, members=members)
 
-    for stage in (*Stage,):
-        if (stage, Vouch) in tables.TRANSITIONS:
-            patch.setitem(tables.TRANSITIONS, (stage, Vouch), wrong)
+    for table in tables.TABLES.values():
+        patch.setitem(table.on, Vouch, wrong)

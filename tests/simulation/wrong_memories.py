@@ -16,8 +16,8 @@ from ttp.controller.core.dump import finish, publishing, reassign, roll_forward,
 from ttp.controller.core.dump import freeze as rounds
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.incident import report
-from ttp.controller.core.facts.state import Stage
-from ttp.controller.core.ranks import liveness, takeover
+from ttp.controller.core.facts.state import Publishing, Writing
+from ttp.controller.core.ranks import takeover
 from ttp.processor.core import transitions as rank_tables
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw
@@ -37,9 +37,9 @@ def second_order_is_lost_with_its_writer(patch: Patch) -> None:
         first = {rank: replace(dump.work[rank], orders=dump.work[rank].orders[:1]) for rank in lost}
         dropped = sum(len(dump.work[rank].orders[1:]) for rank in lost)
         known = replace(dump, work=dump.work.put_all(first), pending=dump.pending - dropped)
-        return replace_writers(replace(state, dump=known), lost, now, out)
+        return replace_writers(state.with_dump(known), lost, now, out)
 
-    for module in (writing, liveness, reassign):
+    for module in (writing, reassign):
         patch.setattr(module, "replace_writers", wrong)
 
 
@@ -87,8 +87,8 @@ def _for_every(patch: Patch, table: Any, kind: type, right: Any, wrong: Any) -> 
 
 def published_of_an_earlier_freeze_counts(patch: Patch) -> None:
     """What a place had published in an attempt that was given up is taken for its part of this one."""
-    for stage in (Stage.WRITING, Stage.PUBLISHING):
-        patch.setitem(controller_tables.TRANSITIONS, (stage, Published), publishing.published)
+    for stage in (Writing, Publishing):
+        patch.setitem(controller_tables.TABLES[stage].on, Published, publishing.published)
 
 
 def rolls_are_waited_for_from_the_fault_on(patch: Patch) -> None:
@@ -98,7 +98,7 @@ def rolls_are_waited_for_from_the_fault_on(patch: Patch) -> None:
     def wrong(state: Any, verdict: Any, now: float, out: Any) -> Any:
         state = order_rolls(state, verdict, now, out)
         by = state.fault.began + state.settings.progress_timeout_s
-        return replace(state, dump=replace(state.dump, progress_by=by))
+        return state.with_dump(replace(state.dump, progress_by=by))
 
     patch.setattr(roll_forward, "_order_rolls", wrong)
 
@@ -128,7 +128,7 @@ def _takes_over_knowing(patch: Patch, known: Any) -> None:
 def reported_faults_are_forgotten_at_a_takeover(patch: Patch) -> None:
     """The rank that raised is thawed with the others, and training stops there. It does not report its fault again when it is thawed:
     that would heal the mistake, at the price of one thaw and one freeze more."""
-    _takes_over_knowing(patch, lambda state, cause: cause not in state.early)
+    _takes_over_knowing(patch, lambda state, cause: cause not in state.at.early)
     row = (RankMode.FROZEN, Thaw)
     thaw = rank_tables.TRANSITIONS[row]
 
@@ -151,8 +151,8 @@ def a_dump_is_gone_on_with_when_all_had_begun_it(patch: Patch) -> None:
     """One rank that was only frozen is reason enough to open all gates, those that can never be opened as well."""
     judge = takeover.decide_takeover
 
-    def wrong(state: Any, fault: Any, now: float, out: Any) -> Any:
-        changed: Any = judge(state, fault, now, out)
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        changed: Any = judge(state, now, out)
         alive = state.members.table.ranks(lambda member: member.dead is None)
         begun = [cause for cause in changed.fault.causes if cause.kind is CauseKind.CONTROLLER_LOST]
         return state if begun and len(begun[0].ranks) < len(alive) else changed

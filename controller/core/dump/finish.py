@@ -5,16 +5,13 @@ Owns the ends of the story. Never judges whether an end is due.
 
 from __future__ import annotations
 
-from math import inf
-
-from ttp.proto.frozen import replace
 from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
 
 from ..facts.decision import Refusal
 from ..facts.events import Effect, Fields, Finish, Journal, Send
 from ..facts.incident import Outcome, report
 from ..facts.membership import reachable
-from ..facts.state import EXIT_WAIT_S, ControllerState, Stage
+from ..facts.state import EXIT_WAIT_S, ControllerState, Exiting, Over, goto
 
 
 def leave(
@@ -29,9 +26,7 @@ def leave(
         out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
     out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
     state = report(state, outcome or Outcome(not_saved=reason), now, out)
-    return replace(
-        state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)
-    )
+    return goto(state, Exiting(state.fault, now + EXIT_WAIT_S, reason, frozenset(untold)))
 
 
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
@@ -77,4 +72,4 @@ def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect])
 def over(state: ControllerState, reason: str, out: list[Effect]) -> ControllerState:
     """End the controller's own work."""
     out.append(Finish(reason))
-    return replace(state, stage=Stage.OVER, deadline=inf, fault=None, dump=None, reason=reason)
+    return goto(state, Over(reason))

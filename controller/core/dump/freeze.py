@@ -19,7 +19,19 @@ from ..facts.incident import asked
 from ..facts.membership import mark_alive, reachable, was_only_silent
 from ..facts.pace import rested
 from ..facts.per_rank import PerRank
-from ..facts.state import MOST_KEPT, ControllerState, Fault, Notes, Stage
+from ..facts.state import (
+    MOST_KEPT,
+    ControllerState,
+    Fault,
+    Faulted,
+    Freezing,
+    Notes,
+    Ordered,
+    Running,
+    S,
+    StateAt,
+    goto,
+)
 
 _KEPT_RECORDS = 4
 _NAMED = 8
@@ -36,7 +48,7 @@ def begin_fault(
     now: float,
     out: list[Effect],
     takeover: bool = False,
-) -> ControllerState:
+) -> StateAt[Freezing]:
     """Close all gates. `causes` empty: only `suspicion` so far, which may turn out a false alarm."""
     fault = Fault(
         began=now,
@@ -47,26 +59,23 @@ def begin_fault(
         reports=PerRank.filled(state.settings.world_size, None),
         takeover=takeover,
     )
-    return _ask(replace(state, fault=fault), root_cause(causes) or suspicion, now, out)
+    return _ask(state, fault, root_cause(causes) or suspicion, now, out)
 
 
-def next_round(state: ControllerState, why: str, now: float, out: list[Effect]) -> ControllerState:
+def next_round(state: StateAt[Ordered], why: str, now: float, out: list[Effect]) -> ControllerState:
     """The plan fell through: ask again who holds what. Gates are closed already, so this costs one round trip."""
-    assert state.fault is not None
-    cause = root_cause(state.fault.causes)
+    cause = root_cause(state.at.fault.causes)
     assert cause is not None, "a plan is made for a fault with a cause"
     out.append(Journal("replanned", {"reason": why, "freeze_id": state.freeze_id}))
-    return _ask(replace(state, dump=None), cause, now, out)
+    return _ask(state, state.at.fault, cause, now, out)
 
 
-def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) -> ControllerState:
-    fault = state.fault
-    assert fault is not None
+def _ask(state: ControllerState, fault: Fault, cause: Cause, now: float, out: list[Effect]) -> StateAt[Freezing]:
     freeze_id = state.freeze_id + 1
     lease_s = state.settings.lease_s
     for rank in state.members.table.ranks(lambda member: was_only_silent(member) and now < member.heard + lease_s):
         state = _revived(state, rank, now, out)  # it came back while others were at work
-    waited_for = awaited(state)
+    waited_for = awaited(state, fault)
     told = reachable(state.members)
     out.append(Send(told, Freeze(freeze_id, cause)))
     out.append(Journal("freeze_sent", {"freeze_id": freeze_id, "ranks": told, **cause_fields(cause)}))
@@ -79,41 +88,36 @@ def _ask(state: ControllerState, cause: Cause, now: float, out: list[Effect]) ->
         update_by=inf,
         asked_late_until=-inf,
     )
-    return replace(asked(state, cause, now), stage=Stage.FREEZING, freeze_id=freeze_id, fault=fault)
+    return goto(replace(asked(state, cause, now), freeze_id=freeze_id), Freezing(fault))
 
 
-def awaited(state: ControllerState) -> tuple[int, ...]:
+def awaited(state: ControllerState, fault: Fault) -> tuple[int, ...]:
     """Return the ranks whose report a round waits for: alive, and not found stuck earlier in this fault."""
-    stuck = state.fault.stuck if state.fault is not None else frozenset()
     alive = state.members.table.ranks(lambda member: member.dead is None)
-    return tuple(rank for rank in alive if rank not in stuck)
+    return tuple(rank for rank in alive if rank not in fault.stuck)
 
 
-def half_of_the_rest(state: ControllerState, now: float) -> float:
+def half_of_the_rest(state: StateAt[Faulted], now: float) -> float:
     """Return when half of what is left of the fault's time is over; inf when too little is left to share it out."""
-    fault, settings = state.fault, state.settings
-    assert fault is not None
+    fault, settings = state.at.fault, state.settings
     half_s = (fault.began + settings.total_timeout_s - now) / 2
     return now + half_s if half_s > settings.heartbeat_s else inf
 
 
-def quarter_of_the_rest(state: ControllerState, now: float) -> float:
+def quarter_of_the_rest(state: StateAt[Faulted], now: float) -> float:
     """Return when a quarter of what is left of the fault's time is over; inf when too little is left to share it out."""
     half_at = half_of_the_rest(state, now)
     return half_at if half_at == inf else (now + half_at) / 2
 
 
-def add_cause(state: ControllerState, cause: Cause, now: float) -> ControllerState:
-    """Note what became known during a fault."""
+def add_cause(state: S, cause: Cause, now: float) -> S:
+    """Note what became known during a fault, if there is one."""
     fault = state.fault
-    assert fault is not None
     most = _KEPT_HINTS if cause.kind is CauseKind.PEER_ERROR else MOST_KEPT + state.settings.world_size
-    if len(fault.causes) >= most:
+    if fault is None or len(fault.causes) >= most:
         return state
     causes = (*fault.causes, cause)
-    return replace(
-        state, fault=replace(fault, causes=causes, hint_until=_hint_until(state, fault.hint_until, causes, now))
-    )
+    return state.with_fault(replace(fault, causes=causes, hint_until=_hint_until(state, fault.hint_until, causes, now)))
 
 
 def _hint_until(state: ControllerState, until: float, causes: tuple[Cause, ...], now: float) -> float:
@@ -145,30 +149,29 @@ def cause_fields(cause: Cause) -> Fields:
     return {"kind": cause.kind.value, "culprits": cause.ranks, "text": cause.text}
 
 
-def count_again(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+def count_again(state: S, rank: int, now: float, out: list[Effect]) -> S:
     """A rank whose silence was taken for death is there while a round still asks: its report counts, and is waited for.
 
     Nothing was decided without it yet, and what stands behind its gate it says anew. The cause stays: its peers may have failed.
     """
-    fault = state.fault
-    if state.stage is not Stage.FREEZING or not was_only_silent(state.members.table[rank]):
+    if not isinstance(state.at, Freezing) or not was_only_silent(state.members.table[rank]):
         return state
-    assert fault is not None
-    fault = replace(fault, updating=())  # perhaps nobody need be waited for
-    state = replace(_revived(state, rank, now, out), fault=fault)
+    fault = replace(state.at.fault, updating=())  # perhaps nobody need be waited for
+    state = _revived(state, rank, now, out).with_fault(fault)
     if fault.reports[rank] is not None or rank in fault.stuck:
         return state
     until = _late_until(state, fault, now)
-    fault = replace(fault, awaiting=fault.awaiting + 1, round_deadline=max(fault.round_deadline, until))
-    return replace(state, fault=fault)
+    return state.with_fault(
+        replace(fault, awaiting=fault.awaiting + 1, round_deadline=max(fault.round_deadline, until))
+    )
 
 
 def ask_late(state: ControllerState, rank: int, now: float) -> ControllerState:
     """A rank attached again while a round asks, and receives its freeze only now."""
-    fault = state.fault
-    if state.stage is not Stage.FREEZING or fault is None or not owes_report(state, fault, rank):
+    at = state.at
+    if not isinstance(at, Freezing) or not owes_report(state, at.fault, rank):
         return state
-    return replace(state, fault=replace(fault, asked_late_until=_late_until(state, fault, now)))
+    return state.with_fault(replace(at.fault, asked_late_until=_late_until(state, at.fault, now)))
 
 
 def owes_report(state: ControllerState, fault: Fault, rank: int) -> bool:
@@ -182,15 +185,14 @@ def _late_until(state: ControllerState, fault: Fault, now: float) -> float:
     return min(now + state.settings.freeze_timeout_s, fault.began + state.settings.total_timeout_s / 2)
 
 
-def _revived(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+def _revived(state: S, rank: int, now: float, out: list[Effect]) -> S:
     out.append(Journal("cleared", {"rank": rank, "why": "it was only silent"}))
     return replace(state, members=mark_alive(state.members, rank, now))
 
 
-def take_report(state: ControllerState, report: StateReport, out: list[Effect]) -> ControllerState:
+def take_report(state: StateAt[Faulted], report: StateReport, out: list[Effect]) -> ControllerState:
     """Keep a rank's report of this round, and any commit record in it. Older news than what is known is dropped."""
-    fault = state.fault
-    assert fault is not None
+    fault = state.at.fault
     known = fault.reports[report.rank]
     awaited, reports = fault.awaiting, fault.reports
     if known is None:
@@ -198,26 +200,25 @@ def take_report(state: ControllerState, report: StateReport, out: list[Effect]) 
     if known is None or not _is_older(report, known):
         reports = reports.put(report.rank, report)
     records = _merge(fault.records, report, out)
-    return replace(state, fault=replace(fault, records=records, updating=(), awaiting=awaited, reports=reports))
+    return state.with_fault(replace(fault, records=records, updating=(), awaiting=awaited, reports=reports))
 
 
-def extend_update_deadline(state: ControllerState, rank: int, now: float) -> ControllerState:
+def extend_update_deadline(state: StateAt[Freezing], rank: int, now: float) -> ControllerState:
     """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
 
     So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller; but for half
     of the fault's time at most: the others' shards may do without it, and then there must be time to write them.
     """
-    fault, settings = state.fault, state.settings
-    assert fault is not None
+    fault, settings = state.at.fault, state.settings
     if rank in fault.stuck:
         return state
     if fault.reports[rank] is None and state.members.table[rank].dead is None:
         round_deadline = max(fault.round_deadline, _late_until(state, fault, now))
-        return replace(state, fault=replace(fault, round_deadline=round_deadline))
+        return state.with_fault(replace(fault, round_deadline=round_deadline))
     if rank not in fault.updating:
         return state
     update_by = max(fault.update_by, now + settings.progress_timeout_s)
-    return replace(state, fault=replace(fault, update_by=update_by))
+    return state.with_fault(replace(fault, update_by=update_by))
 
 
 def _is_older(report: StateReport, known: StateReport) -> bool:
@@ -237,28 +238,27 @@ def _merge(records: tuple[CommitRecord, ...], report: StateReport, out: list[Eff
     return tuple(by_step[step] for step in sorted(by_step)[-_KEPT_RECORDS:])
 
 
-def forget(state: ControllerState, rank: int) -> ControllerState:
+def forget(state: S, rank: int) -> S:
     """A rank that a round may wait for has died just now."""
-    if state.fault is not None and state.fault.updating:
-        state = replace(state, fault=replace(state.fault, updating=()))  # it may have been one of them
     fault = state.fault
-    if fault is None or rank in fault.stuck or fault.reports[rank] is not None:
+    if fault is None:
         return state
-    return replace(state, fault=replace(fault, awaiting=fault.awaiting - 1))
+    fault = replace(fault, updating=())  # it may have been one of them
+    owed = rank not in fault.stuck and fault.reports[rank] is None
+    return state.with_fault(replace(fault, awaiting=fault.awaiting - owed))
 
 
-def thaw(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def thaw(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """A false alarm: nobody died and nothing was ordered. Training goes on."""
     told = reachable(state.members)
     out.append(Send(told, Thaw(state.freeze_id)))
     out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
-    return replace(state, stage=Stage.RUNNING, fault=None, notes=Notes(), pace=rested(state.pace, now))
+    return goto(replace(state, notes=Notes(), pace=rested(state.pace, now)), Running())
 
 
-def frozen_fields(state: ControllerState) -> Fields:
+def frozen_fields(state: StateAt[Freezing]) -> Fields:
     """Return what the ranks said in this round as journal fields, one column per fact."""
-    fault = state.fault
-    assert fault is not None
+    fault = state.at.fault
     reports = [report for report in fault.reports if report is not None]
 
     def column(name: str) -> tuple[Any, ...]:

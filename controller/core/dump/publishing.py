@@ -17,17 +17,24 @@ from ttp.proto.messages import Published, PublishOrder, StepFailed
 from ..facts.coverage import named
 from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import Outcome, stage_ended
-from ..facts.state import MOST_KEPT, ControllerState, Stage
+from ..facts.state import (
+    MOST_KEPT,
+    ControllerState,
+    Ordered,
+    Publishing,
+    StateAt,
+    Writing,
+    goto,
+)
 from .finish import leave
 from .freeze import cause_fields, half_of_the_rest, next_round, root_cause
-from .roll_forward import is_holder
+from .roll_forward import is_holder, mark_stuck
 from .writing import next_directory, results, tmp_name
 
 
-def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def start_publishing(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """Everything is written and durable: order the publish."""
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     cause = root_cause(fault.causes)
     assert cause is not None, "a plan is made for a fault with a cause"
     order = PublishOrder(
@@ -40,15 +47,13 @@ def start_publishing(state: ControllerState, now: float, out: list[Effect]) -> C
         record=dump.decision.record,
         term=state.settings.term,
     )
-    state = replace(state, stage=Stage.PUBLISHING, dump=replace(dump, order=order))
-    return _advance(state, now, out)
+    return _advance(goto(state, Publishing(fault, replace(dump, order=order))), now, out)
 
 
-def _advance(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def _advance(state: StateAt[Ordered], now: float, out: list[Effect]) -> ControllerState:
     """Have every place published, or change the plan when a place is lost with what was written there: nobody publishes
     before all places are known to be able to."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
     candidates: list[list[int]] = []
     for place in _places(state):
@@ -62,7 +67,7 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
         if not able and place:
             return _without_node(state, place, here, now, out)
         if not able:
-            return next_directory(replace(state, stage=Stage.WRITING), now, out)
+            return next_directory(goto(state, Writing(state.at.fault, dump)), now, out)
         candidates.append(able)
     for able in candidates:
         state = _order_publish(state, able, now, out)
@@ -70,44 +75,41 @@ def _advance(state: ControllerState, now: float, out: list[Effect]) -> Controlle
 
 
 def _without_node(
-    state: ControllerState, place: str, ranks: list[int], now: float, out: list[Effect]
+    state: StateAt[Ordered], place: str, ranks: list[int], now: float, out: list[Effect]
 ) -> ControllerState:
     """What a node wrote in this directory cannot be published there."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     last = dump.errors[-1] if dump.errors else f"{dump.directories[dump.attempt]}: no answer"
     return _written_anew(state, ranks, f"node {place} could not publish: {last}", now, out)
 
 
-def _torn(state: ControllerState, writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:
+def _torn(state: StateAt[Publishing], writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:
     """Nobody contradicts that files of these ranks ended short."""
     return _written_anew(state, writers, f"files of {named('rank', sorted(writers))} ended short: {why}", now, out)
 
 
 def _written_anew(
-    state: ControllerState, unfit: Iterable[int], why: str, now: float, out: list[Effect]
+    state: StateAt[Ordered], unfit: Iterable[int], why: str, now: float, out: list[Effect]
 ) -> ControllerState:
     """These ranks write in this directory no more, and all is written anew.
 
     One bad rank or node never vetoes a directory; one that nobody can do without has the next directory tried.
     """
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     directory = dump.directories[dump.attempt]
     pairs = fault.unfit.union((directory, rank) for rank in unfit)
-    state = replace(state, fault=replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)[-MOST_KEPT:]))
-    return next_round(state, why, now, out)
+    fault = replace(fault, unfit=pairs, errors=(*fault.errors, *dump.errors)[-MOST_KEPT:])
+    return next_round(state.with_fault(fault), why, now, out)
 
 
-def _places(state: ControllerState) -> tuple[str, ...]:
+def _places(state: StateAt[Ordered]) -> tuple[str, ...]:
     """Return where the files of this attempt are: somewhere at least, because every shard was written."""
     return tuple(sorted({_place_of(state, rank) for rank in _writers(state)})) or ("",)
 
 
-def _writers(state: ControllerState) -> tuple[int, ...]:
+def _writers(state: StateAt[Ordered]) -> tuple[int, ...]:
     """Return the ranks that wrote something of this attempt, dead ones included."""
-    assert state.dump is not None
-    return state.dump.work.ranks(lambda work: bool(work.results))
+    return state.at.dump.work.ranks(lambda work: bool(work.results))
 
 
 def _place_of(state: ControllerState, rank: int) -> str:
@@ -117,14 +119,14 @@ def _place_of(state: ControllerState, rank: int) -> str:
     return registration.host if registration is not None else ""
 
 
-def _order_publish(state: ControllerState, able: list[int], now: float, out: list[Effect]) -> ControllerState:
+def _order_publish(state: StateAt[Ordered], able: list[int], now: float, out: list[Effect]) -> StateAt[Ordered]:
     """Order it from the lowest of these ranks that has the step.
 
     A rank whose disk failed it comes after those, and a rank without the step last: the shards are written, so it needs no
     optimizer state any more. It does need the host state of that step, and fails the order when it does not have it.
     """
-    dump = state.dump
-    assert dump is not None and dump.order is not None
+    dump = state.at.dump
+    assert dump.order is not None
     rank = min(able, key=lambda candidate: (candidate not in dump.able, candidate in dump.failed_here, candidate))
     out.append(Send((rank,), dump.order))
     fields: Fields = {"rank": rank, "step": dump.order.step, "tmp_name": dump.order.tmp_name}
@@ -136,23 +138,24 @@ def _order_publish(state: ControllerState, able: list[int], now: float, out: lis
         progress_by=now + state.settings.progress_timeout_s,
         patience_until=half_of_the_rest(state, now),
     )
-    return replace(state, dump=ordered)
+    return state.with_dump(ordered)
 
 
-def published(state: ControllerState, answer: Published, now: float, out: list[Effect]) -> ControllerState:
+def published(
+    state: StateAt[Writing | Publishing], answer: Published, now: float, out: list[Effect]
+) -> ControllerState:
     """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave.
 
     Where each node has its own directories, another attempt's piece would list other files; but there each attempt has a
     freeze of its own, and words of an older one never come here.
     """
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     if answer.step != dump.decision.step:
         return state
     place = _place_of(state, answer.rank)
     here = {rank for rank in dump.publishers if _place_of(state, rank) == place}
     done = dump.published_places | {place}
-    state = replace(state, dump=replace(dump, publishers=dump.publishers - here, published_places=done))
+    state = state.with_dump(replace(dump, publishers=dump.publishers - here, published_places=done))
     milliseconds = round(1000 * (now - fault.began), 3)
     fields: Fields = {"rank": answer.rank, "step": answer.step, "path": answer.path, "ms": milliseconds}
     if not done.issuperset(_places(state)):
@@ -166,10 +169,9 @@ def published(state: ControllerState, answer: Published, now: float, out: list[E
     return leave(state, f"step {answer.step} is saved in {answer.path}", now, out, outcome)
 
 
-def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
+def publish_failed(state: StateAt[Publishing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
     """The publisher could not: the next rank tries, unless it would find the same torn files."""
-    dump, rank = state.dump, answer.rank
-    assert dump is not None
+    dump, rank = state.at.dump, answer.rank
     if rank not in dump.publishers or answer.tmp_name != tmp_name(state):
         return state
     torn = frozenset(answer.torn).intersection(_writers(state))
@@ -177,39 +179,35 @@ def publish_failed(state: ControllerState, answer: StepFailed, now: float, out: 
     out.append(Journal("publish_failed", {**fields, "torn": tuple(sorted(torn))} if torn else fields))
     errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
     proven = torn if not others_to_publish(state, rank) else torn & dump.doubted
-    state = replace(state, dump=replace(dump, errors=errors, doubted=dump.doubted | torn))
+    state = state.with_dump(replace(dump, errors=errors, doubted=dump.doubted | torn))
     if proven:
         return _torn(state, proven, answer.error, now, out)
     return replace_publishers(state, {rank}, now, out)
 
 
-def others_to_publish(state: ControllerState, rank: int) -> tuple[int, ...]:
+def others_to_publish(state: StateAt[Ordered], rank: int) -> tuple[int, ...]:
     """Return the ranks that may publish in a publisher's place when it does not."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     tried, place = dump.failed_publishers | {rank}, _place_of(state, rank)
     holders = (other for other in range(state.settings.world_size) if is_holder(state, other))
     return tuple(other for other in holders if other not in tried and _place_of(state, other) == place)
 
 
-def on_timeout_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def on_timeout_publishing(state: StateAt[Publishing], now: float, out: list[Effect]) -> ControllerState:
     """The publishers did not answer for too long."""
-    assert state.dump is not None and state.fault is not None
-    late = state.dump.publishers
+    late = state.at.dump.publishers
     out.append(Journal("stuck", {"ranks": tuple(sorted(late)), "stage": "publish"}))
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | late))
-    return _unanswered(state, late, now, out)
+    return _unanswered(mark_stuck(state, late), late, now, out)
 
 
-def on_rank_lost_publishing(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+def on_rank_lost_publishing(state: StateAt[Publishing], rank: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank died: it may have been a publisher, or the last one of its node."""
-    return state if state.dump is None else _unanswered(state, {rank}, now, out)
+    return _unanswered(state, {rank}, now, out)
 
 
-def _unanswered(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+def _unanswered(state: StateAt[Publishing], ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
     """These ranks answer no more. Where the last that could look again at doubtful files is among them, the doubt stands."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     for rank in sorted(dump.publishers & ranks):
         doubted = {writer for writer in dump.doubted if _place_of(state, writer) == _place_of(state, rank)}
         if doubted and not others_to_publish(state, rank):
@@ -217,11 +215,9 @@ def _unanswered(state: ControllerState, ranks: Set[int], now: float, out: list[E
     return replace_publishers(state, ranks, now, out)
 
 
-def replace_publishers(state: ControllerState, ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
+def replace_publishers(state: StateAt[Publishing], ranks: Set[int], now: float, out: list[Effect]) -> ControllerState:
     """Others publish where these ranks do not."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     failed = dump.failed_publishers | (dump.publishers & ranks)
-    return _advance(
-        replace(state, dump=replace(dump, publishers=dump.publishers - ranks, failed_publishers=failed)), now, out
-    )
+    dump = replace(dump, publishers=dump.publishers - ranks, failed_publishers=failed)
+    return _advance(state.with_dump(dump), now, out)

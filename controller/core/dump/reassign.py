@@ -10,49 +10,47 @@ for until the fault's total time is over. Ranks that say nothing are given up mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from ttp.proto.frozen import replace
 
 from ..facts.coverage import named
 from ..facts.decision import Refusal
 from ..facts.events import Effect, Journal
-from ..facts.state import ControllerState, Dump, Stage
+from ..facts.stage_table import table_of
+from ..facts.state import ControllerState, Dump, Ordered, Publishing, Rolling, StateAt, Writing
 from .finish import newest_checkpoint, step_of
 from .freeze import half_of_the_rest, next_round
 from .publishing import others_to_publish, replace_publishers
-from .roll_forward import able_holders, drop_roll_forwards, verdict_of
+from .roll_forward import able_holders, drop_roll_forwards, mark_stuck, verdict_of
 from .writing import failing_here, replace_writers
 
 
-def pass_over(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def pass_over(state: StateAt[Ordered], now: float, out: list[Effect]) -> ControllerState:
     """Half of the time is over: give what is not done to ranks that have nothing left to do, and look again later."""
-    dump = state.dump
-    assert dump is not None
-    if state.stage is Stage.WRITING and dump.prompt is None:
+    dump = state.at.dump
+    if isinstance(state.at, Writing) and dump.prompt is None:
         return _note_prompt(state, dump, now)
-    state = replace(state, dump=replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
-    after = _PASS_OVER[state.stage](state, now, out)
+    state = state.with_dump(replace(dump, patience_until=half_of_the_rest(state, now), looked=True))
+    after = table_of(state).slow(state, now, out)
     return _decided_anew(state, dump.looked, now, out) if after is state else after
 
 
-def _note_prompt(state: ControllerState, dump: Dump, now: float) -> ControllerState:
+def _note_prompt(state: StateAt[Ordered], dump: Dump, now: float) -> ControllerState:
     """A quarter of the time is over: who is done now is fast enough to do others' work. The same time again is waited."""
-    assert state.fault is not None
-    rest_s = state.fault.began + state.settings.total_timeout_s - now
+    rest_s = state.at.fault.began + state.settings.total_timeout_s - now
     prompt = able_holders(state) - frozenset(dump.work.ranks(lambda work: bool(work.orders)))
-    return replace(state, dump=replace(dump, prompt=prompt, patience_until=now + rest_s / 3))
+    return state.with_dump(replace(dump, prompt=prompt, patience_until=now + rest_s / 3))
 
 
-def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Effect]) -> ControllerState:
+def _decided_anew(state: StateAt[Ordered], again: bool, now: float, out: list[Effect]) -> ControllerState:
     """Who cannot be done without in this plan may be in another: where a rank has reported since that its update has ended, or,
     when it is looked at again, at the step before, of which local copies are left."""
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     step, owing = dump.decision.step, dump.work.ranks(lambda work: bool(work.orders))
     late = dump.publishers.union(dump.rolling.ranks(bool), owing)
     # Who took too long for its own share will not be done with another's in what is left.
-    writing = again and state.stage is Stage.WRITING and dump.prompt is not None
+    writing = again and isinstance(state.at, Writing) and dump.prompt is not None
     slow = able_holders(state) - (dump.prompt or frozenset()) if writing else frozenset[int]()
     for without in (late, late | slow):
         verdict = verdict_of(state, replace(fault, stuck=fault.stuck | without))
@@ -64,46 +62,42 @@ def _decided_anew(state: ControllerState, again: bool, now: float, out: list[Eff
         if others or before:
             passed = _note(state, without, out)
             why = f"{named('rank', passed)} did not finish with step {step}; step {verdict.step} can be written without"
-            return next_round(_without(state, passed), why, now, out)
+            return next_round(mark_stuck(state, passed), why, now, out)
     return state
 
 
-def _while_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def slow_roll_forwards(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
     """Who holds no shard that others have not got at the decided step is not needed."""
-    assert state.dump is not None and state.coverage is not None
-    late = frozenset(state.dump.rolling.ranks(bool))
+    late = frozenset(state.at.dump.rolling.ranks(bool))
     done = able_holders(state) - late
     needed = {rank for group in state.coverage.groups if done.isdisjoint(group.holders) for rank in group.holders}
     passed = _note(state, late - needed, out)
     return drop_roll_forwards(state, passed, now) if passed else state
 
 
-def _while_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def slow_writers(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """Whose every part has another holder that was soon done with its own writing is replaced."""
-    dump = state.dump
-    assert dump is not None and state.coverage is not None
+    dump = state.at.dump
     late = dump.work.ranks(lambda work: bool(work.orders))
-    assert dump.prompt is not None
-    free = (able_holders(state) & dump.prompt) - failing_here(state) - frozenset(late)
+    free = (able_holders(state) & (dump.prompt or frozenset())) - failing_here(state) - frozenset(late)
     others = {group.group_id: not free.isdisjoint(group.holders) for group in state.coverage.groups}
     replaceable = {
         rank for rank in late if all(others[part.group_id] for order in dump.work[rank].orders for part in order.parts)
     }
     passed = _note(state, replaceable, out)
-    return replace_writers(_without(state, passed), passed, now, out) if passed else state
+    return replace_writers(mark_stuck(state, passed), passed, now, out) if passed else state
 
 
-def _while_publishing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def slow_publishers(state: StateAt[Publishing], now: float, out: list[Effect]) -> ControllerState:
     """Another rank publishes beside one that goes on; where there is no other, its node is done without if that can be."""
-    dump = state.dump
-    assert dump is not None and state.coverage is not None
+    dump = state.at.dump
     alone = frozenset(rank for rank in dump.publishers if not others_to_publish(state, rank))
     left = able_holders(state) - alone
     if any(left.isdisjoint(group.holders) for group in state.coverage.groups):
         passed, alone = _note(state, dump.publishers - alone, out), frozenset[int]()
     else:
         passed = _note(state, dump.publishers, out)
-    return replace_publishers(_without(state, alone), frozenset(passed), now, out) if passed else state
+    return replace_publishers(mark_stuck(state, alone), frozenset(passed), now, out) if passed else state
 
 
 def _note(state: ControllerState, ranks: Collection[int], out: list[Effect]) -> tuple[int, ...]:
@@ -111,17 +105,3 @@ def _note(state: ControllerState, ranks: Collection[int], out: list[Effect]) -> 
     if passed:
         out.append(Journal("passed_over", {"ranks": passed, "stage": state.stage.value}))
     return passed
-
-
-def _without(state: ControllerState, ranks: Collection[int]) -> ControllerState:
-    """These ranks are holders no more in this fault."""
-    fault = state.fault
-    assert fault is not None
-    return replace(state, fault=replace(fault, stuck=fault.stuck.union(ranks)))
-
-
-_PASS_OVER: dict[Stage, Callable[[ControllerState, float, list[Effect]], ControllerState]] = {
-    Stage.ROLLING: _while_rolling,
-    Stage.WRITING: _while_writing,
-    Stage.PUBLISHING: _while_publishing,
-}

@@ -6,7 +6,7 @@ then no longer covered, the ranks are asked again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from ttp.proto.frozen import replace
@@ -19,21 +19,32 @@ from ..facts.incident import stage_ended
 from ..facts.membership import SUSPECT_AFTER, alive_at, silent_since
 from ..facts.pace import has_started
 from ..facts.per_rank import PerRank
-from ..facts.state import ControllerState, Dump, Fault, Stage, Work
+from ..facts.state import (
+    ControllerState,
+    Dump,
+    Fault,
+    Faulted,
+    Freezing,
+    Ordered,
+    Rolling,
+    S,
+    StateAt,
+    Work,
+    goto,
+)
 from .finish import newest_checkpoint, refuse, step_of
 from .freeze import frozen_fields, half_of_the_rest, owes_report
 
 
-def start_dump(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def start_dump(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
     without: the end of an update, or the word of a rank that is silent now and may still be heard."""
-    fault = state.fault
-    assert fault is not None and state.coverage is not None
+    fault = state.at.fault
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
     if _is_less(verdict, fault) and now < (known_at := _known_at(state, fault, now)):
-        return replace(state, fault=replace(fault, round_deadline=known_at, updating=()))
+        return state.with_fault(replace(fault, round_deadline=known_at, updating=()))
     out.append(Journal("frozen", frozen_fields(state)))
     state = stage_ended(state, "frozen", now)
     if isinstance(verdict, Refusal):
@@ -48,7 +59,6 @@ def _is_less(verdict: Decision | Refusal, fault: Fault) -> bool:
 
 def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] = ()) -> Decision | Refusal:
     """Decide from what was reported; `updating`: as if the updates of these ranks had ended."""
-    assert state.coverage is not None
     if not state.coverage.groups:
         return Refusal("no rank registered any shards")
     unknown = state.job_groups - len(state.coverage.groups)
@@ -99,7 +109,7 @@ def _with_what_failed(fault: Fault, refusal: Refusal) -> Refusal:
     return replace(refusal, reason=reason)
 
 
-def _worth_waiting(state: ControllerState, fault: Fault, now: float) -> tuple[int, ...]:
+def _worth_waiting(state: StateAt[Freezing], fault: Fault, now: float) -> tuple[int, ...]:
     """Return the ranks whose update goes on behind the shut gate, if its end would cover a step that is not covered now.
 
     Where another holder has their shards nothing is waited for: one stuck rank never vetoes.
@@ -138,10 +148,10 @@ def _wait_for_updates(
     update_by = min(fault.update_by, now + state.settings.progress_timeout_s)
     if fault.update_by == inf:
         out.append(Journal("awaiting_updates", {"ranks": updating, "freeze_id": state.freeze_id}))
-    return replace(state, fault=replace(fault, updating=updating, update_by=update_by))
+    return state.with_fault(replace(fault, updating=updating, update_by=update_by))
 
 
-def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: list[Effect]) -> ControllerState:
+def _order_rolls(state: StateAt[Freezing], verdict: Decision, now: float, out: list[Effect]) -> ControllerState:
     """Note the decision and have the ranks that are one step behind roll forward."""
     fields: Fields = {"freeze_id": state.freeze_id, "step": verdict.step, "able": verdict.able}
     out.append(Journal("decided", {**fields, "roll_forward": verdict.roll_forward}))
@@ -161,13 +171,12 @@ def _order_rolls(state: ControllerState, verdict: Decision, now: float, out: lis
         directories=_directories(state, verdict),
         work=PerRank.filled(state.settings.world_size, Work()),
     )
-    return replace(state, stage=Stage.ROLLING, dump=dump)
+    return goto(state, Rolling(state.at.fault, dump))
 
 
-def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: list[Effect]) -> ControllerState:
+def rolled(state: StateAt[Rolling], rank: int, state_step: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank has finished the decided step's update."""
-    dump = state.dump
-    assert dump is not None and state.fault is not None
+    dump = state.at.dump
     if not dump.rolling[rank]:
         return state
     if state_step != dump.decision.step:
@@ -176,80 +185,72 @@ def rolled(state: ControllerState, rank: int, state_step: int, now: float, out: 
     return _answered(state, rank, now)
 
 
-def note_progress(state: ControllerState, rank: int, now: float) -> ControllerState:
+def note_progress(state: StateAt[Ordered], rank: int, now: float) -> ControllerState:
     """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):
         return state  # the dead and the stuck owe nothing
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)
-    return replace(state, dump=replace(dump, progress_by=progress_by))
+    return state.with_dump(replace(dump, progress_by=progress_by))
 
 
-def roll_failed(state: ControllerState, rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
+def roll_failed(state: StateAt[Rolling], rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
     """A rank cannot reach the decided step. Whether its own older state is whole, its next report says."""
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     if not dump.rolling[rank]:
         return state
     out.append(Journal("roll_forward_failed", {"rank": rank, "step": dump.decision.step, "error": error}))
     fault = replace(fault, unreachable=fault.unreachable | {(rank, dump.decision.step)})
     dump = replace(dump, able=dump.able - {rank})
-    return _answered(replace(state, fault=fault, dump=dump), rank, now)
+    return _answered(state.with_fault(fault).with_dump(dump), rank, now)
 
 
-def on_rank_lost_rolling(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
+def on_rank_lost_rolling(state: StateAt[Rolling], rank: int, now: float, out: list[Effect]) -> ControllerState:
     """A rank died."""
-    assert state.dump is not None
-    return _answered(state, rank, now) if state.dump.rolling[rank] else state
+    return _answered(state, rank, now) if state.at.dump.rolling[rank] else state
 
 
-def on_timeout_rolling(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def on_timeout_rolling(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
     """No answer came for too long: every rank that owes one is stuck."""
-    assert state.dump is not None and state.fault is not None
-    late = state.dump.rolling.ranks(bool)
+    late = state.at.dump.rolling.ranks(bool)
     out.append(Journal("stuck", {"ranks": late, "stage": "roll_forward"}))
     return drop_roll_forwards(state, late, now)
 
 
-def drop_roll_forwards(state: ControllerState, ranks: tuple[int, ...], now: float) -> ControllerState:
+def drop_roll_forwards(state: StateAt[Rolling], ranks: tuple[int, ...], now: float) -> StateAt[Rolling]:
     """These ranks' roll-forwards are waited for no longer."""
-    assert state.fault is not None
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck.union(ranks)))
+    state = mark_stuck(state, ranks)
     for rank in ranks:
         state = _answered(state, rank, now)
     return state
 
 
-def is_holder(state: ControllerState, rank: int) -> bool:
+def mark_stuck(state: S, ranks: Iterable[int]) -> S:
+    """These ranks are holders no more in this fault, if there is one."""
+    fault = state.fault
+    return state if fault is None else state.with_fault(replace(fault, stuck=fault.stuck.union(ranks)))
+
+
+def is_holder(state: StateAt[Faulted], rank: int) -> bool:
     """True for a rank that may be given orders: alive and not stuck."""
-    assert state.fault is not None
-    return state.members.table[rank].dead is None and rank not in state.fault.stuck
+    return state.members.table[rank].dead is None and rank not in state.at.fault.stuck
 
 
-def able_holders(state: ControllerState) -> frozenset[int]:
+def able_holders(state: StateAt[Ordered]) -> frozenset[int]:
     """Return the ranks that can write the decided step now. O(world)."""
-    assert state.dump is not None and state.fault is not None
     dead = state.members.table.ranks(lambda member: member.dead is not None)
-    return state.dump.able.difference(dead, state.fault.stuck)
+    return state.at.dump.able.difference(dead, state.at.fault.stuck)
 
 
-def holders(state: ControllerState, group: Group) -> tuple[int, ...]:
+def holders(state: StateAt[Ordered], group: Group) -> tuple[int, ...]:
     """Return the ranks that can write a group at the decided step now."""
-    assert state.dump is not None
-    return tuple(rank for rank in group.holders if rank in state.dump.able and is_holder(state, rank))
+    return tuple(rank for rank in group.holders if rank in state.at.dump.able and is_holder(state, rank))
 
 
-def _answered(state: ControllerState, rank: int, now: float) -> ControllerState:
-    dump = state.dump
-    assert dump is not None
-    dump = replace(
-        dump,
-        rolling=dump.rolling.put(rank, False),
-        pending=dump.pending - 1,
-        progress_by=now + state.settings.progress_timeout_s,
-    )
-    return replace(state, dump=dump)
+def _answered(state: StateAt[Rolling], rank: int, now: float) -> StateAt[Rolling]:
+    dump = state.at.dump
+    rolling, progress_by = dump.rolling.put(rank, False), now + state.settings.progress_timeout_s
+    return state.with_dump(replace(dump, rolling=rolling, pending=dump.pending - 1, progress_by=progress_by))
 
 
 def _directories(state: ControllerState, decision: Decision) -> tuple[str, ...]:

@@ -15,26 +15,32 @@ from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import stage_ended
 from ..facts.per_rank import PerRank
 from ..facts.planning import Plan, hand_over, share_out
-from ..facts.state import MOST_KEPT, ControllerState, Dump, Work
+from ..facts.state import (
+    MOST_KEPT,
+    ControllerState,
+    Dump,
+    Ordered,
+    StateAt,
+    Work,
+    Writing,
+)
 from .finish import refuse
 from .freeze import awaited, next_round, quarter_of_the_rest
-from .roll_forward import able_holders, holders
+from .roll_forward import able_holders, holders, mark_stuck
 
 SLOW_DISK_BYTES_PER_S = 50e6
 """A writer is not given up for stuck before its share could have gone to a disk as slow as this."""
 
 
-def tmp_name(state: ControllerState) -> str:
+def tmp_name(state: StateAt[Ordered]) -> str:
     """Return this attempt's directory name: no other attempt of any controller has it."""
-    assert state.dump is not None
-    step, attempt = state.dump.decision.step, state.dump.attempt + 1
+    step, attempt = state.at.dump.decision.step, state.at.dump.attempt + 1
     return str(StagingName(step, state.settings.term, state.freeze_id, attempt))
 
 
-def start_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def start_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """Order every part of every shard group from the able ranks; called when no order is outstanding yet."""
-    dump = state.dump
-    assert dump is not None and state.coverage is not None
+    dump = state.at.dump
     if not dump.directories:
         return refuse(state, Refusal("the ranks registered no directory to save in"), now, out)
     able = able_holders(state)
@@ -52,9 +58,8 @@ def start_writing(state: ControllerState, now: float, out: list[Effect]) -> Cont
     return _order(state, plan, now, out)
 
 
-def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) -> ControllerState:
-    dump = state.dump
-    assert dump is not None
+def _order(state: StateAt[Writing], plan: Plan, now: float, out: list[Effect]) -> ControllerState:
+    dump = state.at.dump
     directory, name = dump.directories[dump.attempt], tmp_name(state)
     step, known = dump.decision.step, dump.work
     changed: dict[int, Work] = {}
@@ -66,12 +71,11 @@ def _order(state: ControllerState, plan: Plan, now: float, out: list[Effect]) ->
     work = known.put_all(changed)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
     dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
-    return replace(state, dump=replace(dump, patience_until=quarter_of_the_rest(state, now)))
+    return state.with_dump(replace(dump, patience_until=quarter_of_the_rest(state, now)))
 
 
 def _writing_s(state: ControllerState, plan: Plan) -> float:
     """How long the largest share may take on a slow disk: a rank answers only when all of its order is durable."""
-    assert state.coverage is not None
     nbytes = {group.group_id: group.nbytes for group in state.coverage.groups}
     largest = 0.0
     for parts in plan.values():  # plain loops: this runs once a rank between the last report and the orders
@@ -82,10 +86,9 @@ def _writing_s(state: ControllerState, plan: Plan) -> float:
     return largest / SLOW_DISK_BYTES_PER_S
 
 
-def written(state: ControllerState, answer: Written, now: float, out: list[Effect]) -> ControllerState:
+def written(state: StateAt[Writing], answer: Written, now: float, out: list[Effect]) -> ControllerState:
     """A writer is done with an order. Answers to orders that were taken from it since are dropped: each part counts once."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     mine = dump.work[answer.rank]
     open_orders = [order for order in mine.orders if (order.tmp_name, order.parts) == (answer.tmp_name, answer.parts)]
     if not open_orders:
@@ -99,36 +102,37 @@ def written(state: ControllerState, answer: Written, now: float, out: list[Effec
         pending=dump.pending - 1,
         progress_by=max(dump.progress_by, now + state.settings.progress_timeout_s),
     )
-    return replace(stage_ended(state, "written", now), dump=dump)
+    return stage_ended(state, "written", now).with_dump(dump)
 
 
 def write_failed(
-    state: ControllerState, rank: int, name: str, error: str, now: float, out: list[Effect]
+    state: StateAt[Writing], rank: int, name: str, error: str, now: float, out: list[Effect]
 ) -> ControllerState:
     """A writer's disk failed it: it writes no more into this attempt's directory."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     if name != tmp_name(state) or not dump.work[rank].orders:
         return state
     out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": error}))
     errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
-    state = replace(state, dump=replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
+    state = state.with_dump(replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
     return replace_writers(state, (rank,), now, out)
 
 
-def on_timeout_writing(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def on_timeout_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """No writer answered for too long: all that owe something are stuck."""
-    assert state.dump is not None and state.fault is not None
-    late = state.dump.work.ranks(lambda work: bool(work.orders))
+    late = state.at.dump.work.ranks(lambda work: bool(work.orders))
     out.append(Journal("stuck", {"ranks": late, "stage": "write"}))
-    state = replace(state, fault=replace(state.fault, stuck=state.fault.stuck | set(late)))
-    return replace_writers(state, late, now, out)
+    return replace_writers(mark_stuck(state, late), late, now, out)
 
 
-def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
+def on_rank_lost_writing(state: StateAt[Writing], rank: int, now: float, out: list[Effect]) -> ControllerState:
+    """A rank died."""
+    return replace_writers(state, (rank,), now, out)
+
+
+def replace_writers(state: StateAt[Writing], lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
     """Give the unfinished parts of lost writers to other holders, or change the plan when a part has none."""
-    dump = state.dump
-    assert dump is not None and state.coverage is not None
+    dump = state.at.dump
     parts: list[Part] = []
     pending = dump.pending
     for rank in lost:
@@ -136,7 +140,7 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
         pending -= len(dump.work[rank].orders)
     work = dump.work.put_all({rank: replace(dump.work[rank], orders=()) for rank in lost})
     groups, wanted = state.coverage.groups, {part.group_id for part in parts}
-    state = replace(state, dump=replace(dump, work=work, pending=pending))
+    state = state.with_dump(replace(dump, work=work, pending=pending))
     if not parts:
         return state
     capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
@@ -152,18 +156,16 @@ def replace_writers(state: ControllerState, lost: tuple[int, ...], now: float, o
     return next_round(state, "a shard lost its last writer", now, out)
 
 
-def failing_here(state: ControllerState) -> frozenset[int]:
+def failing_here(state: StateAt[Ordered]) -> frozenset[int]:
     """Return the ranks that are given nothing to write in this attempt's directory."""
-    dump, fault = state.dump, state.fault
-    assert dump is not None and fault is not None
+    dump, fault = state.at.dump, state.at.fault
     directory = dump.directories[dump.attempt]
     return dump.failed_here.union(rank for where, rank in fault.unfit if where == directory)
 
 
-def next_directory(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def next_directory(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """Start again in the next directory of the list."""
-    dump = state.dump
-    assert dump is not None
+    dump = state.at.dump
     if dump.attempt + 1 >= len(dump.directories):
         return _no_directory(state, dump, now, out)
     dump = replace(
@@ -175,7 +177,7 @@ def next_directory(state: ControllerState, now: float, out: list[Effect]) -> Con
         work=_taken_back(dump.work),
         pending=0,
     )
-    return start_writing(replace(state, dump=dump), now, out)
+    return start_writing(state.with_dump(dump), now, out)
 
 
 def _taken_back(work: PerRank[Work]) -> PerRank[Work]:
@@ -183,11 +185,10 @@ def _taken_back(work: PerRank[Work]) -> PerRank[Work]:
     return work.put_all({rank: Work(given=work[rank].given) for rank in work.ranks(lambda mine: bool(mine.given))})
 
 
-def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effect]) -> ControllerState:
+def _no_directory(state: StateAt[Writing], dump: Dump, now: float, out: list[Effect]) -> ControllerState:
     """No directory took the step. A rank that was not asked may have come to it since, or an older one of which local copies
     are left is worth more than none; else refuse."""
-    fault = state.fault
-    assert fault is not None
+    fault = state.at.fault
     errors = (*fault.errors, *dump.errors)[-MOST_KEPT:]
     reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"
     step = dump.decision.step
@@ -196,14 +197,13 @@ def _no_directory(state: ControllerState, dump: Dump, now: float, out: list[Effe
         return refuse(state, Refusal(reason), now, out)
     unwritable = (*(pair for pair in fault.unwritable if pair[0] != step), (step, tried))
     fault = replace(fault, unwritable=unwritable, errors=errors)
-    return next_round(replace(state, fault=fault), reason, now, out)
+    return next_round(state.with_fault(fault), reason, now, out)
 
 
-def _not_asked(state: ControllerState, tried: frozenset[int]) -> bool:
+def _not_asked(state: StateAt[Ordered], tried: frozenset[int]) -> bool:
     """True when some living rank, whose state is whole, was not asked to write the step: it may have come to it since."""
-    assert state.fault is not None
-    reports = state.fault.reports
-    return any(rank not in tried and not ((it := reports[rank]) and it.torn) for rank in awaited(state))
+    reports = state.at.fault.reports
+    return any(rank not in tried and not ((it := reports[rank]) and it.torn) for rank in awaited(state, state.at.fault))
 
 
 def results(dump: Dump) -> tuple[ShareResult, ...]:

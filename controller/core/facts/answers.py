@@ -10,25 +10,24 @@ from __future__ import annotations
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Published, RolledForward, StateReport, StepFailed, Upward, Working, Written
 
-from .state import ControllerState, Dump, Stage
+from .state import ControllerState, Dump, Freezing, Ordered, Over
 
 Answer = StateReport | Working | RolledForward | Written | Published | StepFailed
 _TO_ORDERS = (RolledForward, Written, Published, StepFailed)
 _NUMBERED = (StateReport, Working, *_TO_ORDERS)
-_IN_A_ROUND = (Stage.FREEZING, Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 
 def check_answer(state: ControllerState, message: Upward) -> None:
     """Raise ProtocolError for the answer to a freeze or an order that this controller has not sent to that rank."""
-    if not isinstance(message, _NUMBERED) or message.freeze_id < state.freeze_id or state.stage is Stage.OVER:
+    at = state.at
+    if not isinstance(message, _NUMBERED) or message.freeze_id < state.freeze_id or isinstance(at, Over):
         return
     if message.freeze_id > state.freeze_id:
         raise _unasked(state, message, f"expected freeze {state.freeze_id} at most")
-    if isinstance(message, _TO_ORDERS) and state.stage in _IN_A_ROUND:
-        if state.dump is None:
-            raise _unasked(state, message, f"expected no answer: freeze {state.freeze_id} has given no order yet")
-        if error := _not_ordered(state.dump, message):
-            raise _unasked(state, message, error)
+    if isinstance(message, _TO_ORDERS) and isinstance(at, Freezing):
+        raise _unasked(state, message, f"expected no answer: freeze {state.freeze_id} has given no order yet")
+    if isinstance(message, _TO_ORDERS) and isinstance(at, Ordered) and (error := _not_ordered(at.dump, message)):
+        raise _unasked(state, message, error)
 
 
 def _not_ordered(dump: Dump, answer: RolledForward | Written | Published | StepFailed) -> str:

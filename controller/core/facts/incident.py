@@ -13,7 +13,7 @@ from ttp.proto.incident import EVENT, STAGES, Culprit, Incident, RankPlace, Save
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Phase, StateReport
 
 from .events import Effect, Journal
-from .state import MOST_KEPT, ControllerState, Notes, Sign
+from .state import MOST_KEPT, ControllerState, Notes, S, Sign
 
 EXITING_TEXT = "exiting"
 """WorkerExit's text while the kernel still frees the process and nobody knows its status."""
@@ -34,13 +34,13 @@ class Outcome:
 # --- notes ---
 
 
-def began(state: ControllerState, now: float) -> ControllerState:
+def began(state: S, now: float) -> S:
     """Note that something is wrong; only the first sign counts."""
     notes = state.notes
     return state if notes.began < inf else replace(state, notes=replace(notes, began=now))
 
 
-def signs_of(state: ControllerState, cause: Cause, now: float, trace: tuple[str, ...] = ()) -> ControllerState:
+def signs_of(state: S, cause: Cause, now: float, trace: tuple[str, ...] = ()) -> S:
     """Note what happened to these ranks. A failed collective names no culprit, and is kept only while nothing else is known."""
     state = began(state, now)
     signs = state.notes.signs
@@ -56,7 +56,7 @@ def _sign(state: ControllerState, rank: int, cause: Cause, seen: float, trace: t
     return Sign(rank, cause.kind, cause.text, seen, trace, host, pid)
 
 
-def sign_of_death(state: ControllerState, rank: int, cause: Cause, now: float) -> ControllerState:
+def sign_of_death(state: S, rank: int, cause: Cause, now: float) -> S:
     """Note a death, with where the rank was by its last heartbeat."""
     state, place = signs_of(state, Cause(cause.kind, (rank,), cause.text), now), state.pace.places[rank]
     if place is None or state.notes.signs[-1].rank != rank:
@@ -66,12 +66,12 @@ def sign_of_death(state: ControllerState, rank: int, cause: Cause, now: float) -
     return replace(state, notes=replace(state.notes, signs=(*state.notes.signs[:-1], last)))
 
 
-def sign_of_report(state: ControllerState, report: FaultReport, now: float) -> ControllerState:
+def sign_of_report(state: S, report: FaultReport, now: float) -> S:
     """Note a fault that a rank reported of itself."""
     return signs_of(state, replace(report.cause, ranks=(report.rank,)), now, trace_end(report.detail))
 
 
-def death_named(state: ControllerState, rank: int, known: Cause, cause: Cause) -> ControllerState:
+def death_named(state: S, rank: int, known: Cause, cause: Cause) -> S:
     """More is known of a death."""
     signs = tuple(
         replace(sign, text=cause.text) if sign.rank == rank and sign.kind in _GONE and sign.text == known.text else sign
@@ -80,20 +80,20 @@ def death_named(state: ControllerState, rank: int, known: Cause, cause: Cause) -
     return replace(state, notes=replace(state.notes, signs=signs))
 
 
-def no_hang(state: ControllerState) -> ControllerState:
+def no_hang(state: S) -> S:
     """A rank has progressed: what was noted of a hang is void."""
     signs = tuple(sign for sign in state.notes.signs if sign.kind is not CauseKind.HUNG)
     return replace(state, notes=replace(state.notes, signs=signs))
 
 
-def asked(state: ControllerState, cause: Cause, now: float) -> ControllerState:
+def asked(state: S, cause: Cause, now: float) -> S:
     """Note that the gates are ordered shut, and why."""
     state = began(state, now)
     stages = state.notes.stages or (("seen", now),)
     return replace(state, notes=replace(state.notes, asked=cause, stages=stages))
 
 
-def stage_ended(state: ControllerState, stage: str, now: float) -> ControllerState:
+def stage_ended(state: S, stage: str, now: float) -> S:
     """Note the end of one of STAGES; of a stage that there was several times the last one counts. The first reports say where the ranks
     were: later ones come after roll-forwards."""
     notes = state.notes
@@ -107,7 +107,7 @@ def stage_ended(state: ControllerState, stage: str, now: float) -> ControllerSta
 # --- the event ---
 
 
-def report(state: ControllerState, outcome: Outcome, now: float, out: list[Effect]) -> ControllerState:
+def report(state: S, outcome: Outcome, now: float, out: list[Effect]) -> S:
     """Journal the fault that ends, if there was one."""
     notes, fault = state.notes, state.fault
     if notes.began == inf:

@@ -1,14 +1,16 @@
 """All that the controller's machine remembers (PURE).
 
-Owns the state's shape and nothing else: frozen and hashable, so that states can be compared, kept and searched.
+Owns the state's shape, and the list of transitions between stages: `goto` is the only way from one to another. Frozen and hashable, so
+that states can be compared, kept and searched.
 """
 
 from __future__ import annotations
 
 import enum
 from math import inf
+from typing import Any, ClassVar, Generic, TypeGuard, TypeVar
 
-from ttp.proto.frozen import dataclass
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
 
 from .coverage import Coverage
@@ -26,7 +28,7 @@ EXIT_WAIT_S = 5.0
 
 
 class Stage(enum.Enum):
-    """Where the job is. The order is the order of a fault's life; a standby begins with the first two."""
+    """The names of the stages, as status and journals have them. The order is that of a fault; a standby begins with the first two."""
 
     STANDBY = "standby"
     GATHERING = "gathering"
@@ -183,37 +185,137 @@ class Notes:
     """Where the ranks were when they were frozen first."""
 
 
+# --- stages ---
+
+
+class AnyStage:
+    """Where the job is, with exactly what is known there and nowhere else."""
+
+    name: ClassVar[Stage]
+
+
 @dataclass(frozen=True)
-class ControllerState:
-    """The machine's whole state."""
+class Standby(AnyStage):
+    """No rank has come to this controller yet."""
+
+    name = Stage.STANDBY
+
+
+@dataclass(frozen=True)
+class Gathering(AnyStage):
+    """The ranks that lost their controller come to this one."""
+
+    name = Stage.GATHERING
+    deadline: float
+    """When those that have not come are waited for no longer."""
+    gather_by: float = inf
+    """What is heard after a silence gives the others no more time than until then."""
+    heard_at: float = inf
+    """When a rank was heard last."""
+    early: tuple[Cause, ...] = ()
+    """Faults that ranks reported before the takeover."""
+    waited_longer: bool = False
+    """The ranks that came did not cover, and the others had a lease more."""
+
+
+@dataclass(frozen=True)
+class Assembling(AnyStage):
+    """The ranks of a new job register."""
+
+    name = Stage.ASSEMBLING
+    deadline: float
+    """When registering must be over."""
+
+
+@dataclass(frozen=True)
+class Running(AnyStage):
+    """The job trains."""
+
+    name = Stage.RUNNING
+
+
+@dataclass(frozen=True)
+class Faulted(AnyStage):
+    """A fault is handled."""
+
+    fault: Fault
+
+
+class Freezing(Faulted):
+    """The gates close, and the ranks report what they hold."""
+
+    name = Stage.FREEZING
+
+
+@dataclass(frozen=True)
+class Ordered(Faulted):
+    """A decision is carried out."""
+
+    dump: Dump
+
+
+class Rolling(Ordered):
+    """Ranks that lack the decided step roll forward to it."""
+
+    name = Stage.ROLLING
+
+
+class Writing(Ordered):
+    """Every shard of the decided step is written."""
+
+    name = Stage.WRITING
+
+
+class Publishing(Ordered):
+    """What was written is made visible."""
+
+    name = Stage.PUBLISHING
+
+
+@dataclass(frozen=True)
+class Exiting(AnyStage):
+    """The ranks are ordered to exit."""
+
+    name = Stage.EXITING
+    fault: Fault | None
+    """What they exit for; None: the job had not assembled."""
+    deadline: float
+    """When the controller exits."""
+    reason: str
+    untold: frozenset[int]
+    """Live ranks that were without a stream when Exit was sent."""
+
+
+@dataclass(frozen=True)
+class Over(AnyStage):
+    """The controller's work is over."""
+
+    name = Stage.OVER
+    reason: str
+
+
+STAGES = (Standby, Gathering, Assembling, Running, Freezing, Rolling, Writing, Publishing, Exiting, Over)
+At = TypeVar("At", bound=AnyStage, covariant=True)
+To = TypeVar("To", bound=AnyStage)
+
+
+@dataclass(frozen=True)
+class StateAt(Generic[At]):
+    """The machine's whole state, in one stage."""
 
     settings: ControllerSettings
-    stage: Stage
+    at: At
+    """The stage; `goto` changes it."""
     members: Membership
     pace: Pace
-    deadline: float
-    """ASSEMBLING, GATHERING: when registering must be over. EXITING: when the controller leaves. Else unused."""
-    coverage: Coverage | None = None
+    coverage: Coverage = Coverage((), ())
+    """Empty: not known yet."""
     survives: str = ""
     agents: frozenset[str] = frozenset()
     """Hosts whose launcher is attached."""
     freeze_id: int = 0
     """The last freeze round's number; grows through the controller's life, and a standby's begin above those of all before
     it, so that an order of an earlier controller is never taken for one of this."""
-    fault: Fault | None = None
-    dump: Dump | None = None
-    reason: str = ""
-    """Why the ranks leave, once EXITING."""
-    untold: frozenset[int] = frozenset()
-    """Live ranks that were without a stream when Exit was sent."""
-    early: tuple[Cause, ...] = ()
-    """GATHERING: faults that ranks told before the takeover."""
-    heard_at: float = inf
-    """GATHERING: when a rank was heard last."""
-    gather_by: float = inf
-    """GATHERING: words that come after a silence give the others no more time than until then."""
-    waited_longer: bool = False
-    """GATHERING: the ranks that came did not cover, and the others had a lease more."""
     successors: tuple[str, ...] = ()
     """Addresses of all standbys, in the order in which they take over; this controller's own among them where it was one."""
     restoring: Restoring = Restoring()
@@ -222,3 +324,77 @@ class ControllerState:
     notes: Notes = Notes()
     job_groups: int = 0
     """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""
+
+    @property
+    def stage(self) -> Stage:
+        """The name of the stage."""
+        return self.at.name
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault, in a stage that has one."""
+        return getattr(self.at, "fault", None)
+
+    @property
+    def dump(self) -> Dump | None:
+        """The dump, in a stage that has one."""
+        return getattr(self.at, "dump", None)
+
+    def with_fault(self: S, fault: Fault) -> S:
+        """Replace the fault; the stage stays."""
+        at: Any = self.at
+        return replace(self, at=replace(at, fault=fault))
+
+    def with_dump(self: S, dump: Dump) -> S:
+        """Replace the dump; the stage stays."""
+        at: Any = self.at
+        return replace(self, at=replace(at, dump=dump))
+
+
+ControllerState = StateAt[AnyStage]
+S = TypeVar("S", bound=ControllerState)
+
+
+def is_ordered(state: ControllerState) -> TypeGuard[StateAt[Ordered]]:
+    return isinstance(state.at, Ordered)
+
+
+EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
+    (Standby, Gathering): "the first rank has come: it has lost its controller",
+    (Standby, Over): "all ranks have ended",
+    (Gathering, Freezing): "every rank has come or is taken for dead: take over, all gates close once",
+    (Gathering, Exiting): "the controller was lost before the job had assembled",
+    (Gathering, Over): "all ranks have finished or ended, or none is attached any more",
+    (Assembling, Running): "every rank is registered and attached",
+    (Assembling, Exiting): "a rank died or failed, or the world did not assemble in time",
+    (Assembling, Over): "no rank is attached any more",
+    (Running, Freezing): "a rank died, failed or is suspect, or the job hangs",
+    (Running, Over): "all ranks have finished, or none is attached any more",
+    (Freezing, Running): "a false alarm: all gates open",
+    (Freezing, Rolling): "every awaited report is in: the step is decided",
+    (Freezing, Exiting): "nothing can be saved, or the fault's time is over",
+    (Freezing, Over): "all ranks have finished, or none is attached any more",
+    (Rolling, Writing): "every roll forward is answered",
+    (Rolling, Freezing): "another plan is better: ask again",
+    (Rolling, Exiting): "all ranks are dead, or the fault's time is over",
+    (Rolling, Over): "no rank is attached any more",
+    (Writing, Publishing): "every shard is written",
+    (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",
+    (Writing, Exiting): "no directory takes any step, all ranks are dead, or the fault's time is over",
+    (Writing, Over): "no rank is attached any more",
+    (Publishing, Exiting): "published; or all ranks are dead, or the fault's time is over",
+    (Publishing, Writing): "no rank can publish in this directory: the next one",
+    (Publishing, Freezing): "what a node has written is lost, torn or cannot be published: ask again",
+    (Publishing, Over): "no rank is attached any more",
+    (Exiting, Over): "every rank has let go of its stream, or the time for it is over",
+}
+"""Every transition, and when it is taken."""
+
+
+def goto(state: ControllerState, at: To) -> StateAt[To]:
+    """Go to another stage. Raises ValueError for a transition that is not listed."""
+    if (type(state.at), type(at)) not in EDGES:
+        raise ValueError(f"stage {state.stage.value} is never followed by {at.name.value}")
+    any_state: Any = state
+    gone: StateAt[To] = replace(any_state, at=at)
+    return gone

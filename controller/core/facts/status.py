@@ -8,7 +8,7 @@ from ttp.proto.messages import Cause, Heartbeat, Phase
 from ttp.proto.status import JobStatus, PublishedCheckpoint, RankStatus
 
 from .membership import Member
-from .state import ControllerState, Stage
+from .state import ControllerState, Standby
 
 
 def job_status(
@@ -28,7 +28,7 @@ def job_status(
         ),
         published=published,
         pid=pid,
-        role="standby" if state.stage is Stage.STANDBY else "active",
+        role="standby" if isinstance(state.at, Standby) else "active",
     )
 
 

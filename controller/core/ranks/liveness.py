@@ -1,6 +1,6 @@
 """Who is there, and who no longer is: registrations, broken streams, exits and faults (PURE).
 
-Owns what a rank's coming and going means in each stage. Stages change in `settling`, except that a death or a suspicion in
+Owns what a rank's coming and going means in each stage. Stages change in `stages`, except that a death or a suspicion in
 a running job begins a fault.
 """
 
@@ -13,10 +13,12 @@ from ttp.proto.messages import (
     AgentHello,
     Cause,
     CauseKind,
+    Downward,
     Exit,
     FaultReport,
     Finished,
     Freeze,
+    Heartbeat,
     PublishOrder,
     Registration,
     RollForward,
@@ -30,15 +32,23 @@ from ttp.proto.messages import (
 
 from ..dump.finish import leave
 from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
-from ..dump.publishing import on_rank_lost_publishing
-from ..dump.roll_forward import on_rank_lost_rolling
-from ..dump.writing import replace_writers
 from ..facts.coverage import coverage_of, overview, warnings
 from ..facts.events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report
 from ..facts.membership import Member, attach, detach, mark_dead, update, vouch
 from ..facts.pace import learn
-from ..facts.state import MOST_KEPT, ControllerState, Stage
+from ..facts.stage_table import table_of
+from ..facts.state import (
+    MOST_KEPT,
+    Assembling,
+    ControllerState,
+    Exiting,
+    Faulted,
+    Freezing,
+    Running,
+    Standby,
+    StateAt,
+)
 from .standbys import spread
 
 CLEAN_EXIT_TEXT = "exit code 0"
@@ -64,12 +74,13 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("rank_finished", {"rank": rank}))
     pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
-    if state.stage is not Stage.ASSEMBLING:
+    if not isinstance(state.at, Assembling):
         state = spread(state, message.controllers[1:], out)
     state = ask_late(count_again(state, rank, now, out), rank, now)
-    if known is None and state.stage is Stage.FREEZING:
+    if known is None and isinstance(state.at, Freezing):
         state = _with_its_shards(state)
-    return _catch_up(state, rank, out)
+    out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
+    return _told(state, rank)
 
 
 def _with_its_shards(state: ControllerState) -> ControllerState:
@@ -79,51 +90,44 @@ def _with_its_shards(state: ControllerState) -> ControllerState:
     return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
 
 
-def _catch_up(state: ControllerState, rank: int, out: list[Effect]) -> ControllerState:
-    """Tell a rank that attached again all that it may have missed; commands may come twice."""
-    if state.stage is Stage.EXITING:
-        out.append(Send((rank,), Exit(EXIT_CODE_PERSISTED, state.reason)))
-        return replace(state, untold=state.untold - {rank})
-    if state.stage is Stage.ASSEMBLING:
-        return state
-    out.append(Send((rank,), welcome(state, rank)))
-    if state.stage is Stage.GATHERING:
-        return state
-    if state.stage is Stage.RUNNING:
-        if state.freeze_id:  # a Thaw may have been lost with the old stream
-            out.append(Send((rank,), Thaw(state.freeze_id)))
-        return state
-    out.append(Send((rank,), freeze_in_force(state)))
-    out.extend(Send((rank,), order) for order in open_orders(state, rank))
-    return state
+# --- what a rank is sent that attaches again: all that it may have missed; commands may come twice ---
 
 
-def freeze_in_force(state: ControllerState) -> Freeze:
+def missed_thaw(state: StateAt[Running], rank: int) -> tuple[Downward, ...]:
+    """A Thaw may have been lost with the old stream."""
+    return (welcome(state, rank), Thaw(state.freeze_id)) if state.freeze_id else (welcome(state, rank),)
+
+
+def missed_orders(state: StateAt[Faulted], rank: int) -> tuple[Downward, ...]:
+    """The freeze of this round, and the orders that it has not answered."""
+    return (welcome(state, rank), freeze_in_force(state), *open_orders(state, rank))
+
+
+def missed_exit(state: StateAt[Exiting], rank: int | Heartbeat) -> tuple[Downward, ...]:
+    """Whatever it was doing, it exits."""
+    return (Exit(EXIT_CODE_PERSISTED, state.at.reason),)
+
+
+def freeze_in_force(state: StateAt[Faulted]) -> Freeze:
     """Return the freeze of this fault's present round."""
-    fault = state.fault
-    assert fault is not None
+    fault = state.at.fault
     cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
     return Freeze(state.freeze_id, cause)
 
 
-def open_orders(state: ControllerState, rank: int) -> list[RollForward | WriteOrder | PublishOrder]:
+def open_orders(state: StateAt[Faulted], rank: int) -> tuple[RollForward | WriteOrder | PublishOrder, ...]:
     """Return the orders that a rank has not answered; one that is dead owes nothing."""
     dump = state.dump
     if dump is None:
-        return []
-    orders: list[RollForward | WriteOrder | PublishOrder] = []
-    if dump.rolling[rank]:
-        assert dump.decision.record is not None
-        orders.append(RollForward(state.freeze_id, dump.decision.record))
-    orders += dump.work[rank].orders
-    if rank in dump.publishers:
-        assert dump.order is not None
-        orders.append(dump.order)
-    return orders
+        return ()
+    record, order = dump.decision.record, dump.order
+    rolls = (RollForward(state.freeze_id, record),) if dump.rolling[rank] and record is not None else ()
+    return (*rolls, *dump.work[rank].orders, *((order,) if rank in dump.publishers and order is not None else ()))
 
 
 def welcome(state: ControllerState, rank: int) -> Welcome:
-    settings, coverage = state.settings, state.coverage if rank == 0 else None
+    """Return what a rank must know of this controller; rank 0 also learns where all shards are."""
+    settings, first = state.settings, rank == 0
     return Welcome(
         rank=rank,
         term=settings.term,
@@ -132,8 +136,8 @@ def welcome(state: ControllerState, rank: int) -> Welcome:
         survives=state.survives,
         successors=state.successors,
         job_groups=state.job_groups,
-        overview=overview(coverage) if coverage is not None else (),
-        warnings=warnings(coverage) if coverage is not None else (),
+        overview=overview(state.coverage) if first else (),
+        warnings=warnings(state.coverage) if first else (),
     )
 
 
@@ -151,13 +155,13 @@ def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: 
     if event.host:
         out.append(Journal("agent_detached", {"host": event.host}))
         return replace(state, agents=state.agents - {event.host})
-    welcomed = state.stage is not Stage.ASSEMBLING
+    welcomed = not isinstance(state.at, Assembling)
     for rank in event.ranks:
         member = state.members.table[rank]
         if not member.attached:
             continue
         state = replace(state, members=detach(state.members, rank, now, state.settings, welcomed))
-        if member.dead is None and state.stage is not Stage.EXITING:
+        if member.dead is None and not isinstance(state.at, Exiting):
             state = suspicion(state, rank, "its stream broke", now, out)
     return state
 
@@ -166,7 +170,7 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
     """A rank may be dead: close all gates until that is known."""
     out.append(Journal("suspect", {"rank": rank, "why": why}))
     state = began(state, now)
-    if state.stage is Stage.RUNNING:
+    if isinstance(state.at, Running):
         return begin_fault(state, (), Cause(CauseKind.SILENT, (rank,), why), now, out)
     return state
 
@@ -180,10 +184,10 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
             f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
         )
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
-    if state.stage is not Stage.STANDBY:  # one that leads nobody must not be taken for the active controller
+    if not isinstance(state.at, Standby):  # one that leads nobody must not be taken for the active controller
         out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
-    if state.stage is Stage.EXITING:
-        out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.reason)))
+    if isinstance(state.at, Exiting):
+        out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
     return replace(state, agents=state.agents | {message.host})
 
 
@@ -222,26 +226,18 @@ def rank_died(
     out.append(Journal("death_seen", fields))
     state = sign_of_death(state, rank, cause, now)
     members = mark_dead(state.members, rank, cause, gone, now)
-    state = forget(replace(state, members=members, untold=state.untold - {rank}), rank)
-    if state.stage is Stage.ASSEMBLING:
+    state = forget(_told(replace(state, members=members), rank), rank)
+    if isinstance(state.at, Assembling):
         return leave(state, f"rank {rank} died before the job had assembled: {cause.text}", now, out)
-    if state.stage is Stage.RUNNING:
+    if isinstance(state.at, Running):
         return begin_fault(state, (cause,), cause, now, out)
-    if state.fault is not None:
-        state = add_cause(state, cause, now)
-    return _reassign_orders(state, rank, now, out)
+    return table_of(state).rank_lost(add_cause(state, cause, now), rank, now, out)
 
 
-def _reassign_orders(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
-    """Whatever a rank that is gone had been ordered to do, others do."""
-    match state.stage:
-        case Stage.ROLLING:
-            return on_rank_lost_rolling(state, rank, now, out)
-        case Stage.WRITING:
-            return replace_writers(state, (rank,), now, out)
-        case Stage.PUBLISHING:
-            return on_rank_lost_publishing(state, rank, now, out)
-    return state
+def _told(state: ControllerState, rank: int) -> ControllerState:
+    """No Exit is owed to this rank any more."""
+    at = state.at
+    return replace(state, at=replace(at, untold=at.untold - {rank})) if isinstance(at, Exiting) else state
 
 
 def _refine_cause(
@@ -256,7 +252,7 @@ def _refine_cause(
         state = death_named(state, rank, member.dead, cause)
         if state.fault is not None:
             causes = tuple(cause if known is member.dead else known for known in state.fault.causes)
-            state = replace(state, fault=replace(state.fault, causes=causes))
+            state = state.with_fault(replace(state.fault, causes=causes))
     return replace(state, members=update(state.members, rank, gone))
 
 
@@ -274,7 +270,7 @@ def _exited_cleanly(
     out.append(Journal("left", {"rank": rank}))
     cause = Cause(CauseKind.EXITED, (rank,), "exit code 0 after its training had finished")
     state = forget(replace(state, members=mark_dead(state.members, rank, cause, True, now)), rank)
-    return _reassign_orders(replace(state, untold=state.untold - {rank}), rank, now, out)
+    return table_of(state).rank_lost(_told(state, rank), rank, now, out)
 
 
 def early_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
@@ -290,7 +286,7 @@ def fault_report(state: ControllerState, message: FaultReport, now: float, out: 
         return state  # said again after a reconnect
     out.append(fault_line(message))
     state = sign_of_report(state, message, now)
-    if state.stage is Stage.RUNNING:
+    if isinstance(state.at, Running):
         return begin_fault(state, (message.cause,), message.cause, now, out)
     return add_cause(state, message.cause, now)
 

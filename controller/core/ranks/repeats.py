@@ -12,42 +12,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ttp.proto.messages import EXIT_CODE_PERSISTED, Exit, Finished, Heartbeat, Thaw
+from ttp.proto.messages import Downward, Finished, Freeze, Heartbeat, Thaw
 
 from ..facts.events import Effect, Send
-from ..facts.state import ControllerState, Stage
+from ..facts.stage_table import table_of
+from ..facts.state import ControllerState, Freezing, Ordered, Running, StateAt
 from .liveness import finished, freeze_in_force, open_orders
-
-_RUNNING, _FREEZING, _EXITING = Stage.RUNNING, Stage.FREEZING, Stage.EXITING  # found faster than attributes
-_ORDERED = (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)
 
 
 def repeat_lost(state: ControllerState, beats: Iterable[Heartbeat], now: float, out: list[Effect]) -> ControllerState:
     """Send these ranks again what they have lost, and take from them what was lost on the way here."""
-    stage = state.stage
+    repeat = table_of(state).repeat
     for beat in beats:
         if beat.finished and not state.members.table[beat.rank].finished:
             state = finished(state, Finished(beat.rank), now, out)
-        if stage is _RUNNING:
-            if 0 < beat.frozen <= state.freeze_id:
-                out.append(Send((beat.rank,), Thaw(state.freeze_id)))
-        elif stage is _FREEZING:
-            if _lacks_report(state, beat):
-                out.append(Send((beat.rank,), freeze_in_force(state)))
-        elif stage in _ORDERED:
-            if beat.frozen == state.freeze_id and not beat.owes:
-                out.extend(Send((beat.rank,), order) for order in open_orders(state, beat.rank))
-        elif stage is _EXITING:
-            out.append(Send((beat.rank,), Exit(EXIT_CODE_PERSISTED, state.reason)))
+        for message in repeat(state, beat):
+            out.append(Send((beat.rank,), message))
     return state
 
 
-def _lacks_report(state: ControllerState, beat: Heartbeat) -> bool:
+def lost_thaw(state: StateAt[Running], beat: Heartbeat) -> tuple[Thaw, ...]:
+    """The rank is frozen under a freeze that is over."""
+    return (Thaw(state.freeze_id),) if 0 < beat.frozen <= state.freeze_id else ()
+
+
+def lost_freeze(state: StateAt[Freezing], beat: Heartbeat) -> tuple[Freeze, ...]:
     """The freeze has not come to this rank, or its answer has not come here. While an update keeps its gate from closing it owes
     the answer still."""
-    fault = state.fault
-    assert fault is not None
+    fault = state.at.fault
     report = fault.reports[beat.rank]
     if (report is not None and report.closed) or beat.rank in fault.stuck:
-        return False
-    return beat.frozen != state.freeze_id or not beat.owes
+        return ()
+    return (freeze_in_force(state),) if beat.frozen != state.freeze_id or not beat.owes else ()
+
+
+def lost_orders(state: StateAt[Ordered], beat: Heartbeat) -> tuple[Downward, ...]:
+    """The rank owes no answer, and one is awaited."""
+    return open_orders(state, beat.rank) if beat.frozen == state.freeze_id and not beat.owes else ()

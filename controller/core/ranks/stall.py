@@ -13,9 +13,7 @@ from ..dump.freeze import begin_fault
 from ..facts.events import Beats, Effect, Fields, Journal
 from ..facts.incident import no_hang, signs_of
 from ..facts.pace import advance, outlived, rested, standstill, suspects
-from ..facts.state import ControllerState, Stage
-
-_RUNNING = Stage.RUNNING  # found faster than an attribute of an enumeration
+from ..facts.state import ControllerState, Running, S
 
 
 def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
@@ -31,7 +29,7 @@ def beats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -
 def _take_places(
     state: ControllerState, messages: tuple[Heartbeat, ...], now: float, out: list[Effect]
 ) -> ControllerState:
-    if state.stage is not _RUNNING:
+    if not isinstance(state.at, Running):
         for message in messages:
             state = _disproved(state, message.rank, (message.step, int(message.phase)), now, out)
         return state
@@ -47,7 +45,7 @@ def _take_places(
 def check_stall(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Note a standstill half way to the limit; at the limit, close all gates."""
     pace = state.pace
-    if state.stage is not _RUNNING or now < pace.due:
+    if not isinstance(state.at, Running) or now < pace.due:
         return state
     living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)
     text, named = standstill(pace, living, now, state.settings), suspects(pace, living)
@@ -57,28 +55,25 @@ def check_stall(state: ControllerState, now: float, out: list[Effect]) -> Contro
         return replace(state, pace=replace(pace, noted=True))
     out.append(Journal("hung", fields))
     cause = Cause(CauseKind.HUNG, named, text)
-    state = begin_fault(signs_of(state, cause, now), (), cause, now, out)
-    assert state.fault is not None
-    return replace(state, fault=replace(state.fault, unproven=cause))
+    frozen = begin_fault(signs_of(state, cause, now), (), cause, now, out)
+    return frozen.with_fault(replace(frozen.at.fault, unproven=cause))
 
 
-def report_disproves(state: ControllerState, report: StateReport, now: float, out: list[Effect]) -> ControllerState:
+def report_disproves(state: S, report: StateReport, now: float, out: list[Effect]) -> S:
     """A report from behind a closed gate may tell of a place that no heartbeat had told yet."""
     return _disproved(state, report.rank, (report.step, int(report.phase)), now, out)
 
 
-def _disproved(
-    state: ControllerState, rank: int, order: tuple[int, int], now: float, out: list[Effect]
-) -> ControllerState:
+def _disproved(state: S, rank: int, order: tuple[int, int], now: float, out: list[Effect]) -> S:
     """A rank that got on since its last heartbeat before the freeze: the job was slow, not hung."""
     fault, known = state.fault, state.pace.places[rank]
     if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:
         return state
     out.append(Journal("not_hung", {"rank": rank, "step": order[0]}))
     pace = outlived(state.pace, now, state.settings)  # else the next one of its kind would be taken for a hang again
-    return replace(no_hang(state), pace=pace, fault=replace(fault, unproven=None))
+    return replace(no_hang(state).with_fault(replace(fault, unproven=None)), pace=pace)
 
 
-def resume_pace(state: ControllerState, now: float) -> ControllerState:
+def resume_pace(state: S, now: float) -> S:
     """Training goes on after a pause that was not its own."""
     return replace(state, pace=rested(state.pace, now))

@@ -15,10 +15,10 @@ from ttp.proto.messages import StandbyReport, StartStandby, Successors
 
 from ..facts.events import Effect, Journal, Send, Tell
 from ..facts.membership import Member, reachable
-from ..facts.state import ControllerState
+from ..facts.state import ControllerState, S
 
 
-def learn_successors(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
+def learn_successors(state: S, addresses: Iterable[str], out: list[Effect]) -> S:
     """Add standbys to the list, which agents and ranks take over as it is: one order everywhere."""
     new = tuple(dict.fromkeys(address for address in addresses if address not in state.successors))
     new = new[: max(0, MOST_ADDRESSES - len(state.successors))]

@@ -8,8 +8,6 @@ thawed, one that it rolled forward or gave an order makes a dump necessary. Neve
 
 from __future__ import annotations
 
-from math import inf
-
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, WorkerExit
 
@@ -19,11 +17,11 @@ from ..facts.coverage import coverage_of, named, survives, warnings
 from ..facts.events import Effect, Fields, Journal, Supersede
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
 from ..facts.membership import SUSPECT_AFTER, mark_dead, renew_all_leases, update
-from ..facts.state import ControllerState, Fault, Stage
+from ..facts.state import ControllerState, Freezing, Gathering, Standby, StateAt, goto
 from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more
 
 
-def first_rank_came(state: ControllerState, message: Registration, now: float, out: list[Effect]) -> ControllerState:
+def first_rank_came(state: StateAt[Standby], message: Registration, now: float, out: list[Effect]) -> ControllerState:
     """A rank has given up its controller: gather all of them, and tell the earlier controllers, should one live, to end.
 
     A controller that was only slow or cut off from some ranks would otherwise keep the others, and neither side could
@@ -35,9 +33,8 @@ def first_rank_came(state: ControllerState, message: Registration, now: float, o
     if earlier:
         out.append(Supersede(earlier))
     settings = state.settings
-    gather_by = now + settings.orphan_timeout_s
-    state = replace(state, stage=Stage.GATHERING, deadline=now + settings.lease_s, gather_by=gather_by)
-    return register(began(state, now), message, now, out)
+    gathering = goto(state, Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s))
+    return register(began(gathering, now), message, now, out)
 
 
 def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,35 +64,35 @@ def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list
     return replace(state, members=members)
 
 
-def note_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
+def note_fault(state: StateAt[Gathering], message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
     """A rank says again what it had told the lost controller, or tells it for the first time."""
-    if message.cause in state.early:
+    if message.cause in state.at.early:
         return state
     out.append(fault_line(message))
     state = sign_of_report(state, message, now)
-    return replace(state, early=(*state.early, message.cause))
+    return replace(state, at=replace(state.at, early=(*state.at.early, message.cause)))
 
 
-def gather_ranks(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
+def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> ControllerState:
     """Take over once every rank has come or is known to be dead, or a lease has passed; two where those that came do not cover."""
-    members, settings = state.members, state.settings
+    at, members, settings = state.at, state.members, state.settings
     if members.alive == 0 or members.finished == settings.world_size:
         return _nothing_left_to_do(state, out)
     awaited = members.table.ranks(lambda member: member.dead is None and not member.attached)
-    if (awaited or _may_have_been_dismissed(state)) and now < state.deadline:
+    if (awaited or _may_have_been_dismissed(state)) and now < at.deadline:
         return state
     if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
     last_heard = max(members.away_until, *(member.heard for member in members.table if member.attached))
     if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:
         # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
-        return replace(state, deadline=now + settings.lease_s)
+        return replace(state, at=replace(at, deadline=now + settings.lease_s))
     absent = members.table.ranks(lambda member: member.dead is None and member.registration is None)
-    if absent and not state.waited_longer and not _covers(state):
+    if absent and not at.waited_longer and not _covers(state):
         # Whoever stood still itself for a moment gave the lost controller a new lease, and comes as much later.
-        return replace(state, deadline=now + settings.lease_s, waited_longer=True)
+        return replace(state, at=replace(at, deadline=now + settings.lease_s, waited_longer=True))
     if _waits_for_vouched(state, absent, now):
-        return replace(state, deadline=min(now + settings.lease_s, state.gather_by))
+        return replace(state, at=replace(at, deadline=min(now + settings.lease_s, at.gather_by)))
     for rank in absent:
         cause = Cause(CauseKind.SILENT, (rank,), f"it did not come to the new controller within {settings.lease_s:g} s")
         out.append(Journal("death_seen", {"rank": rank, "kind": cause.kind.value, "text": cause.text}))
@@ -108,8 +105,6 @@ def gather_ranks(state: ControllerState, now: float, out: list[Effect]) -> Contr
     state = replace(
         state,
         members=renew_all_leases(members, now, settings),
-        deadline=inf,
-        heard_at=inf,
         coverage=coverage,
         survives=survives(coverage) if whole else "",
         job_groups=max(known_groups, len(coverage.groups)),
@@ -121,15 +116,15 @@ def gather_ranks(state: ControllerState, now: float, out: list[Effect]) -> Contr
     if not whole and not known_groups:
         return leave(state, "the controller was lost before the job had assembled", now, out)
     suspicion = Cause(CauseKind.CONTROLLER_LOST, (), f"the controller was lost; term {settings.term} took over")
-    return begin_fault(state, (*deaths, *state.early), suspicion, now, out, takeover=True)
+    return begin_fault(state, (*deaths, *at.early), suspicion, now, out, takeover=True)
 
 
-def _waits_for_vouched(state: ControllerState, absent: tuple[int, ...], now: float) -> bool:
+def _waits_for_vouched(state: StateAt[Gathering], absent: tuple[int, ...], now: float) -> bool:
     """True while nothing is known to have failed, and an agent sees the process of a rank running that has not come: something
     holds its interpreter. Training goes on meanwhile; ranks that wait for a decision are not kept waiting."""
     table, settings = state.members.table, state.settings
-    failed = state.early or table.ranks(lambda member: member.dead is not None and not member.finished)
-    if failed or now >= state.gather_by:
+    failed = state.at.early or table.ranks(lambda member: member.dead is not None and not member.finished)
+    if failed or now >= state.at.gather_by:
         return False
     return any(now < table[rank].vouched + settings.lease_s for rank in absent)
 
@@ -160,12 +155,12 @@ def stand_by(state: ControllerState, now: float, out: list[Effect]) -> Controlle
     return over(state, "all ranks have ended", out) if state.members.alive == 0 else state
 
 
-def decide_takeover(state: ControllerState, fault: Fault, now: float, out: list[Effect]) -> ControllerState:
+def decide_takeover(state: StateAt[Freezing], now: float, out: list[Effect]) -> StateAt[Freezing]:
     """After the takeover's freeze, without any cause so far: name one where the gates cannot all be opened again.
 
     Leaves the causes empty when they can. Called when every report is in or the round's time is over.
     """
-    alive = state.members.table.ranks(lambda member: member.dead is None)
+    fault, alive = state.at.fault, state.members.table.ranks(lambda member: member.dead is None)
     mute = tuple(rank for rank in alive if fault.reports[rank] is None)
     final = tuple(report.rank for report in fault.reports if report is not None and report.final)
     if mute:

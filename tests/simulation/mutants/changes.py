@@ -34,6 +34,7 @@ LEFT_OUT = {
     "proto.messages": "fields",
     "proto.incident": "fields",
     "controller.core.facts.incident": "what is reported of a fault, by which nothing is decided: I15 judges it",
+    "controller.core.facts.stage_table": "the shape of the tables that `controller.core.transitions` fills",
     "proto.frozen": "dataclasses, made faster",
     "controller.agent_link": "the launcher's: a thread, a stream and a clock around calls, which tests of agents drive",
     "proto.codec": "not of the machines: the simulation uses its envelopes only",

@@ -12,18 +12,11 @@ Row = tuple[str, str, str]
 
 EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "the types want to be told; the stage, or who calls, proves it": (
+        ("controller.core.ranks.liveness", "rolls = (RollForward(state.freeze_id, record),) if dump.rolling[rank] and record is not None else ()", "dump.rolling[rank] and record is not None: without record is not None"),
+        ("controller.core.ranks.liveness", "return (*rolls, *dump.work[rank].orders, *((order,) if rank in dump.publishers and order is not None else ()))", "rank in dump.publishers and order is not None: without order is not None"),
+        ("controller.core.dump.reassign", "free = (able_holders(state) & (dump.prompt or frozenset())) - failing_here(state) - frozenset(late)", "dump.prompt or frozenset(): without frozenset()"),
         ("controller.core.ranks.stall", "if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:", "fault is None or fault.unproven is None or fault.causes or (known is None) or (order <= known.order): without fault is None"),
         ("controller.core.stages", "return [registration.standby for registration in registrations if registration is not None and registration.standby]", "registration is not None and registration.standby: without registration is not None"),
-        ("controller.core.stages", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
-        ("controller.core.machine", "if state.dump is not None and stage in _ORDERED:", "state.dump is not None and stage in _ORDERED: Or"),
-        ("controller.core.machine", "if state.dump is not None and stage in _ORDERED:", "state.dump is not None and stage in _ORDERED: without stage in _ORDERED"),
-        ("controller.core.machine", "if state.dump is not None and stage in _ORDERED:", "state.dump is not None and stage in _ORDERED: without state.dump is not None"),
-        ("controller.core.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault is not None"),
-        ("controller.core.machine", "if state.fault is not None and silent(state.members):", "state.fault is not None and silent(state.members): without state.fault is not None"),
-        ("controller.core.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.stage in _ORDERED"),
-        ("controller.core.machine", "if state.stage in _ORDERED and state.dump is not None and now >= state.dump.progress_by:", "state.stage in _ORDERED and state.dump is not None and (now >= state.dump.progress_by): without state.dump is not None"),
-        ("controller.core.stages", "if state.dump is None or state.dump.pending:", "state.dump is None or state.dump.pending: without state.dump is None"),
-        ("controller.core.stages", "return start_publishing(state, now, out) if state.dump is not None and not state.dump.pending else state", "state.dump is not None and (not state.dump.pending): without state.dump is not None"),
     ),
     "what it leaves out is looked at again further on: only time is lost": (
         ("controller.core.stages", "if fault.updating and now < fault.update_by:", "if fault.updating and now < fault.update_by: always False"),
@@ -35,11 +28,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.core.dump.roll_forward", "return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()", "updating and isinstance(verdict_of(state, fault, updating), Decision): without updating"),
         ("controller.core.machine", "if now - state.seen <= late_s:", "now - state.seen <= late_s: Lt"),
         ("controller.core.machine", "if now - state.seen <= late_s:", "now - state.seen: Add"),
-    ),
-    "in this stage nobody looks at the field; it is put right so that equal situations are equal states": (
-        ("controller.core.dump.finish", "return replace(", "replace(state, stage=Stage.EXITING, deadline=now + EXIT_WAIT_S, reason=reason, dump=None, untold=frozenset(untold)): forgets dump"),
-        ("controller.core.ranks.takeover", "state = replace(", "replace(state, members=renew_all_leases(members, now, settings), deadline=inf, heard_at=inf, coverage=coverage, survives=survives(coverage) if whole else '', job_groups=max(known_groups, len(coverage.groups))): forgets deadline"),
-        ("controller.core.stages", "state = replace(", "replace(state, stage=Stage.RUNNING, deadline=inf, coverage=coverage, survives=survives(coverage), job_groups=len(coverage.groups), notes=Notes(), members=renew_all_leases(members, now, state.settings)): forgets deadline"),
     ),
     "in RUNNING whoever is dead has finished": (
         ("controller.core.ranks.stall", "living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)", "member.dead is None and (not member.finished): without member.dead is None"),
@@ -54,10 +42,10 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.core.ranks.takeover", "came = [member for member in state.members.table if member.registration is not None and member.dead is None]", "member.registration is not None and member.dead is None: without member.registration is not None"),
     ),
     "a freeze without a cause and without suspects, in which no takeover is judged, is thawed at once": (
-        ("controller.core.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
-        ("controller.core.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.takeover"),
-        ("controller.core.machine", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.awaiting"),
-        ("controller.core.machine", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
+        ("controller.core.stages", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: Or"),
+        ("controller.core.stages", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.takeover"),
+        ("controller.core.stages", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.awaiting"),
+        ("controller.core.stages", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
     ),
     "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
         ("processor.core.transitions", "if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):", "state.loss_logged and standing is _TRAINING and (not (state.faults or state.finished or state.parked)): without standing is _TRAINING"),
@@ -66,12 +54,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.core.transitions", "if state.term < 0:", "state.term < 0: LtE"),
         ("processor.core.transitions", "if state.term < 0:", "0: 1"),
     ),
-    "a torn state counts behind a closed gate only, and whoever reports a closed gate says it anew": (
-    ),
     "of two equal values either is the smaller": (
-        ("controller.core.machine", "moment = members.sweep_at if members.sweep_at < moment else moment", "members.sweep_at < moment: LtE"),
-        ("controller.core.machine", "moment = look_at if look_at < moment else moment", "look_at < moment: LtE"),
-        ("controller.core.machine", "moment = due if due < moment else moment", "due < moment: LtE"),
         ("processor.core.machine", "moment = going_on if going_on < moment else moment", "going_on < moment: LtE"),
         ("processor.core.machine", "moment = giving_up if giving_up < moment else moment", "giving_up < moment: LtE"),
         ("processor.core.machine", "moment = state.heartbeat_at if state.heartbeat_at < moment else moment", "state.heartbeat_at < moment: LtE"),
@@ -90,15 +73,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "a byte a second": (
         ("controller.core.dump.writing", "SLOW_DISK_BYTES_PER_S = 50e6", "50000000.0: 50000001.0"),
     ),
-    "what is done to nothing leaves nothing": (
-        ("controller.core.machine", "if state.fault is not None and state.fault.updating:", "if state.fault is not None and state.fault.updating: always True"),
-        ("controller.core.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: Or"),
-        ("controller.core.machine", "if state.fault is not None and state.fault.updating:", "state.fault is not None and state.fault.updating: without state.fault.updating"),
-        ("controller.core.machine", "if fault.update_by < inf:", "fault.update_by < inf: LtE"),
-    ),
-    "after the start the deadline is inf until the ranks leave": (
-        ("controller.core.machine", "if state.stage is Stage.ASSEMBLING and now >= state.deadline:", "state.stage is Stage.ASSEMBLING and now >= state.deadline: without state.stage is Stage.ASSEMBLING"),
-    ),
     "what is down is left by nobody: each of two looks at the link is enough": (
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
@@ -106,8 +80,6 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "what is the very object is the same text": (
         ("controller.core.dump.freeze", "if known != record and repr(known) != repr(record):  # by text where they differ: a skipped step's norm is NaN", "known != record and repr(known) != repr(record): without known != record"),
-    ),
-    "steps never go back": (
     ),
     "of whom nothing else is known, the text says the same": (
         ("controller.core.dump.roll_forward", "elif report is None or member.suspect:", "report is None or member.suspect: without member.suspect"),

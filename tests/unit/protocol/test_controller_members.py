@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from ttp.controller.core import machine
 from ttp.controller.core.facts.events import ControllerSettings, Finish, Received, Tick
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Over, Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     Cause,
@@ -295,9 +293,8 @@ def test_what_is_over_remembers_nothing_but_why(end: str) -> None:
     else:
         job.close(0, 2, 3)
         job.wait(15.1, heard=())
-    assert job.at(Stage.OVER)
-    assert ("all ranks are dead" if end == "all die" else "no rank was attached") in job.state.reason
-    assert (job.state.fault, job.state.dump, job.state.deadline) == (None, None, inf)
+    assert isinstance(job.state.at, Over)
+    assert ("all ranks are dead" if end == "all die" else "no rank was attached") in job.state.at.reason
 
 
 def test_a_wrong_world_or_rank_is_a_protocol_error_and_changes_nothing() -> None:

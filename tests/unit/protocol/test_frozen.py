@@ -33,7 +33,7 @@ def test_a_copy_is_frozen_as_well() -> None:
 def test_an_unknown_field_is_refused() -> None:
     """A misspelled name changes nothing by accident."""
     state = machine.initial(ControllerSettings("job", 1, 4), 0.0)
-    with pytest.raises(TypeError, match="ControllerState has no field freezeid"):
+    with pytest.raises(TypeError, match="StateAt has no field freezeid"):
         replace(state, freezeid=3)  # type: ignore[call-arg]
 
 

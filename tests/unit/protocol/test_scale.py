@@ -100,8 +100,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
             state = job.state
             cause = Cause(CauseKind.HUNG, (), "nobody gets on")
             frozen = freeze.begin_fault(state, (), cause, job.now, [])
-            assert frozen.fault is not None
-            job.state = replace(frozen, fault=replace(frozen.fault, unproven=cause))
+            job.state = frozen.with_fault(replace(frozen.at.fault, unproven=cause))
     frozen_under = job.state.freeze_id if job.state.stage is Stage.FREEZING else 0
     beats = tuple(
         Heartbeat(

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.core.facts.events import Send, StreamClosed, Tell
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Exiting, Stage
 from ttp.proto.messages import (
     AgentHello,
     CauseKind,
@@ -340,7 +340,8 @@ def test_a_rank_that_comes_during_the_end_is_told_why(stage: str) -> None:
         job, rank, _ = publishing()
         job.say(Published(rank, 1, 6, "/a/iter_0000006"))
     job.say(registration(1))
-    assert job.sent(Exit)[1].reason == job.state.reason and job.state.reason
+    assert isinstance(job.state.at, Exiting)
+    assert job.sent(Exit)[1].reason == job.state.at.reason and job.state.at.reason
     assert not job.sent(Welcome) and not job.sent(Thaw)
 
 
@@ -353,9 +354,9 @@ def test_a_launcher_that_comes_during_the_end_is_told_that_the_ranks_were_sent_a
     job.say(hello("host0"))
     assert not any(isinstance(told.message, Exit) for told in only(job.effects, Tell))
     job.say(Published(rank, 1, 6, "/a/iter_0000006"), hello("host1"))
-    assert job.at(Stage.EXITING)
+    assert isinstance(job.state.at, Exiting)
     (told,) = [told for told in only(job.effects, Tell) if isinstance(told.message, Exit)]
-    assert told.hosts == ("host1",) and isinstance(told.message, Exit) and told.message.reason == job.state.reason
+    assert told.hosts == ("host1",) and isinstance(told.message, Exit) and told.message.reason == job.state.at.reason
 
 
 def test_a_launcher_whose_stream_has_ended_is_told_nothing_any_more() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import typing
 
-from ttp.controller.core import transitions as controller
+import pytest
+
 from ttp.controller.core.facts import events as controller_events
 from ttp.controller.core.facts.per_rank import PerRank
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import EDGES, STAGES, Assembling, Over, Running, goto
+from ttp.controller.core.machine import initial
+from ttp.controller.core.transitions import TABLES
 from ttp.processor.core import events as processor_events
 from ttp.processor.core import transitions as processor
 from ttp.processor.core.state import RankMode
@@ -25,7 +28,7 @@ def processor_kinds() -> set[type]:
 def test_what_the_controllers_table_leaves_out() -> None:
     """Before the first freeze nobody can answer one, before the welcome nobody beats, and to a standby nobody speaks
     before he has registered."""
-    absent = {(s.value, k.__name__) for s in Stage for k in controller_kinds() if (s, k) not in controller.TRANSITIONS}
+    absent = {(s.name.value, k.__name__) for s in STAGES for k in controller_kinds() - TABLES[s].on.keys()}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
     beats = {m.Heartbeat, controller_events.Beats}
     later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working, m.StandbyReport}
@@ -43,8 +46,17 @@ def test_what_the_processors_table_leaves_out() -> None:
 
 
 def test_no_pair_is_named_twice() -> None:
-    for rows, table in ((controller._ROWS, controller.TRANSITIONS), (processor._ROWS, processor.TRANSITIONS)):
-        assert sum(len(stages) for stages, _, _ in rows) == len(table)
+    assert sum(len(modes) for modes, _, _ in processor._ROWS) == len(processor.TRANSITIONS)
+
+
+def test_goto_takes_listed_transitions_only() -> None:
+    """A stage is left by those, the last one never."""
+    settings = controller_events.ControllerSettings("job", 0, 1)
+    state = goto(initial(settings, 0.0), Running())
+    assert state.at == Running() and goto(state, Over("all ranks have finished")).at.reason
+    with pytest.raises(ValueError, match="stage running is never followed by assembling"):
+        goto(state, Assembling(0.0))
+    assert {stage for stage in STAGES if not any(before is stage for before, _ in EDGES)} == {Over}
 
 
 def test_a_rank_table_is_a_value() -> None:

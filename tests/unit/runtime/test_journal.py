@@ -132,6 +132,19 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     assert from_json(json.loads(written)) == state
 
 
+def test_a_stage_is_written_as_journals_have_always_had_it() -> None:
+    """By its name, with its fields beside it; what an older version kept of another stage is not read."""
+    states = [initial(SETTINGS, 0.0)]
+    for number, event in enumerate(EVENTS):
+        states.append(transition(states[-1], event, float(number))[0])
+    for state in (states[0], states[-1]):
+        written = to_json(state)
+        assert written["stage"] == {"$": "ttp.controller.state:Stage", "name": state.stage.name}
+        assert ("fault" in written, "at" in written) == (state.fault is not None, False)
+        assert from_json({"early": [], "gather_by": 9.0, "dump": None, **written}) == state
+    assert to_json(states[0])["deadline"] == SETTINGS.register_timeout_s and to_json(states[0])["coverage"] is None
+
+
 def test_a_file_that_names_foreign_types_builds_nothing() -> None:
     with pytest.raises(ValueError, match="not a type of ttp"):
         from_json({"$": "subprocess:Popen", "args": ["true"]})
