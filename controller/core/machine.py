@@ -13,7 +13,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.limits import check_upward
 from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
 
-from .facts.answers import check_answer
+from .facts.answers import check_answer, is_late
 from .facts.events import Beats, ControllerSettings, Effect, Event, Journal, Received
 from .facts.membership import (
     SUSPECT_AFTER,
@@ -76,7 +76,8 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         state = _hear_beats(state, event, now, out)
     else:
         state = replace(state, seen=now)
-    state = handler(state, subject, now, out)
+    if not is_late(state, subject):
+        state = handler(state, subject, now, out)
     if isinstance(state.at, Gathering) and _is_of_a_rank(event):
         state = replace(state, at=_heard_while_gathering(state.at, state.settings, now))
     if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):

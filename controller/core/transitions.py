@@ -30,9 +30,6 @@ from . import stages
 from .dump import publishing, reassign, roll_forward, writing
 from .dump.finish import over
 from .dump.freeze import count_again, extend_update_deadline, take_report
-from .dump.publishing import publish_failed, published
-from .dump.roll_forward import note_progress, roll_failed, rolled
-from .dump.writing import write_failed, written
 from .facts.events import Beats, Effect, StreamClosed, Tick
 from .facts.stage_table import TABLES, Handler, StageTable
 from .facts.state import (
@@ -42,7 +39,6 @@ from .facts.state import (
     Faulted,
     Freezing,
     Gathering,
-    Ordered,
     Over,
     Publishing,
     Rolling,
@@ -71,60 +67,8 @@ def heartbeats(state: ControllerState, event: Beats, now: float, out: list[Effec
 
 def state_report(state: StateAt[Faulted], message: StateReport, now: float, out: list[Effect]) -> ControllerState:
     """What a rank holds behind its closed gate."""
-    if message.freeze_id != state.freeze_id:
-        return state
     state = count_again(report_disproves(state, message, now, out), message.rank, now, out)
     return take_report(state, message, out)
-
-
-def rolled_forward(state: StateAt[Rolling], message: RolledForward, now: float, out: list[Effect]) -> ControllerState:
-    """A rank has finished the decided step's update."""
-    if message.freeze_id != state.freeze_id:
-        return state
-    return rolled(state, message.rank, message.state_step, now, out)
-
-
-def share_written(state: StateAt[Writing], message: Written, now: float, out: list[Effect]) -> ControllerState:
-    """A writer's parts are durable."""
-    return written(state, message, now, out) if message.freeze_id == state.freeze_id else state
-
-
-def checkpoint_published(
-    state: StateAt[Writing | Publishing], message: Published, now: float, out: list[Effect]
-) -> ControllerState:
-    """The checkpoint is visible: the ranks leave."""
-    return published(state, message, now, out) if message.freeze_id == state.freeze_id else state
-
-
-def roll_not_done(state: StateAt[Rolling], message: StepFailed, now: float, out: list[Effect]) -> ControllerState:
-    """A roll-forward failed; an order that was taken back since, or of another stage, is no news."""
-    if (message.freeze_id, message.stage) != (state.freeze_id, "roll_forward"):
-        return state
-    return roll_failed(state, message.rank, message.error, now, out)
-
-
-def write_not_done(state: StateAt[Writing], message: StepFailed, now: float, out: list[Effect]) -> ControllerState:
-    """A write order failed; one that was taken back since, or of another stage, is no news."""
-    if (message.freeze_id, message.stage) != (state.freeze_id, "write"):
-        return state
-    return write_failed(state, message.rank, message.tmp_name, message.error, now, out)
-
-
-def publish_not_done(state: StateAt[Publishing], message: StepFailed, now: float, out: list[Effect]) -> ControllerState:
-    """The publish order failed; one that was taken back since, or of another stage, is no news."""
-    if (message.freeze_id, message.stage) != (state.freeze_id, "publish"):
-        return state
-    return publish_failed(state, message, now, out)
-
-
-def working(state: StateAt[Ordered], message: Working, now: float, out: list[Effect]) -> ControllerState:
-    """An order gets on: the wait for answers begins anew."""
-    return note_progress(state, message.rank, now) if message.freeze_id == state.freeze_id else state
-
-
-def update_gets_on(state: StateAt[Freezing], message: Working, now: float, out: list[Effect]) -> ControllerState:
-    """An update that its freeze waits for gets on."""
-    return extend_update_deadline(state, message.rank, now) if message.freeze_id == state.freeze_id else state
 
 
 def noted(state: ControllerState, event: object, now: float, out: list[Effect]) -> ControllerState:
@@ -150,7 +94,7 @@ _COMING: _Handlers = {
 _STARTED: _Handlers = {**_COMING, WorkerExit: liveness.worker_exit}
 _LED: _Handlers = {**_STARTED, Heartbeat: heartbeat, Beats: heartbeats, FaultReport: liveness.fault_report}
 _FAULT: _Handlers = {**_LED, **_ANSWERS_LATE, StateReport: state_report}
-_ORDERS: _Handlers = {**_FAULT, Working: working}
+_ORDERS: _Handlers = {**_FAULT, Working: roll_forward.note_progress}
 
 _fault = partial(StageTable, expire=stages.expire_faulted, catch_up=liveness.missed_orders)
 _orders = partial(_fault, deadline=stages.ordered_deadline, repeat=repeats.lost_orders)
@@ -184,27 +128,27 @@ TABLES.update({
         repeat=repeats.lost_thaw,
     ),
     Freezing: _fault(
-        on={**_FAULT, Working: update_gets_on},
+        on={**_FAULT, Working: extend_update_deadline},
         deadline=stages.freezing_deadline,
         advance=stages.freeze,
         repeat=repeats.lost_freeze,
     ),
     Rolling: _orders(
-        on={**_ORDERS, RolledForward: rolled_forward, StepFailed: roll_not_done},
+        on={**_ORDERS, RolledForward: roll_forward.rolled, StepFailed: roll_forward.roll_failed},
         advance=stages.roll,
         rank_lost=roll_forward.on_rank_lost_rolling,
         on_timeout=roll_forward.on_timeout_rolling,
         slow=reassign.slow_roll_forwards,
     ),
     Writing: _orders(
-        on={**_ORDERS, Written: share_written, Published: checkpoint_published, StepFailed: write_not_done},
+        on={**_ORDERS, Written: writing.written, Published: publishing.published, StepFailed: writing.write_failed},
         advance=stages.write,
         rank_lost=writing.on_rank_lost_writing,
         on_timeout=writing.on_timeout_writing,
         slow=reassign.slow_writers,
     ),
     Publishing: _orders(
-        on={**_ORDERS, Published: checkpoint_published, StepFailed: publish_not_done},
+        on={**_ORDERS, Published: publishing.published, StepFailed: publishing.publish_failed},
         rank_lost=publishing.on_rank_lost_publishing,
         on_timeout=publishing.on_timeout_publishing,
         slow=reassign.slow_publishers,

@@ -19,6 +19,7 @@ from ttp.controller.core.dump.finish import refuse
 from ttp.controller.core.dump.publishing import start_publishing
 from ttp.controller.core.facts import membership
 from ttp.controller.core.facts import pace as progress
+from ttp.controller.core.facts.answers import is_late
 from ttp.controller.core.facts.coverage import Coverage, coverage_of
 from ttp.controller.core.facts.decision import Decision, Refusal, decide
 from ttp.controller.core.facts.events import ControllerSettings, Effect, Send
@@ -49,8 +50,10 @@ from ttp.proto.messages import (
     PublishOrder,
     RollForward,
     StateReport,
+    StepFailed,
     Successors,
     Thaw,
+    Working,
 )
 
 Patch = pytest.MonkeyPatch
@@ -62,6 +65,11 @@ Verdict = Decision | Refusal
 def _with_advance(patch: Patch, stage: type[AnyStage], wrong: Callable[..., ControllerState]) -> None:
     """Go on from a stage in another way."""
     patch.setitem(tables.TABLES, stage, replace(tables.TABLES[stage], advance=wrong))
+
+
+def _count_late(patch: Patch, kind: type) -> None:
+    """Answers of this kind to an older freeze mean what they say."""
+    patch.setattr(machine, "is_late", lambda state, message: not isinstance(message, kind) and is_late(state, message))
 
 
 def with_decide(patch: Patch, wrong: Callable[..., Verdict]) -> None:
@@ -263,7 +271,8 @@ def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
 
 def working_renews_nothing(patch: Patch) -> None:
     """Only an answer proves that an order is carried out."""
-    patch.setattr(tables, "note_progress", lambda state, rank, now: state)
+    for stage in (Rolling, Writing, Publishing):
+        patch.setitem(tables.TABLES[stage].on, Working, tables.noted)
 
 
 def new_process_is_taken_for_the_old(patch: Patch) -> None:
@@ -306,6 +315,7 @@ def old_reports_count(patch: Patch) -> None:
     def wrong(state: Any, message: StateReport, now: float, out: Any) -> Any:
         return freeze.take_report(state, replace(message, freeze_id=state.freeze_id), out)
 
+    _count_late(patch, StateReport)
     for stage in (Freezing, Rolling, Writing, Publishing):
         patch.setitem(tables.TABLES[stage].on, StateReport, wrong)
 
@@ -381,7 +391,7 @@ def torn_file_costs_its_directory(patch: Patch) -> None:
     """Whose files are torn is not listened to."""
     publish_failed = publishing.publish_failed
     wrong: Any = lambda state, answer, now, out: publish_failed(state, replace(answer, torn=()), now, out)  # noqa: E731
-    patch.setattr(tables, "publish_failed", wrong)
+    patch.setitem(tables.TABLES[Publishing].on, StepFailed, wrong)
 
 
 def no_older_step_is_tried(patch: Patch) -> None:

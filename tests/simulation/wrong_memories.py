@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.wrong_controllers import Reports, Verdict, with_decide
+from tests.simulation.wrong_controllers import Reports, Verdict, _count_late, with_decide
 from ttp.controller.core import stages
-from ttp.controller.core import transitions as controller_tables
-from ttp.controller.core.dump import finish, publishing, reassign, roll_forward, writing
+from ttp.controller.core.dump import finish, reassign, roll_forward, writing
 from ttp.controller.core.dump import freeze as rounds
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.incident import report
-from ttp.controller.core.facts.state import Publishing, Writing
+from ttp.controller.core.facts.state import Writing
 from ttp.controller.core.ranks import takeover
+from ttp.controller.core.transitions import TABLES
 from ttp.processor.core import transitions as rank_tables
 from ttp.processor.core.state import RankMode
-from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw
+from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw, Written
 
 Patch = pytest.MonkeyPatch
 
@@ -51,7 +51,7 @@ def repeated_answer_settles_another_order(patch: Patch) -> None:
         same = [order for order in state.dump.work[answer.rank].orders if order.tmp_name == answer.tmp_name]
         return written(state, replace(answer, parts=same[0].parts) if same else answer, now, out)
 
-    patch.setattr(controller_tables, "written", wrong)
+    patch.setitem(TABLES[Writing].on, Written, wrong)
 
 
 # --- two freezes ---
@@ -87,8 +87,7 @@ def _for_every(patch: Patch, table: Any, kind: type, right: Any, wrong: Any) -> 
 
 def published_of_an_earlier_freeze_counts(patch: Patch) -> None:
     """What a place had published in an attempt that was given up is taken for its part of this one."""
-    for stage in (Writing, Publishing):
-        patch.setitem(controller_tables.TABLES[stage].on, Published, publishing.published)
+    _count_late(patch, Published)
 
 
 def rolls_are_waited_for_from_the_fault_on(patch: Patch) -> None:

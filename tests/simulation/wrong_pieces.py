@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from ttp.controller.core import stages
-from ttp.controller.core import transitions as tables
 from ttp.controller.core.dump import publishing, roll_forward
 from ttp.controller.core.dump.finish import leave
 from ttp.controller.core.dump.publishing import start_publishing
 from ttp.controller.core.facts.events import Journal
+from ttp.controller.core.facts.state import Publishing, Writing
+from ttp.controller.core.transitions import TABLES
+from ttp.proto.messages import Published
 
 Patch = pytest.MonkeyPatch
 
@@ -24,7 +26,7 @@ def published_after_the_first_place(patch: Patch) -> None:
             inner.setattr(publishing, "_places", lambda state: places(state)[:1])
             return published(state, answer, now, out)
 
-    patch.setattr(tables, "published", wrong)
+    _on_published(patch, wrong)
 
 
 def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
@@ -72,8 +74,13 @@ def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
             return _says_published(state, dump.directories[dump.attempt], now, out)
         return start(state, now, out)
 
-    patch.setattr(tables, "published", remembers)
+    _on_published(patch, remembers)
     patch.setattr(stages, "start_publishing", wrong)
+
+
+def _on_published(patch: Patch, wrong: Any) -> None:
+    for stage in (Writing, Publishing):
+        patch.setitem(TABLES[stage].on, Published, wrong)
 
 
 def _says_published(state: Any, directory: str, now: float, out: Any) -> Any:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw, Working
 
 from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import asked
@@ -203,13 +203,15 @@ def take_report(state: StateAt[Faulted], report: StateReport, out: list[Effect])
     return state.with_fault(replace(fault, records=records, updating=(), awaiting=awaited, reports=reports))
 
 
-def extend_update_deadline(state: StateAt[Freezing], rank: int, now: float) -> ControllerState:
+def extend_update_deadline(
+    state: StateAt[Freezing], message: Working, now: float, out: list[Effect]
+) -> ControllerState:
     """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
 
     So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller; but for half
     of the fault's time at most: the others' shards may do without it, and then there must be time to write them.
     """
-    fault, settings = state.at.fault, state.settings
+    fault, settings, rank = state.at.fault, state.settings, message.rank
     if rank in fault.stuck:
         return state
     if fault.reports[rank] is None and state.members.table[rank].dead is None:

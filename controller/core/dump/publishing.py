@@ -172,7 +172,7 @@ def published(
 def publish_failed(state: StateAt[Publishing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
     """The publisher could not: the next rank tries, unless it would find the same torn files."""
     dump, rank = state.at.dump, answer.rank
-    if rank not in dump.publishers or answer.tmp_name != tmp_name(state):
+    if answer.stage != "publish" or rank not in dump.publishers or answer.tmp_name != tmp_name(state):
         return state
     torn = frozenset(answer.torn).intersection(_writers(state))
     fields: Fields = {"rank": rank, "tmp_name": answer.tmp_name, "error": answer.error}

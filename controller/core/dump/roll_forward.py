@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import RollForward, StateReport
+from ttp.proto.messages import RolledForward, RollForward, StateReport, StepFailed, Working
 
 from ..facts.coverage import Group, named
 from ..facts.decision import Decision, Refusal, decide
@@ -174,31 +174,35 @@ def _order_rolls(state: StateAt[Freezing], verdict: Decision, now: float, out: l
     return goto(state, Rolling(state.at.fault, dump))
 
 
-def rolled(state: StateAt[Rolling], rank: int, state_step: int, now: float, out: list[Effect]) -> ControllerState:
+def rolled(state: StateAt[Rolling], answer: RolledForward, now: float, out: list[Effect]) -> ControllerState:
     """A rank has finished the decided step's update."""
-    dump = state.at.dump
+    dump, rank = state.at.dump, answer.rank
     if not dump.rolling[rank]:
         return state
-    if state_step != dump.decision.step:
-        return roll_failed(state, rank, f"it stands at step {state_step}", now, out)
-    out.append(Journal("rolled_forward", {"rank": rank, "step": state_step}))
+    if answer.state_step != dump.decision.step:
+        return _not_rolled(state, rank, f"it stands at step {answer.state_step}", now, out)
+    out.append(Journal("rolled_forward", {"rank": rank, "step": answer.state_step}))
     return _answered(state, rank, now)
 
 
-def note_progress(state: StateAt[Ordered], rank: int, now: float) -> ControllerState:
+def note_progress(state: StateAt[Ordered], message: Working, now: float, out: list[Effect]) -> ControllerState:
     """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
-    dump = state.at.dump
+    dump, rank = state.at.dump, message.rank
     if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):
         return state  # the dead and the stuck owe nothing
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s)
     return state.with_dump(replace(dump, progress_by=progress_by))
 
 
-def roll_failed(state: StateAt[Rolling], rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
+def roll_failed(state: StateAt[Rolling], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
     """A rank cannot reach the decided step. Whether its own older state is whole, its next report says."""
-    dump, fault = state.at.dump, state.at.fault
-    if not dump.rolling[rank]:
+    if answer.stage != "roll_forward" or not state.at.dump.rolling[answer.rank]:
         return state
+    return _not_rolled(state, answer.rank, answer.error, now, out)
+
+
+def _not_rolled(state: StateAt[Rolling], rank: int, error: str, now: float, out: list[Effect]) -> ControllerState:
+    dump, fault = state.at.dump, state.at.fault
     out.append(Journal("roll_forward_failed", {"rank": rank, "step": dump.decision.step, "error": error}))
     fault = replace(fault, unreachable=fault.unreachable | {(rank, dump.decision.step)})
     dump = replace(dump, able=dump.able - {rank})

@@ -7,7 +7,7 @@ replaced for the parts that it had not finished; a directory that nobody can wri
 from __future__ import annotations
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Part, ShareResult, WriteOrder, Written
+from ttp.proto.messages import Part, ShareResult, StepFailed, WriteOrder, Written
 from ttp.proto.names import StagingName
 
 from ..facts.decision import Refusal
@@ -105,15 +105,13 @@ def written(state: StateAt[Writing], answer: Written, now: float, out: list[Effe
     return stage_ended(state, "written", now).with_dump(dump)
 
 
-def write_failed(
-    state: StateAt[Writing], rank: int, name: str, error: str, now: float, out: list[Effect]
-) -> ControllerState:
+def write_failed(state: StateAt[Writing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
     """A writer's disk failed it: it writes no more into this attempt's directory."""
-    dump = state.at.dump
-    if name != tmp_name(state) or not dump.work[rank].orders:
+    dump, rank, name = state.at.dump, answer.rank, tmp_name(state)
+    if (answer.stage, answer.tmp_name) != ("write", name) or not dump.work[rank].orders:
         return state
-    out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": error}))
-    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {error}")
+    out.append(Journal("write_failed", {"rank": rank, "tmp_name": name, "error": answer.error}))
+    errors = (*dump.errors[1 - MOST_KEPT :], f"{dump.directories[dump.attempt]}: rank {rank}: {answer.error}")
     state = state.with_dump(replace(dump, failed_here=dump.failed_here | {rank}, errors=errors))
     return replace_writers(state, (rank,), now, out)
 

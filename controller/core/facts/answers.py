@@ -17,6 +17,11 @@ _TO_ORDERS = (RolledForward, Written, Published, StepFailed)
 _NUMBERED = (StateReport, Working, *_TO_ORDERS)
 
 
+def is_late(state: ControllerState, message: object) -> bool:
+    """Say whether this answers an older freeze: it may have been under way, and means nothing any more."""
+    return isinstance(message, _NUMBERED) and message.freeze_id < state.freeze_id
+
+
 def check_answer(state: ControllerState, message: Upward) -> None:
     """Raise ProtocolError for the answer to a freeze or an order that this controller has not sent to that rank."""
     at = state.at
