@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks._scale_world import STEP, World, file_entry, registration, report
 from ttp.controller.__main__ import GC_THRESHOLDS
 from ttp.controller.core import machine
-from ttp.controller.core.facts.events import Beats, ControllerSettings, Effect, Event, Received, Send
+from ttp.controller.core.facts.events import ControllerSettings, Effect, Event, HeartbeatBatch, Received, Send
 from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.messages import (
     Heartbeat,
@@ -80,7 +80,9 @@ def measure(size: int) -> float:
     beats = (Received(Heartbeat(rank % size, Phase.COMPUTE, STEP)) for rank in range(SAMPLES))
     note("heartbeats, one by one", bench.run(beats))
     together = (
-        Beats(tuple(Heartbeat((first + rank) % size, Phase.COMPUTE, STEP) for rank in range(world.ranks_per_stream)))
+        HeartbeatBatch(
+            tuple(Heartbeat((first + rank) % size, Phase.COMPUTE, STEP) for rank in range(world.ranks_per_stream))
+        )
         for first in range(0, SAMPLES, world.ranks_per_stream)
     )
     note(f"heartbeats, {world.ranks_per_stream} together", bench.run(together))

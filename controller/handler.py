@@ -37,11 +37,11 @@ from ttp.proto.messages import (
 from ttp.proto.status import JobStatus, PublishedCheckpoint
 
 from .core.facts.events import (
-    Beats,
     ControllerSettings,
     Effect,
     Event,
     Finish,
+    HeartbeatBatch,
     Received,
     Send,
     StreamClosed,
@@ -250,7 +250,7 @@ class Handler:
 
     def hear_beats(self, beats: list[Heartbeat]) -> None:
         if beats:
-            self._step(Received(beats[0]) if len(beats) == 1 else Beats(tuple(beats)), self._clock())
+            self._step(Received(beats[0]) if len(beats) == 1 else HeartbeatBatch(tuple(beats)), self._clock())
             beats.clear()
 
     def _is_routed(self, link: RankLink, message: Upward) -> bool:

@@ -34,12 +34,16 @@ _MODULES = {
 }
 """Modules whose types journals name by where they were when journals began: so every version reads those of every other."""
 _TYPES = {
+    f"{_FACTS}.events:HeartbeatBatch": "ttp.controller.events:Beats",
     f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable",
     f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
 }
 """Types that had another name then."""
+_FIELDS = {"leases_renewed_at": "amnesty"}
+"""Fields that had another name then."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}
+_FIELDS_READ = {written: name for name, written in _FIELDS.items()}
 _STAGES = {stage.name: stage for stage in STAGES}
 _PLAIN = (str, int, bool, type(None))
 _JSON_AS_IT_IS = frozenset(_PLAIN)
@@ -62,7 +66,7 @@ def to_json(value: Any) -> Any:
     if _field_names(kind) is not None:
         encoded = {TYPE_KEY: _name(kind)}
         for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
-            encoded[name] = to_json(item)
+            encoded[_FIELDS.get(name, name)] = to_json(item)
         return encoded
     if isinstance(value, Mapping):
         return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
@@ -85,7 +89,7 @@ def from_json(value: Any) -> Any:
     cls = _find(kind)
     if issubclass(cls, enum.Enum):
         return cls[value["name"]]
-    fields = {name: from_json(item) for name, item in value.items() if name != TYPE_KEY}
+    fields = {_FIELDS_READ.get(name) or name: from_json(item) for name, item in value.items() if name != TYPE_KEY}
     return cls(**fields) if cls is not StateAt else _state(fields)
 
 

@@ -14,7 +14,7 @@ from ttp.proto.limits import check_upward
 from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
 
 from .facts.answers import check_answer, is_late
-from .facts.events import Beats, ControllerSettings, Effect, Event, Journal, Received
+from .facts.events import ControllerSettings, Effect, Event, HeartbeatBatch, Journal, Received
 from .facts.membership import (
     SUSPECT_AFTER,
     clock_went_back,
@@ -70,7 +70,7 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         _check_rank(state, event.message)
         check_answer(state, event.message)
         state = _hear(state, event.message, now, out)
-    elif isinstance(event, Beats):
+    elif isinstance(event, HeartbeatBatch):
         for message in event.messages:
             _check_rank(state, message)
         state = _hear_beats(state, event, now, out)
@@ -129,7 +129,7 @@ def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]
     return replace(state, members=members, seen=now)
 
 
-def _hear_beats(state: ControllerState, beats: Beats, now: float, out: list[Effect]) -> ControllerState:
+def _hear_beats(state: ControllerState, beats: HeartbeatBatch, now: float, out: list[Effect]) -> ControllerState:
     """All of them at once, unless one clears a suspicion."""
     members = hear_unsuspected(state.members, {message.rank for message in beats.messages}, now)
     if members is not None:
@@ -155,4 +155,4 @@ def _is_of_a_rank(event: Event) -> bool:
     """True for what a rank says itself."""
     if isinstance(event, Received):
         return not isinstance(event.message, _OF_LAUNCHERS)
-    return isinstance(event, Beats)
+    return isinstance(event, HeartbeatBatch)

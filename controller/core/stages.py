@@ -1,6 +1,6 @@
-"""What each stage does of itself: it goes on to another as far as the facts allow, and when its time has run out (PURE).
+"""Stage transitions whose conditions now hold, and what is due by the clock (PURE).
 
-Owns `advance_stages`, which is called after every event and never looks at it; leases; and the limits of a start, a fault, a round and an
+Owns `advance_stages`, which runs after every event and never looks at it; leases; and the limits of a start, a fault, a round and an
 order. Never reads a clock: `now` is an argument.
 """
 
@@ -61,7 +61,7 @@ def advance_stages(state: ControllerState, now: float, out: list[Effect]) -> Con
             return state
 
 
-def assemble(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:
+def assemble_job(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:
     """Once every rank is registered and attached, the job's coverage is known and training may begin."""
     members, world_size = state.members, state.settings.world_size
     if members.attached < world_size:
@@ -93,14 +93,14 @@ def _standbys(state: ControllerState) -> list[str]:
     return [registration.standby for registration in registrations if registration is not None and registration.standby]
 
 
-def run(state: StateAt[Running], now: float, out: list[Effect]) -> ControllerState:
+def finish_or_restore(state: StateAt[Running], now: float, out: list[Effect]) -> ControllerState:
     """End a job that has finished; else see to the standbys."""
     if state.members.finished == state.settings.world_size:
         return finish_job(state, out)
     return restore(state, now, out)
 
 
-def freeze(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
+def end_round(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """Open the gates again, wait for more reports, or decide."""
     fault, members = state.at.fault, state.members
     if silent(members):
@@ -129,19 +129,19 @@ def freeze(state: StateAt[Freezing], now: float, out: list[Effect]) -> Controlle
     return start_dump(state, now, out)
 
 
-def roll(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
+def end_roll_forwards(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
     """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
     fault, dump = state.at.fault, state.at.dump
     return state if dump.pending else start_writing(goto(state, Writing(fault, dump)), now, out)
 
 
-def write(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
+def end_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
     """Every shard is written: go on to publishing."""
     return state if state.at.dump.pending else start_publishing(state, now, out)
 
 
-def leave_last(state: StateAt[Exiting], now: float, out: list[Effect]) -> ControllerState:
-    """Exit when every rank that could be told has let go of its stream."""
+def exit_after_ranks(state: StateAt[Exiting], now: float, out: list[Effect]) -> ControllerState:
+    """Exit when every rank that Exit was sent to has closed its stream."""
     return state if state.members.attached or state.at.untold else over(state, state.at.reason, out)
 
 
@@ -264,7 +264,7 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
 
 
 def _silence(state: ControllerState, rank: int, now: float) -> str:
-    settings, since = state.settings, silent_since(state.members.table[rank], state.members.amnesty)
+    settings, since = state.settings, silent_since(state.members.table[rank], state.members.leases_renewed_at)
     if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
         return f"nothing was heard for {settings.lease_s:g} s"
     return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"

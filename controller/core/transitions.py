@@ -30,7 +30,7 @@ from . import stages
 from .dump import publishing, reassign, roll_forward, writing
 from .dump.finish import over
 from .dump.freeze import count_again, extend_update_deadline, take_report
-from .facts.events import Beats, Effect, StreamClosed, Tick
+from .facts.events import Effect, HeartbeatBatch, StreamClosed, Tick
 from .facts.stage_table import TABLES, Handler, StageTable
 from .facts.state import (
     Assembling,
@@ -49,7 +49,7 @@ from .facts.state import (
 )  # fmt: skip
 from .ranks import liveness, repeats, takeover
 from .ranks.repeats import repeat_lost
-from .ranks.stall import beat, beats, report_disproves
+from .ranks.stall import report_disproves, take_places
 from .ranks.standbys import standby_report
 
 __all__ = ["TABLES"]
@@ -57,12 +57,12 @@ __all__ = ["TABLES"]
 
 def heartbeat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
     """A rank reported where it is; what it has lost is sent again."""
-    return beat(repeat_lost(state, (message,), now, out), message, now, out)
+    return take_places(repeat_lost(state, (message,), now, out), (message,), now, out)
 
 
-def heartbeats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -> ControllerState:
+def heartbeats(state: ControllerState, event: HeartbeatBatch, now: float, out: list[Effect]) -> ControllerState:
     """Several ranks reported where they are; what they have lost is sent again."""
-    return beats(repeat_lost(state, event.messages, now, out), event, now, out)
+    return take_places(repeat_lost(state, event.messages, now, out), event.messages, now, out)
 
 
 def state_report(state: StateAt[Faulted], message: StateReport, now: float, out: list[Effect]) -> ControllerState:
@@ -92,12 +92,12 @@ _COMING: _Handlers = {
     **_ALWAYS, Registration: liveness.register, Finished: liveness.finished, StandbyReport: standby_report,
 }  # fmt: skip
 _STARTED: _Handlers = {**_COMING, WorkerExit: liveness.worker_exit}
-_LED: _Handlers = {**_STARTED, Heartbeat: heartbeat, Beats: heartbeats, FaultReport: liveness.fault_report}
+_LED: _Handlers = {**_STARTED, Heartbeat: heartbeat, HeartbeatBatch: heartbeats, FaultReport: liveness.fault_report}
 _FAULT: _Handlers = {**_LED, **_ANSWERS_LATE, StateReport: state_report}
 _ORDERS: _Handlers = {**_FAULT, Working: roll_forward.note_progress}
 
-_fault = partial(StageTable, expire=stages.expire_faulted, catch_up=liveness.missed_orders)
-_orders = partial(_fault, deadline=stages.ordered_deadline, repeat=repeats.lost_orders)
+_faulted_table = partial(StageTable, expire=stages.expire_faulted, catch_up=liveness.missed_orders)
+_ordered_table = partial(_faulted_table, deadline=stages.ordered_deadline, repeat=repeats.lost_orders)
 
 TABLES.update({
     Standby: StageTable(
@@ -107,7 +107,7 @@ TABLES.update({
     ),
     Gathering: StageTable(
         on={
-            **_COMING, **_ANSWERS_LATE, WorkerExit: takeover.note_exit, Heartbeat: noted, Beats: noted, FaultReport: takeover.note_fault,
+            **_COMING, **_ANSWERS_LATE, WorkerExit: takeover.note_exit, Heartbeat: noted, HeartbeatBatch: noted, FaultReport: takeover.note_fault,
         },
         deadline=stages.gathering_deadline,
         advance=takeover.gather_ranks,
@@ -117,37 +117,37 @@ TABLES.update({
         on={**_STARTED, FaultReport: liveness.early_fault, Working: late},
         deadline=stages.assembling_deadline,
         expire=stages.expire_assembling,
-        advance=stages.assemble,
+        advance=stages.assemble_job,
     ),
     Running: StageTable(
         on={**_LED, StateReport: late, Working: late},
         deadline=stages.running_deadline,
         expire=stages.expire_running,
-        advance=stages.run,
+        advance=stages.finish_or_restore,
         catch_up=liveness.missed_thaw,
         repeat=repeats.lost_thaw,
     ),
-    Freezing: _fault(
+    Freezing: _faulted_table(
         on={**_FAULT, Working: extend_update_deadline},
         deadline=stages.freezing_deadline,
-        advance=stages.freeze,
+        advance=stages.end_round,
         repeat=repeats.lost_freeze,
     ),
-    Rolling: _orders(
+    Rolling: _ordered_table(
         on={**_ORDERS, RolledForward: roll_forward.rolled, StepFailed: roll_forward.roll_failed},
-        advance=stages.roll,
+        advance=stages.end_roll_forwards,
         rank_lost=roll_forward.on_rank_lost_rolling,
         on_timeout=roll_forward.on_timeout_rolling,
         slow=reassign.slow_roll_forwards,
     ),
-    Writing: _orders(
+    Writing: _ordered_table(
         on={**_ORDERS, Written: writing.written, Published: publishing.published, StepFailed: writing.write_failed},
-        advance=stages.write,
+        advance=stages.end_writing,
         rank_lost=writing.on_rank_lost_writing,
         on_timeout=writing.on_timeout_writing,
         slow=reassign.slow_writers,
     ),
-    Publishing: _orders(
+    Publishing: _ordered_table(
         on={**_ORDERS, Published: publishing.published, StepFailed: publishing.publish_failed},
         rank_lost=publishing.on_rank_lost_publishing,
         on_timeout=publishing.on_timeout_publishing,
@@ -157,7 +157,7 @@ TABLES.update({
         on={**_LED, **_ANSWERS_LATE, FaultReport: late},
         deadline=lambda state: state.at.deadline,
         expire=lambda state, now, out: over(state, state.at.reason, out),
-        advance=stages.leave_last,
+        advance=stages.exit_after_ranks,
         catch_up=liveness.missed_exit,
         repeat=liveness.missed_exit,
     ),

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ControllerBench, registration, report
-from ttp.controller.core.facts.events import Beats, Effect, Event, Journal, Received, Send, StreamClosed, Tell, Tick
+from ttp.controller.core.facts.events import (
+    Effect,
+    Event,
+    HeartbeatBatch,
+    Journal,
+    Received,
+    Send,
+    StreamClosed,
+    Tell,
+    Tick,
+)
 from ttp.controller.core.facts.state import MOST_KEPT, ControllerState, Stage
 from ttp.controller.json_codec import from_json, plain_json, to_json
 from ttp.errors import ProtocolError
@@ -134,7 +144,9 @@ def an_event(state: ControllerState, rng: random.Random) -> Event | None:
     if choice < 0.16:
         return Tick()
     if choice < 0.2:
-        return Beats(tuple(Heartbeat(rng.randrange(-1, 5), Phase.COMPUTE, rng.randrange(10)) for _ in range(3)))
+        return HeartbeatBatch(
+            tuple(Heartbeat(rng.randrange(-1, 5), Phase.COMPUTE, rng.randrange(10)) for _ in range(3))
+        )
     envelope = pb.UpwardEnvelope(job_id="job", term=3)
     fill(envelope.messages.add(), rng, pools(state))
     try:

@@ -95,7 +95,7 @@ def _later_members(members: Membership, seconds: float) -> Membership:
     return replace(
         members,
         table=members.table.put_all(heard),
-        amnesty=ago(members.amnesty, seconds),
+        leases_renewed_at=ago(members.leases_renewed_at, seconds),
         away_until=ago(members.away_until, seconds),
         sweep_at=ago(members.sweep_at, seconds),
         empty_since=ago(members.empty_since, seconds),

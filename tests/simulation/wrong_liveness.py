@@ -43,8 +43,8 @@ def an_older_step_is_taken_at_once(patch: Patch) -> None:
 def vouches_never_age(patch: Patch) -> None:
     """Whoever was vouched for once has the whole vouched lease, whatever became of its agent."""
 
-    def wrong(member: Member, amnesty: float, settings: Any, started: bool) -> float:
-        since = membership.silent_since(member, amnesty)
+    def wrong(member: Member, leases_renewed_at: float, settings: Any, started: bool) -> float:
+        since = membership.silent_since(member, leases_renewed_at)
         longer_s: float = membership.vouched_lease(settings, started) - settings.lease_s
         return since + (longer_s if member.vouched > -inf else 0.0)
 
@@ -54,8 +54,8 @@ def vouches_never_age(patch: Patch) -> None:
 def vouches_count_for_ever(patch: Patch) -> None:
     """An interpreter that is held for good is never given up."""
 
-    def wrong(member: Member, amnesty: float, settings: Any, started: bool) -> float:
-        return max(membership.silent_since(member, amnesty), member.vouched)
+    def wrong(member: Member, leases_renewed_at: float, settings: Any, started: bool) -> float:
+        return max(membership.silent_since(member, leases_renewed_at), member.vouched)
 
     _with_alive_at(patch, wrong)
 

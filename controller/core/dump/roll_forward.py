@@ -134,7 +134,10 @@ def _known_at(state: ControllerState, fault: Fault, now: float) -> float:
     for rank, (report, member) in enumerate(zip(fault.reports, members.table, strict=True)):
         if member.dead is not None or member.registration is None or rank in fault.stuck:
             continue
-        since, alive = silent_since(member, members.amnesty), alive_at(member, members.amnesty, settings, started)
+        since, alive = (
+            silent_since(member, members.leases_renewed_at),
+            alive_at(member, members.leases_renewed_at, settings, started),
+        )
         if member.suspect if report is not None else alive > since and now >= since + silent_s:
             last_alive = max(last_alive, alive)
         if owes_report(state, fault, rank):

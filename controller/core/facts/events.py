@@ -63,7 +63,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Beats:
+class HeartbeatBatch:
     """Heartbeats that came in one envelope, in order: as each of them Received, but deadlines are looked at when all are heard.
 
     A node's ranks beat together, and at 10,000 ranks heartbeats are nearly all that a controller ever hears: together they
@@ -86,7 +86,7 @@ class Tick:
     """Time passed; the machine compares `now` with its deadlines."""
 
 
-Event = Received | Beats | StreamClosed | Tick
+Event = Received | HeartbeatBatch | StreamClosed | Tick
 
 # --- out ---
 

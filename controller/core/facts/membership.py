@@ -65,8 +65,8 @@ class Membership:
     finished: int = 0
     suspects: int = 0
     """Suspects that are not dead."""
-    amnesty: float = -inf
-    """Silence before this moment is forgiven: the controller itself was away, or everybody was."""
+    leases_renewed_at: float = -inf
+    """Silence before this moment does not count: the controller itself was away, or all ranks were."""
     away_until: float = -inf
     """The controller itself was away until then: that nobody was heard before says nothing."""
     sweep_at: float = inf
@@ -153,17 +153,17 @@ def vouched_lease(settings: ControllerSettings, started: bool) -> float:
     return max(settings.lease_s, min(longest_s, VOUCHED_PART * settings.total_timeout_s))
 
 
-def silent_since(member: Member, amnesty: float) -> float:
+def silent_since(member: Member, leases_renewed_at: float) -> float:
     """Return when a rank was last heard, as far as its silence counts."""
-    return max(member.heard, amnesty)
+    return max(member.heard, leases_renewed_at)
 
 
-def alive_at(member: Member, amnesty: float, settings: ControllerSettings, started: bool) -> float:
+def alive_at(member: Member, leases_renewed_at: float, settings: ControllerSettings, started: bool) -> float:
     """Return when a rank was last known to be alive: its lease runs from then.
 
     A vouch ages like a word of the rank's own, so a lost node keeps its time; and it counts only until the vouched lease is over.
     """
-    since = silent_since(member, amnesty)
+    since = silent_since(member, leases_renewed_at)
     longest = since + vouched_lease(settings, started) - settings.lease_s
     return max(since, min(member.vouched, longest))
 
@@ -174,7 +174,7 @@ def attach(members: Membership, registration: Registration, now: float, settings
     known = members.table[rank]
     if members.present == 0 and known.dead is None:
         # Everybody had lost the controller: the others get a whole lease to come back as well.
-        members = replace(members, amnesty=now, empty_since=inf)
+        members = replace(members, leases_renewed_at=now, empty_since=inf)
     finished = known.finished or registration.finished
     member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
     if member.vouched_pid != registration.pid:
@@ -191,7 +191,7 @@ def detach(members: Membership, rank: int, now: float, settings: ControllerSetti
     member = members.table[rank]
     heard = member.heard if welcomed else now
     members = update(members, rank, replace(member, attached=False, suspect=True, heard=heard))
-    expiry = max(heard, members.amnesty) + settings.lease_s
+    expiry = max(heard, members.leases_renewed_at) + settings.lease_s
     members = replace(members, sweep_at=min(members.sweep_at, expiry))
     return replace(members, empty_since=now) if members.present == 0 and member.dead is None else members
 
@@ -213,13 +213,13 @@ def was_only_silent(member: Member) -> bool:
 def mark_alive(members: Membership, rank: int, now: float) -> Membership:
     """Note that a rank that was only silent, and is attached, lives."""
     if members.present == 0:
-        members = replace(members, amnesty=now, empty_since=inf)
+        members = replace(members, leases_renewed_at=now, empty_since=inf)
     return update(members, rank, replace(members.table[rank], dead=None, suspect=False, heard=now))
 
 
 def renew_all_leases(members: Membership, now: float, settings: ControllerSettings) -> Membership:
     """Start every lease anew: the silence was the controller's own."""
-    return replace(members, amnesty=now, sweep_at=now + SUSPECT_AFTER * settings.lease_s)
+    return replace(members, leases_renewed_at=now, sweep_at=now + SUSPECT_AFTER * settings.lease_s)
 
 
 def controller_resumed(members: Membership, now: float, settings: ControllerSettings) -> Membership:
@@ -265,7 +265,7 @@ def sweep_leases(
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
-        alive = alive_at(member, members.amnesty, settings, started)
+        alive = alive_at(member, members.leases_renewed_at, settings, started)
         suspect_at, dead_at = alive + SUSPECT_AFTER * settings.lease_s, alive + settings.lease_s
         last_heard = max(last_heard, member.heard, member.vouched)
         unheard += member.heard < late_at
@@ -285,7 +285,7 @@ def sweep_leases(
         # order about is silent anyway, so it gives all of them new leases, until it must be true.
         return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)
     most_unheard = welcomed and 2 * unheard > members.alive
-    if run_out and most_unheard and members.amnesty < max(members.table[rank].heard for rank in run_out):
+    if run_out and most_unheard and members.leases_renewed_at < max(members.table[rank].heard for rank in run_out):
         # Most have not been heard for that long: it was cut off, and their words are under way behind those of the first. They
         # get a lease more, once: they may have died together.
         return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)

@@ -1,6 +1,6 @@
 """What the machine does in each stage: one table a stage (PURE).
 
-Owns the tables' shape, and the place where every room finds them. `core/transitions.py` fills it: it stands above all functions in them.
+Owns the tables' shape, and `TABLES`, where every room finds them. `core/transitions.py` fills it, which may import all functions in them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def stay(state: ControllerState, *_: Any) -> ControllerState:
 
 
 def send_nothing(state: ControllerState, _: Any) -> tuple[Downward, ...]:
-    """No rank need be told anything in this stage."""
+    """Nothing is sent in this stage."""
     return ()
 
 

@@ -360,9 +360,9 @@ def is_ordered(state: ControllerState) -> TypeGuard[StateAt[Ordered]]:
 
 
 EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
-    (Standby, Gathering): "the first rank has come: it has lost its controller",
+    (Standby, Gathering): "the first rank has come, which has lost its controller",
     (Standby, Over): "all ranks have ended",
-    (Gathering, Freezing): "every rank has come or is taken for dead: take over, all gates close once",
+    (Gathering, Freezing): "every rank has come or counts as dead: all gates close once",
     (Gathering, Exiting): "the controller was lost before the job had assembled",
     (Gathering, Over): "all ranks have finished or ended, or none is attached any more",
     (Assembling, Running): "every rank is registered and attached",
@@ -386,7 +386,7 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (Publishing, Writing): "no rank can publish in this directory: the next one",
     (Publishing, Freezing): "what a node has written is lost, torn or cannot be published: ask again",
     (Publishing, Over): "no rank is attached any more",
-    (Exiting, Over): "every rank has let go of its stream, or the time for it is over",
+    (Exiting, Over): "every rank has closed its stream, or the time for it is over",
 }
 """Every transition, and when it is taken."""
 

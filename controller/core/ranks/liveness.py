@@ -80,7 +80,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     if known is None and isinstance(state.at, Freezing):
         state = _with_its_shards(state)
     out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
-    return _told(state, rank)
+    return _owed_no_exit(state, rank)
 
 
 def _with_its_shards(state: ControllerState) -> ControllerState:
@@ -226,7 +226,7 @@ def rank_died(
     out.append(Journal("death_seen", fields))
     state = sign_of_death(state, rank, cause, now)
     members = mark_dead(state.members, rank, cause, gone, now)
-    state = forget(_told(replace(state, members=members), rank), rank)
+    state = forget(_owed_no_exit(replace(state, members=members), rank), rank)
     if isinstance(state.at, Assembling):
         return leave(state, f"rank {rank} died before the job had assembled: {cause.text}", now, out)
     if isinstance(state.at, Running):
@@ -234,7 +234,7 @@ def rank_died(
     return table_of(state).rank_lost(add_cause(state, cause, now), rank, now, out)
 
 
-def _told(state: ControllerState, rank: int) -> ControllerState:
+def _owed_no_exit(state: ControllerState, rank: int) -> ControllerState:
     """No Exit is owed to this rank any more."""
     at = state.at
     return replace(state, at=replace(at, untold=at.untold - {rank})) if isinstance(at, Exiting) else state
@@ -270,7 +270,7 @@ def _exited_cleanly(
     out.append(Journal("left", {"rank": rank}))
     cause = Cause(CauseKind.EXITED, (rank,), "exit code 0 after its training had finished")
     state = forget(replace(state, members=mark_dead(state.members, rank, cause, True, now)), rank)
-    return table_of(state).rank_lost(_told(state, rank), rank, now, out)
+    return table_of(state).rank_lost(_owed_no_exit(state, rank), rank, now, out)
 
 
 def early_fault(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:

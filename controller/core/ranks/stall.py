@@ -1,7 +1,7 @@
 """A standstill of the whole job: noted, then a fault that the ranks' reports must confirm (PURE).
 
 Owns the beginning of a hang's fault and the proof of its contrary: a rank that got on after all. What the pace is,
-`progress` knows; what is done about it, `rounds` and `settling`.
+`pace` knows; what is done about it, `freeze` and `stages`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Heartbeat, StateReport
 
 from ..dump.freeze import begin_fault
-from ..facts.events import Beats, Effect, Fields, Journal
+from ..facts.events import Effect, Fields, Journal
 from ..facts.incident import no_hang, signs_of
 from ..facts.pace import advance, outlived, rested, standstill, suspects
 from ..facts.state import ControllerState, Running, S
 
 
-def beat(state: ControllerState, message: Heartbeat, now: float, out: list[Effect]) -> ControllerState:
-    """A rank said where it is. While frozen that can only disprove a hang."""
-    return _take_places(state, (message,), now, out)
-
-
-def beats(state: ControllerState, event: Beats, now: float, out: list[Effect]) -> ControllerState:
-    """Several ranks said where they are."""
-    return _take_places(state, event.messages, now, out)
-
-
-def _take_places(
+def take_places(
     state: ControllerState, messages: tuple[Heartbeat, ...], now: float, out: list[Effect]
 ) -> ControllerState:
+    """Ranks reported where they are. While frozen that can only disprove a hang."""
     if not isinstance(state.at, Running):
         for message in messages:
             state = _disproved(state, message.rank, (message.step, int(message.phase)), now, out)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench, only, registration, report
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.core.facts.events import Beats, Finish, Tick
+from ttp.controller.core.facts.events import Finish, HeartbeatBatch, Tick
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.core.machine import next_deadline
 from ttp.proto.messages import AgentHello, CauseKind, Heartbeat, Phase, Thaw, WriteOrder
@@ -109,7 +109,7 @@ def test_a_suspect_whose_heartbeat_comes_with_its_nodes_others_is_cleared() -> N
     job = ControllerBench()
     job.wait(2.1, heard=(0, 1, 3))
     assert job.state.members.suspects == 1
-    job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 2))))
+    job.take(HeartbeatBatch(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 2))))
     assert job.state.members.suspects == 0 and job.told("cleared")[0]["rank"] == 2 and job.at(Stage.RUNNING)
 
 
@@ -117,7 +117,7 @@ def test_heartbeats_that_come_together_prolong_each_ranks_lease() -> None:
     job = ControllerBench()
     for _ in range(6):
         job.now += 0.9
-        job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in range(4))))
+        job.take(HeartbeatBatch(tuple(Heartbeat(rank, COMPUTE, 1) for rank in range(4))))
     assert job.at(Stage.RUNNING) and not job.told("suspect")
 
 
@@ -472,7 +472,7 @@ def test_a_host_that_keeps_the_controller_again_and_again_keeps_no_dead_rank_ali
     job = ControllerBench(lease_s=LEASE_S, heartbeat_s=0.05)
     for _ in range(9):
         job.take(Tick(), after=0.05 + late_s)
-        job.take(Beats(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 1, 2))))
+        job.take(HeartbeatBatch(tuple(Heartbeat(rank, COMPUTE, 1) for rank in (0, 1, 2))))
     assert bool(job.told("death_seen")) is (late_s <= 0.5)
 
 
@@ -480,9 +480,9 @@ def test_a_launchers_word_excuses_no_silence() -> None:
     """All ranks are silent; that a launcher attaches says nothing of them."""
     job = ControllerBench(orphan_timeout_s=15.0)
     job.wait(2.5, heard=())
-    before = job.state.members.amnesty
+    before = job.state.members.leases_renewed_at
     job.say(AgentHello("host0", (0,), (100,)))
-    assert job.state.members.amnesty == before
+    assert job.state.members.leases_renewed_at == before
 
 
 def test_what_was_ordered_is_not_ordered_again_when_the_controller_goes_on() -> None:

@@ -10,7 +10,7 @@ from tests.unit.protocol.bench import ControllerBench, ProcessorBench, only, reg
 from tests.unit.protocol.test_controller_dump import dying, publishing
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_processor import CAUSE, ERROR, WELCOME, write_order
-from ttp.controller.core.facts.events import Beats, Send
+from ttp.controller.core.facts.events import HeartbeatBatch, Send
 from ttp.controller.core.facts.state import Stage
 from ttp.processor.core.events import LocalFault
 from ttp.processor.core.state import RankMode
@@ -48,7 +48,7 @@ def thawed() -> ControllerBench:
 def test_a_heartbeat_that_is_frozen_under_a_freeze_that_is_over_is_answered_with_the_thaw(together: bool) -> None:
     job = thawed()
     if together:
-        job.take(Beats((beat(0), beat(1, frozen=1), beat(2))))
+        job.take(HeartbeatBatch((beat(0), beat(1, frozen=1), beat(2))))
     else:
         job.say(beat(1, frozen=1, owes=True))
     assert job.sent(Thaw) == {1: Thaw(1)}

@@ -296,7 +296,7 @@ def test_what_a_launcher_says_gives_silent_ranks_no_new_lease() -> None:
     job.wait(2.5, heard=())
     assert job.state.members.suspects == 2
     job.say(killed(1))
-    assert job.state.members.amnesty < job.now
+    assert job.state.members.leases_renewed_at < job.now
 
 
 def test_the_last_rank_is_not_taken_for_dead_before_a_controller_that_is_cut_off_would_be() -> None:

@@ -13,7 +13,7 @@ from tests.unit.protocol.test_controller_members import killed
 from ttp.controller.core import machine
 from ttp.controller.core.dump import freeze
 from ttp.controller.core.facts import coverage
-from ttp.controller.core.facts.events import Beats, Effect, Received, Send
+from ttp.controller.core.facts.events import Effect, HeartbeatBatch, Received, Send
 from ttp.controller.core.facts.per_rank import PerRank
 from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
@@ -115,7 +115,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
         for rank in rng.sample(range(4), 3)
     )
     before, now = job.state, job.now + 0.01
-    together, told = machine.transition(before, Beats(beats), now)
+    together, told = machine.transition(before, HeartbeatBatch(beats), now)
     one_by_one, each = before, list[Effect]()
     for beat in beats:
         one_by_one, effects = machine.transition(one_by_one, Received(beat), now)
@@ -130,4 +130,6 @@ def test_a_batch_with_a_rank_of_another_world_is_refused_whole() -> None:
     """An event that raises changes nothing."""
     job = ControllerBench()
     with pytest.raises(ProtocolError, match="Heartbeat of rank 9, the world has ranks 0 to 3"):
-        machine.transition(job.state, Beats((Heartbeat(0, Phase.DONE, 1), Heartbeat(9, Phase.DONE, 1))), job.now)
+        machine.transition(
+            job.state, HeartbeatBatch((Heartbeat(0, Phase.DONE, 1), Heartbeat(9, Phase.DONE, 1))), job.now
+        )

@@ -18,7 +18,12 @@ from ttp.proto import messages as m
 
 
 def controller_kinds() -> set[type]:
-    return {*typing.get_args(m.Upward), controller_events.Beats, controller_events.StreamClosed, controller_events.Tick}
+    return {
+        *typing.get_args(m.Upward),
+        controller_events.HeartbeatBatch,
+        controller_events.StreamClosed,
+        controller_events.Tick,
+    }
 
 
 def processor_kinds() -> set[type]:
@@ -30,7 +35,7 @@ def test_what_the_controllers_table_leaves_out() -> None:
     before he has registered."""
     absent = {(s.name.value, k.__name__) for s in STAGES for k in controller_kinds() - TABLES[s].on.keys()}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
-    beats = {m.Heartbeat, controller_events.Beats}
+    beats = {m.Heartbeat, controller_events.HeartbeatBatch}
     later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working, m.StandbyReport}
     assert absent == {
         *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, *beats)),

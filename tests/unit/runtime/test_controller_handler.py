@@ -10,11 +10,11 @@ import pytest
 
 from ttp.controller import handler as handlers
 from ttp.controller.core.facts.events import (
-    Beats,
     ControllerSettings,
     Effect,
     Event,
     Finish,
+    HeartbeatBatch,
     Journal,
     Received,
     Send,
@@ -225,7 +225,7 @@ def test_what_stands_in_one_envelope_is_heard_in_its_order(bench: Bench) -> None
     bench.comes(2)
     bench.heard.clear()
     bench.hears(link, beats[0], beats[1], Finished(1), Heartbeat(2, Phase.DONE, 9), beats[2])
-    assert bench.heard == [Beats((beats[0], beats[1])), Received(Finished(1)), Received(beats[2])]
+    assert bench.heard == [HeartbeatBatch((beats[0], beats[1])), Received(Finished(1)), Received(beats[2])]
 
 
 @pytest.mark.parametrize(

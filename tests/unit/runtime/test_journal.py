@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttp.controller import journal as journals
-from ttp.controller.core.facts.events import ControllerSettings, Event, Received, StreamClosed, Tick
+from ttp.controller.core.facts.events import ControllerSettings, Event, HeartbeatBatch, Received, StreamClosed, Tick
 from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
 from ttp.controller.json_codec import from_json, to_json
@@ -123,6 +123,8 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     """Its module has moved; journals that were written before are read, and older versions read those of today."""
     assert to_json(Tick()) == {"$": "ttp.controller.events:Tick"}
     assert from_json({"$": "ttp.controller.events:Tick"}) == Tick()
+    batch = HeartbeatBatch((Heartbeat(0, Phase.READY, 4),))
+    assert to_json(batch)["$"] == "ttp.controller.events:Beats" and from_json(to_json(batch)) == batch
     state = initial(SETTINGS, 0.0)
     for number, event in enumerate(EVENTS):
         state, _ = transition(state, event, float(number))
@@ -130,6 +132,12 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     names = set(re.findall(r'"(ttp\.[\w.]+:\w+)"', written))
     assert len(names) > 8 and not [name for name in names if ".core." in name]
     assert from_json(json.loads(written)) == state
+
+
+def test_a_field_has_the_name_that_journals_have_always_had() -> None:
+    members = to_json(initial(SETTINGS, 0.0))["members"]
+    assert "amnesty" in members and "leases_renewed_at" not in members
+    assert from_json(members) == initial(SETTINGS, 0.0).members
 
 
 def test_a_stage_is_written_as_journals_have_always_had_it() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
-from ttp.controller.core.facts.events import Beats, Received
+from ttp.controller.core.facts.events import HeartbeatBatch, Received
 from ttp.controller.core.facts.events import Journal as JournalEffect
 from ttp.controller.core.machine import transition
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
@@ -471,7 +471,7 @@ def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
     def beats() -> dict[int, list[Heartbeat]]:
         inputs = [event for _, event in read_inputs(inputs_path(tmp_path / "journal0.jsonl")).inputs]
         said = [event.message for event in inputs if isinstance(event, Received)]
-        together = [message for event in inputs if isinstance(event, Beats) for message in event.messages]
+        together = [message for event in inputs if isinstance(event, HeartbeatBatch) for message in event.messages]
         all_told = [message for message in (*said, *together) if isinstance(message, Heartbeat)]
         return {rank: [message for message in all_told if message.rank == rank] for rank in range(3)}
 
