@@ -135,10 +135,10 @@ def _lines(statement: ast.stmt) -> tuple[int, int]:
 
 
 def _nodes(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[_Node]:
-    """Yield the nodes that may be changed: annotations, decorators, texts and what only a journal tells are left alone."""
+    """Yield the nodes that may be changed: annotations, types, decorators, texts and what only a journal tells are left alone."""
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Journal":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Journal", "TypeVar"):
         return
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return

@@ -269,8 +269,18 @@ def put_in(mutant: Mutant) -> bool:
         if isinstance(value, Plain) and not key.startswith("__") and _differs(value, made.__dict__[key]):
             _rebind(key, value, made.__dict__[key])
             differ += 1
+    if not mutant.function and _fills_a_table(module, made):
+        differ += 1
     assert differ, f"{mutant.name}: {mutant.change} at {mutant.place} changes nothing"
     return True
+
+
+def _fills_a_table(module: ModuleType, made: ModuleType) -> bool:
+    """Say whether both have a dict of another module: the mutant has filled it anew as it was imported."""
+    return any(
+        isinstance(value, dict) and value is made.__dict__.get(key) and not key.startswith("__")
+        for key, value in vars(module).items()
+    )
 
 
 def _differs(old: object, new: object) -> bool:
